@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +11,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from rolemesh.coordinator.commands.cluster_options import (
+    CompletionTokens,
+    Gpu,
+    Gpus,
+    Network,
+    PerMachine,
+    PromptTokens,
+    groups_of,
+    planned_job,
+)
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
-from rolemesh.coordinator.mapping.cluster import ClusterError, DeviceGroup, group_of
-from rolemesh.coordinator.mapping.devices import DEVICES, GBIT, UnknownDeviceError, device_of
+from rolemesh.coordinator.mapping.cluster import ClusterError
+from rolemesh.coordinator.mapping.devices import UnknownDeviceError
 from rolemesh.coordinator.mapping.drawing import svg_timeline, text_timeline
-from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
-from rolemesh.coordinator.mapping.job import ConstraintError, Job, Wishes
+from rolemesh.coordinator.mapping.job import ConstraintError, Wishes
 from rolemesh.coordinator.mapping.models import UnknownFamilyError
 from rolemesh.coordinator.mapping.report import Plan, phases, plan_of
 from rolemesh.coordinator.mapping.search import Search
@@ -28,37 +35,20 @@ from rolemesh.coordinator.mapping.shortage import ShortageError, shortage
 from rolemesh.coordinator.mapping.templates import templates
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
-from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(add_completion=False)
-
-_MOST_DEVICES = 4096
 
 
 @app.command()
 def plan(
     recipe: Recipes,
-    gpus: Annotated[
-        list[int], typer.Option("--gpus", metavar="N", help="Devices; once for each --gpu.")
-    ],
-    gpu: Annotated[
-        list[str], typer.Option("--gpu", metavar="NAME", help=f"Kind: {', '.join(DEVICES)}.")
-    ],
-    per_machine: Annotated[
-        int | None, typer.Option(metavar="N", help="Devices of a machine; as is usual for a kind.")
-    ] = None,
-    network: Annotated[
-        float | None, typer.Option(metavar="GBIT", help="Gbit/s that a machine sends to others.")
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(min=0, help="Of a prompt, in the mean; all there is room for."),
-    ] = None,
-    completion_tokens: Annotated[
-        float | None, typer.Option(help="Of a completion, in the mean; all of max_new_tokens.")
-    ] = None,
+    gpus: Gpus,
+    gpu: Gpu,
+    per_machine: PerMachine = None,
+    network: Network = None,
+    prompt_tokens: PromptTokens = None,
+    completion_tokens: CompletionTokens = None,
     together: Annotated[
         list[str] | None, typer.Option(metavar="A,B", help="Roles that are to share a pool.")
     ] = None,
@@ -98,7 +88,7 @@ def plan(
     Example: rolemesh plan recipes/gpu/ppo-1500m-4-gpus.yaml --gpus 4 --gpu a100-40 --write my.yaml
     """
     try:
-        groups = _groups(gpus, gpu, per_machine, network)
+        groups = groups_of(gpus, gpu, per_machine, network)
         loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
         wishes = Wishes(
             together=_pairs("--together", together),
@@ -106,7 +96,9 @@ def plan(
             devices=_numbers(at_most),
             on=dict(_equations("--on", on)),
         )
-        job = _job(loaded, groups, wishes, prompt_tokens, completion_tokens, offload)
+        job = planned_job(
+            loaded, groups, prompt_tokens, completion_tokens, wishes=wishes, offload=offload
+        )
         search = Search(job, groups)
         found = search.run()
     except (
@@ -125,7 +117,7 @@ def plan(
     compared: dict[str, float | None] = {}
     if schedules:
         for name, variant in templates(loaded):
-            other = _job(variant, groups, Wishes(), prompt_tokens, completion_tokens, offload)
+            other = planned_job(variant, groups, prompt_tokens, completion_tokens, offload=offload)
             plans = Search(other, groups).run(kept=1).placements
             compared[name] = plans[0].period if plans else None
     try:
@@ -151,64 +143,6 @@ def plan(
     for path in (write, svg):
         if path is not None:
             print(f"written: {path}")
-
-
-def _groups(
-    gpus: list[int], kinds: list[str], per_machine: int | None, network: float | None
-) -> list[DeviceGroup]:
-    if len(gpus) != len(kinds):
-        raise ClusterError(
-            f"--gpus is given {len(gpus)} times and --gpu {len(kinds)} times: give both for each "
-            "kind"
-        )
-    groups = []
-    for count, kind in zip(gpus, kinds, strict=True):
-        if not 0 < count <= _MOST_DEVICES:
-            raise ClusterError(f"--gpus is {count}: give 1 to {_MOST_DEVICES}")
-        groups.append(
-            group_of(
-                device_of(kind),
-                count,
-                per_machine=per_machine,
-                network_bandwidth=None if network is None else network * GBIT,
-            )
-        )
-    if len({kind == "cpu" for kind in kinds}) > 1:
-        raise ClusterError("--gpu names cpu and GPUs: a plan is for one or the other")
-    return groups
-
-
-def _job(
-    recipe: Recipe,
-    groups: list[DeviceGroup],
-    wishes: Wishes,
-    prompt_tokens: int | None,
-    completion_tokens: float | None,
-    offload: bool,
-) -> Job:
-    planned = one_call_a_role(recipe)
-    work = work_of(planned, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
-    try:
-        nodes = asyncio.run(plan_step(planned))
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
-    on_gpus = any(group.device.kind == "gpu" for group in groups)
-    job = job_of(planned, nodes, work, on_gpus=on_gpus, wishes=wishes)
-    most_slices = max(group.per_machine for group in groups)
-    return replace(
-        job,
-        roles=tuple(
-            replace(
-                role,
-                freedom=replace(
-                    role.freedom,
-                    most_slices=most_slices,
-                    offload=role.freedom.offload if offload else (False,),
-                ),
-            )
-            for role in job.roles
-        ),
-    )
 
 
 def _written(

@@ -25,6 +25,9 @@ from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
 
 Result = TypeVar("Result")
 
+OpenChannel = Callable[[str, ChannelTraffic, Identity | None], MeshChannel]
+"""Opens a channel to "host:port", with the traffic's counters and the caller's identity."""
+
 OnPhase = Callable[[str, str, int, int], None]
 """Gets a service, its stage, units done and units in all; an empty stage when a call has ended."""
 
@@ -52,6 +55,14 @@ OUTAGE_S = 30.0
 """How long a call with a key is made again while its connection is broken. A service that is really
 lost is found sooner: by its launcher or by the watcher."""
 
+
+def open_watched(
+    address: str, traffic: ChannelTraffic, identity: Identity | None = None
+) -> MeshChannel:
+    """Opens a channel whose peer is noticed within seconds when it is stopped or cut off."""
+    return open_channel(address, traffic=traffic, is_watched=True, identity=identity)
+
+
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -70,6 +81,7 @@ class RoleConnection:
         address: str,
         traffic: ChannelTraffic,
         identity: Identity | None = None,
+        open_channel: OpenChannel = open_watched,
     ) -> None:
         self.service = service
         """Its name: that of the role, with a number where the role has several services."""
@@ -77,7 +89,7 @@ class RoleConnection:
         self.address = address
         self.policy_version = 0
         self.capabilities = worker_pb2.GetCapabilitiesResponse()
-        self._channel = open_channel(address, traffic=traffic, is_watched=True, identity=identity)
+        self._channel = open_channel(address, traffic, identity)
         self.client = ServiceClient(self._channel, name=service)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._before: list[MeshChannel] = []

@@ -9,11 +9,11 @@ cancelled, down to the calls in flight.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+from rolemesh.coordinator.dataflow.clock import now, unix_time
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import (
     CallFuture,
@@ -74,11 +74,11 @@ class StepGraph:
         self._failure: BaseException | None = None
         self._has_ended = False
         self._span = tracing.begin(f"step {step}", step=step)
-        # Durations come from the monotonic clock, the offset makes them Unix times.
-        self._offset = time.time() - time.monotonic()
+        # Durations come from the loop's clock, the offset makes them Unix times.
+        self._offset = unix_time() - now()
 
     def _now(self) -> float:
-        return self._offset + time.monotonic()
+        return self._offset + now()
 
     def call(
         self,

@@ -6,7 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection, unbroken
+from rolemesh.coordinator.dataflow.connection import (
+    OnPhase,
+    OpenChannel,
+    RoleConnection,
+    open_watched,
+    unbroken,
+)
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
@@ -46,6 +52,7 @@ class RunMesh:
         traffic: ChannelTraffic | None = None,
         *,
         identity: Identity | None = None,
+        open_channel: OpenChannel = open_watched,
         is_reward_trained: bool = False,
     ) -> None:
         """Opens channels; nothing is sent yet.
@@ -57,13 +64,17 @@ class RunMesh:
             observer: Is told how far they are.
             traffic: Counters to add to; None makes fresh ones.
             identity: Of the coordinator; None where the services speak in clear.
+            open_channel: Opens a channel to a service.
             is_reward_trained: Whether the weights of the reward change, too.
         """
         self._journal = journal
         self.traffic = traffic or ChannelTraffic()
         self._identity = identity
+        self._open_channel = open_channel
         self.connections = {
-            service: RoleConnection(service, addresses[service], self.traffic, identity)
+            service: RoleConnection(
+                service, addresses[service], self.traffic, identity, open_channel
+            )
             for service in services
         }
         self.facts: dict[str, Mapping[str, str]] = {}
@@ -205,7 +216,7 @@ class RunMesh:
             RunError: It does not answer in time, or cannot stand in for the role.
             RolemeshError: It refuses or fails.
         """
-        new = RoleConnection(service, address, self.traffic, self._identity)
+        new = RoleConnection(service, address, self.traffic, self._identity, self._open_channel)
         try:
             await new.wait_healthy(deadline_s)
             await new.learn_capabilities()

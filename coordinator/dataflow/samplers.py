@@ -48,6 +48,7 @@ class _Calls:
         prompts: PromptBatch,
         sampling: SamplingSpec,
         after: Sequence[CallFuture],
+        brought: Sequence[CallFuture] = (),
     ) -> ExperienceFuture:
         """One experience of all calls.
 
@@ -55,6 +56,14 @@ class _Calls:
         again, and which rows are decoded together does not depend on timing. In the asynchronous
         schedule, where timing decides other things too, a call goes to another service that is
         free when its own is not.
+
+        Args:
+            context: Of the step.
+            services: Who samples.
+            prompts: Of the step.
+            sampling: How.
+            after: What every call waits for.
+            brought: For each service, the call that brings its weights; none: it has them.
         """
         calls = [
             prompts.part(start, stop - start)
@@ -66,7 +75,9 @@ class _Calls:
             first = number % len(services)
             # Who is asked first does not change, for the sake of caches.
             preferred = (*services[first:], *services[:first]) if is_timed else (services[first],)
-            parts.append(self._call(context, preferred, part, sampling, after))
+            # A service needs its own weights alone: a thousand of them would wait for a thousand.
+            own = brought if is_timed else brought[first : first + 1]
+            parts.append(self._call(context, preferred, part, sampling, (*own, *after)))
         whole = CallFuture(
             nodes=tuple(node for part in parts for node in part.nodes),
             outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
@@ -243,7 +254,7 @@ class RolloutSampler:
         is_ahead = isinstance(self._spec, OneStepAheadSpec)
         # Evaluation brings new weights too: not while a step that was begun still samples.
         takes = self._bring_weights(context, self._last_begun if is_ahead else ())
-        made = self._calls.generate(context, self._services, prompts, sampling, takes)
+        made = self._calls.generate(context, self._services, prompts, sampling, (), takes)
         if not context.is_evaluation:
             self._last_begun = made.parts
         return made
@@ -256,9 +267,7 @@ class RolloutSampler:
         # New weights must not come while the step before is still being sampled.
         after = self._last_begun if is_ahead else ()
         takes = self._bring_weights(context, after)
-        begun = self._calls.generate(
-            context, self._services, prompts, self._sampling, (*takes, *after)
-        )
+        begun = self._calls.generate(context, self._services, prompts, self._sampling, after, takes)
         self._last_begun = begun.parts
         self._begun[context.step, prompts] = begun
 

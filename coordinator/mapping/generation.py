@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -121,13 +122,60 @@ def generation_seconds(
     if room < row_bytes or room < 0:
         raise NoRoomError(math.ceil(row_bytes - room))
     rows = math.ceil(work.rows / layout.replicas)
+    together = _together(work, sizes.token, room, rows, most_rows)
+    steps, decoded = _slots(work.completions, rows, together)
+    return _seconds(model, layout, work, group, system, sizes.token, rows, together, steps, decoded)
+
+
+def _together(work: Work, token_bytes: float, room: float, rows: int, most_rows: int) -> int:
+    """Rows that a replica decodes together at most."""
     # A row that is on its way holds its prompt and, in the mean, half of its completion. Where all
     # are equally long, as many as fit when they end: more would be put back and begun again.
     mean_row = max(work.row_tokens, work.prompt_tokens + work.completions.longest / 2)
-    fits = math.floor(room / (sizes.token * mean_row)) if sizes.token else most_rows
-    together = max(1, min(rows, most_rows, fits))
-    steps, decoded = _slots(work.completions, rows, together)
-    return _seconds(model, layout, work, group, system, sizes.token, rows, together, steps, decoded)
+    fits = math.floor(room / (token_bytes * mean_row)) if token_bytes else most_rows
+    return max(1, min(rows, most_rows, fits))
+
+
+def row_ends(
+    model: Model,
+    layout: Layout,
+    work: Work,
+    group: DeviceGroup,
+    system: System,
+    budget: float,
+    most_rows: int,
+    lengths: Sequence[float],
+) -> list[float]:
+    """Seconds after which each row of one replica is finished, by the arithmetic of a plan.
+
+    Args:
+        model: The policy.
+        layout: Its ranks.
+        work: Of the step: what a row is in the mean.
+        group: The devices.
+        system: Its kinds of tensors.
+        budget: Bytes of each device that the sampler may take, which hold a row at least.
+        most_rows: As in `generation_seconds`.
+        lengths: Tokens of each completion.
+    """
+    sizes = sampler_bytes(model, layout, system, most_rows)
+    together = _together(work, sizes.token, budget - sizes.fixed, len(lengths), most_rows)
+    ends = _filled(lengths, together)
+    steps = math.ceil(max(ends))
+    found = _seconds(
+        model,
+        layout,
+        work,
+        group,
+        system,
+        sizes.token,
+        len(lengths),
+        together,
+        steps,
+        sum(lengths),
+    )
+    step_s = (found.total - found.prompts) / steps
+    return [found.prompts + step_s * math.ceil(end) for end in ends]
 
 
 def _seconds(
@@ -207,11 +255,16 @@ def _slots(lengths: Lengths, rows: int, together: int) -> tuple[int, float]:
     Each of `together` slots takes the next row when its row ends.
     """
     drawn = lengths.drawn(rows)
-    decoded = sum(drawn)
-    if together >= rows:
-        return math.ceil(max(drawn)), decoded
-    slots = drawn[:together]
-    heapq.heapify(slots)
-    for length in drawn[together:]:
-        heapq.heapreplace(slots, slots[0] + length)
-    return math.ceil(max(slots)), decoded
+    return math.ceil(max(_filled(drawn, together))), sum(drawn)
+
+
+def _filled(lengths: Sequence[float], together: int) -> list[float]:
+    """Decoding steps after which each row is finished, in so many slots."""
+    if together >= len(lengths):
+        return list(lengths)
+    slots = [0.0] * together
+    ends = []
+    for length in lengths:
+        ends.append(slots[0] + length)
+        heapq.heapreplace(slots, ends[-1])
+    return ends

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rolemesh.coordinator.algorithms.registry import Algorithm
+from rolemesh.coordinator.dataflow.clock import now
+from rolemesh.coordinator.dataflow.connection import OpenChannel, open_watched
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
@@ -58,6 +59,8 @@ class RunParts:
     watch: WatchSettings
     loss_grace_s: float
     """When a service does not answer a call, the launcher has this long to report the cause."""
+    open_channel: OpenChannel = open_watched
+    """Opens a channel to a service."""
 
 
 class Attempt:
@@ -90,6 +93,7 @@ class Attempt:
             parts.observer,
             parts.traffic,
             identity=parts.identity,
+            open_channel=parts.open_channel,
             is_reward_trained=reward is not None and reward.optimizer is not None,
         )
         is_external = parts.algorithm is None
@@ -195,7 +199,7 @@ class Attempt:
             beat=pulse.beat,
         )
         watching: asyncio.Task[None] | None = None
-        started = time.monotonic()
+        started = now()
         try:
             await mesh.meet(deadlines_s)
             self.has_met = True
@@ -210,7 +214,7 @@ class Attempt:
                 await self._go_back(loop)
             services = {name: known.facts() for name, known in mesh.connections.items()}
             await parts.store.update_run(parts.run_id, epoch=self.epoch, services=services)
-            parts.progress.seconds["initialize"] += time.monotonic() - started
+            parts.progress.seconds["initialize"] += now() - started
             on_begun(self)
             await loop.run()
         finally:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
+from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.run.attempt import Attempt, RunParts
 from rolemesh.coordinator.run.best import BestOfRun
@@ -40,7 +40,7 @@ class Conclusion:
         """
         self._parts = parts
         self._git_commit = git_commit
-        self._started = time.monotonic()
+        self._started = now()
 
     async def write(
         self,
@@ -134,7 +134,7 @@ class Conclusion:
             mean_reward_first_steps=first,
             mean_reward_last_steps=last,
             tokens=int(sum(record.get("tokens", 0) for record in progress.records)),
-            seconds=time.monotonic() - self._started,
+            seconds=now() - self._started,
             seconds_by_phase=dict(progress.seconds),
             recoveries=tuple(recovered),
             versions={"coordinator": coordinator_versions(), **roles},

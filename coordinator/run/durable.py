@@ -6,11 +6,11 @@ Without cuts, and when a user or the end of the run asks for it, the run waits f
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import NUM_SLOTS, Cuts
@@ -75,9 +75,9 @@ class DurableCheckpoints:
             RolemeshError: A role failed.
         """
         await self._settle([known for known in self._writing if (step - known) % NUM_SLOTS == 0])
-        started = time.monotonic()
+        started = now()
         await self._cuts.save(step)
-        return time.monotonic() - started
+        return now() - started
 
     async def save_due(self) -> None:
         """Saves the newest step if its turn has come: begins to, where there are cuts.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Mapping
 
 from rolemesh.coordinator.api.messages import to_timestamp
+from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.run.summary import Recovered
 from rolemesh.coordinator.state.store import RunStream, StateStore
@@ -86,7 +86,7 @@ class EventLog:
 
     def _add(self, event: coordinator_pb2.RunEvent) -> None:
         event.step = self.step
-        event.time.CopyFrom(to_timestamp(time.time()))
+        event.time.CopyFrom(to_timestamp(unix_time()))
         self._waiting.append(event)
 
     async def flush(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 
 from rolemesh.coordinator.api.messages import to_timestamp
+from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.wishes import Wishes
@@ -50,12 +50,15 @@ class Pulse:
         self._activity = activity
         self._flow = flow
         self._told_activity = ""
-        self._told_flow = b""
+        self._told_flow: list[object] = []
+        """What the flow was that was written last, as far as it changes."""
         self._devices: list[coordinator_pb2.DeviceUseSeries] = []
 
     def on_devices(self, service: str, devices: Sequence[worker_pb2.DeviceUse]) -> None:
         """Takes the device use of a service; the next beat writes it."""
-        now = to_timestamp(time.time())
+        if not devices:
+            return
+        now = to_timestamp(unix_time())
         self._devices += [
             coordinator_pb2.DeviceUseSeries(
                 service=service,
@@ -78,10 +81,14 @@ class Pulse:
             await self._store.update_run(self._run_id, epoch=self._epoch, activity=activity)
         flow = self._flow()
         if flow is not None:
-            nodes = [node.to_dict() for node in flow.nodes]
-            graph = json.dumps({"step": flow.step, "nodes": nodes}).encode()
-            if graph != self._told_flow:
-                self._told_flow = graph
+            # A graph of a thousand services takes a tenth of a second to write, for which no call
+            # is sent: so it is written when it is another one.
+            found: list[object] = [flow]
+            found += [(n.state, n.ready_at, n.started_at, n.ended_at) for n in flow.nodes]
+            if found != self._told_flow:
+                self._told_flow = found
+                nodes = [node.to_dict() for node in flow.nodes]
+                graph = json.dumps({"step": flow.step, "nodes": nodes}).encode()
                 await self._append(RunStream.FLOW, graph, flow.step)
         if self._devices:
             look = coordinator_pb2.GetDeviceUseResponse(devices=self._devices)

@@ -9,6 +9,7 @@ import secrets
 import time
 from pathlib import Path
 
+from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -120,7 +121,7 @@ async def enter_again(store: StateStore, recipe: Recipe, run_id: str, directory:
 
 
 def _record(recipe: Recipe, run_id: str, directory: Path) -> RunRecord:
-    now = time.time()
+    now = unix_time()
     return RunRecord(
         run_id=run_id,
         name=recipe.run.name,

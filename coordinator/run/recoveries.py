@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.observer import RECOVERING
 from rolemesh.coordinator.run.events import EventLog, NotingObserver
 from rolemesh.coordinator.run.recovery import told_of
@@ -50,7 +50,7 @@ class Recoveries:
         """
         recoveries = (await self._store.get_run(self._run_id)).recoveries
         if self._failure is None:
-            self._failure = _Failure(told_of(error), time.monotonic(), step)
+            self._failure = _Failure(told_of(error), now(), step)
             recoveries += 1
         told = f"{told_of(error)}{lost}"
         self._observer.show(f"recovering after {step} steps: {told}")
@@ -78,7 +78,7 @@ class Recoveries:
         recovered = Recovered(
             step=step,
             cause=failure.cause,
-            seconds=time.monotonic() - failure.at,
+            seconds=now() - failure.at,
             restarted=tuple(sorted(fresh)),
             lost_steps=failure.step - step,
         )
@@ -106,6 +106,6 @@ class _Failure:
 
     cause: str
     at: float
-    """On the clock time.monotonic()."""
+    """On the loop's clock."""
     step: int
     """Steps made before."""

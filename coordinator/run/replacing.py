@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
+from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import ServiceLostError
 from rolemesh.coordinator.run.attempt import Attempt
 from rolemesh.coordinator.run.lost_services import LostServices
@@ -85,7 +85,7 @@ class Replacements:
         return causes
 
     async def _replace(self, service: str, cause: str, pause_s: float) -> None:
-        attempt, begun = self._attempt, time.monotonic()
+        attempt, begun = self._attempt, now()
         parts, mesh = attempt.parts, attempt.mesh
         parts.observer.on_event(f"{cause}; {service} is replaced while the step goes on")
         try:
@@ -108,7 +108,7 @@ class Replacements:
                 Recovered(
                     step=attempt.loop.step,
                     cause=cause,
-                    seconds=time.monotonic() - begun,
+                    seconds=now() - begun,
                     restarted=(service,),
                     lost_steps=0,
                 )

@@ -16,6 +16,7 @@ from typing import Any
 from rolemesh.coordinator.api.credentials import CLIENT_FILE
 from rolemesh.coordinator.api.doors import Doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
@@ -149,6 +150,7 @@ class Session:
             RunError: The run failed or was aborted.
             InterruptedEarlyError: A signal came before the run had begun.
         """
+        collect_seldom()
         loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._execute())
         # The parent process may want a signal ignored, e.g. nohup or a shell's background job.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
+from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
@@ -287,12 +287,12 @@ class TrainingLoop(RunLoop):
 
     @contextlib.contextmanager
     def _phase(self, name: str, activity: str) -> Iterator[None]:
-        started, before, self.activity = time.monotonic(), self.activity, activity
+        started, before, self.activity = now(), self.activity, activity
         try:
             yield
             self.activity = before
         finally:
-            self.progress.seconds[name] += time.monotonic() - started
+            self.progress.seconds[name] += now() - started
 
     def _context(self, step: int, *, is_evaluation: bool = False) -> StepContext:
         return StepContext(
@@ -394,7 +394,7 @@ class TrainingLoop(RunLoop):
     async def _train(self, step: int) -> StepContext:
         """Makes and commits a step."""
         self.activity = f"step {step}"
-        started = time.monotonic()
+        started = now()
         context, prompts = self._ahead.take(step)
         self.dataflow = self.step_in_progress = context.dataflow
         refusal: NodeFailedError | None = None
@@ -427,8 +427,8 @@ class TrainingLoop(RunLoop):
         return context
 
     def _record(self, step: int, nodes: Sequence[Node], started: float) -> dict[str, float]:
-        """What is known of a step by now; `started` is on the clock time.monotonic()."""
-        seconds = time.monotonic() - started
+        """What is known of a step by now; `started` is on the loop's clock."""
+        seconds = now() - started
         traffic = traffic_since(self._traffic_before, dataflow_traffic(self._mesh.traffic))
         behind = steps_behind(nodes, self.progress.actor_versions)
         return {**step_record(step, nodes, seconds, traffic), **behind}

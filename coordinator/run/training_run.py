@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in, unused_roles
+from rolemesh.coordinator.dataflow.connection import OpenChannel, open_watched
 from rolemesh.coordinator.dataflow.errors import (
     NodeFailedError,
     RunAbortedError,
@@ -91,6 +92,7 @@ class TrainingRun:
         restart: Restart | None = None,
         resumed: RunProgress | None = None,
         identity: Identity | None = None,
+        open_channel: OpenChannel = open_watched,
     ) -> None:
         """Prepares; nothing is contacted or written before `execute`.
 
@@ -107,6 +109,7 @@ class TrainingRun:
             restart: Starts a service again that was started for the run; None: others do that.
             resumed: What the run in the folder has reached, to go on from there; None: it begins.
             identity: Of the coordinator; None where the services speak in clear.
+            open_channel: Opens a channel to a service.
 
         Raises:
             ValueError: A role has no address, or the folder holds a run already.
@@ -127,6 +130,7 @@ class TrainingRun:
             check_directory_is_free(self.directory)
         self._store = store
         self._identity = identity
+        self._open_channel = open_channel
         self._events = EventLog(store, self.run_id)
         self._observer = NotingObserver(observer or QuietObserver(), self._events)
         self.wishes = Wishes(store, self.run_id, self._events, self._observer)
@@ -238,6 +242,7 @@ class TrainingRun:
             identity=self._identity,
             watch=self._watch_settings,
             loss_grace_s=self._loss_grace_s,
+            open_channel=self._open_channel,
         )
         conclusion = Conclusion(parts, commit)
         attempt = await self._new_attempt(parts)

@@ -1,6 +1,7 @@
 """Arithmetic on references to experience: columns, rows, parts, lengths, places. No row is touched.
 
-A reference is never changed in place: every function returns a new one. `place` and what builds on
+A reference is never changed in place: a function returns a new one, or the given one where nothing
+is to change. `place` and what builds on
 it read a reference as a service that wants its rows does.
 """
 
@@ -106,6 +107,8 @@ def join_references(
         ValueError: They are not over the same rows.
     """
     first = references[0]
+    if len(references) == 1 and len(first.groups) == 1:
+        return first
     taken: set[str] = set()
     groups = []
     for reference in reversed(references):
@@ -135,6 +138,8 @@ def concat_references(
     """
     if not references:
         raise ValueError("no references to put together: give at least one")
+    if len(references) == 1:
+        return references[0]
     num_rows = sum(reference.num_rows for reference in references)
     moved, first_row = [], 0
     for reference in references:

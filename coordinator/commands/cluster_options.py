@@ -1,0 +1,117 @@
+"""Options of commands that place a recipe on a cluster, and the job that they say."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from rolemesh.coordinator.mapping.cluster import ClusterError, DeviceGroup, group_of
+from rolemesh.coordinator.mapping.devices import DEVICES, GBIT, device_of
+from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
+from rolemesh.coordinator.mapping.job import Job, Wishes
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.planning import plan_step
+
+Gpus = Annotated[
+    list[int], typer.Option("--gpus", metavar="N", help="Devices; once for each --gpu.")
+]
+Gpu = Annotated[
+    list[str], typer.Option("--gpu", metavar="NAME", help=f"Kind: {', '.join(DEVICES)}.")
+]
+PerMachine = Annotated[
+    int | None, typer.Option(metavar="N", help="Devices of a machine; as is usual for a kind.")
+]
+Network = Annotated[
+    float | None, typer.Option(metavar="GBIT", help="Gbit/s that a machine sends to others.")
+]
+PromptTokens = Annotated[
+    int | None, typer.Option(min=0, help="Of a prompt, in the mean; all there is room for.")
+]
+CompletionTokens = Annotated[
+    float | None, typer.Option(help="Of a completion, in the mean; all of max_new_tokens.")
+]
+
+_MOST_DEVICES = 4096
+
+
+def groups_of(
+    gpus: list[int], kinds: list[str], per_machine: int | None, network: float | None
+) -> list[DeviceGroup]:
+    """The cluster that the options say.
+
+    Raises:
+        ClusterError: They contradict each other, or name too few or too many devices.
+        UnknownDeviceError: A kind is not known.
+    """
+    if len(gpus) != len(kinds):
+        raise ClusterError(
+            f"--gpus is given {len(gpus)} times and --gpu {len(kinds)} times: give both for each "
+            "kind"
+        )
+    groups = []
+    for count, kind in zip(gpus, kinds, strict=True):
+        if not 0 < count <= _MOST_DEVICES:
+            raise ClusterError(f"--gpus is {count}: give 1 to {_MOST_DEVICES}")
+        groups.append(
+            group_of(
+                device_of(kind),
+                count,
+                per_machine=per_machine,
+                network_bandwidth=None if network is None else network * GBIT,
+            )
+        )
+    if len({kind == "cpu" for kind in kinds}) > 1:
+        raise ClusterError("--gpu names cpu and GPUs: a plan is for one or the other")
+    return groups
+
+
+def planned_job(
+    recipe: Recipe,
+    groups: list[DeviceGroup],
+    prompt_tokens: int | None,
+    completion_tokens: float | None,
+    *,
+    wishes: Wishes | None = None,
+    offload: bool = True,
+) -> Job:
+    """What is to be placed for a recipe on a cluster.
+
+    Args:
+        recipe: The recipe.
+        groups: The cluster.
+        prompt_tokens: Of a prompt, in the mean; None: all there is room for.
+        completion_tokens: Of a completion, in the mean; None: all of max_new_tokens.
+        wishes: Of the user.
+        offload: Whether moments may lie in host memory between steps.
+
+    Raises:
+        RecipeError: Its step cannot be planned.
+        UnknownFamilyError: A model of which nothing is known.
+    """
+    planned = one_call_a_role(recipe)
+    work = work_of(planned, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+    try:
+        nodes = asyncio.run(plan_step(planned))
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    on_gpus = any(group.device.kind == "gpu" for group in groups)
+    job = job_of(planned, nodes, work, on_gpus=on_gpus, wishes=wishes)
+    most_slices = max(group.per_machine for group in groups)
+    return replace(
+        job,
+        roles=tuple(
+            replace(
+                role,
+                freedom=replace(
+                    role.freedom,
+                    most_slices=most_slices,
+                    offload=role.freedom.offload if offload else (False,),
+                ),
+            )
+            for role in job.roles
+        ),
+    )

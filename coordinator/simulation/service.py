@@ -1,0 +1,411 @@
+"""A simulated service: it keeps what a role keeps, computes nothing, and takes as long as told."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from google.protobuf import json_format
+from grpc_health.v1 import health_pb2
+
+from rolemesh.coordinator.dataflow.clock import now
+from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.simulation.answers import columns_of, progress, reference, response_class
+from rolemesh.coordinator.simulation.channel import broken
+from rolemesh.coordinator.simulation.faults import Faults
+from rolemesh.coordinator.simulation.timing import RowLengths, Timing
+from rolemesh.rpc.errors import NotFoundError, PreconditionError
+from rolemesh.rpc.limits import HIGHEST_EPOCH
+from rolemesh.v1 import (
+    cuts_pb2,
+    experience_pb2,
+    operation_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    weights_pb2,
+    worker_pb2,
+)
+
+FAMILIES = (
+    "Worker", "Experience", "Rollout", "Trainer", "Logprob", "Value", "Reward", "Data", "Weights",
+    "Cut",
+)  # fmt: skip
+
+_STARTS = ("Initialize", "Attach")
+_BESIDE = ("UpdateWeights", "SaveCheckpoint")
+"""Calls that a service answers while it computes another one. New weights come between two tokens
+of what is being sampled, which waits for them; a checkpoint is written from a cut."""
+
+Identity = tuple[int, int, str, int]
+"""Of a call's effect: epoch, step, operation, sequence."""
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """A keyed call as its service saw it. Times are virtual seconds."""
+
+    service: str
+    identity: Identity
+    started: float
+    ended: float = 0.0
+    is_answered: bool = False
+
+
+class Surroundings(Protocol):
+    """What a process knows of its mesh."""
+
+    timing: Timing
+    lengths: RowLengths
+    prompt_tokens: float
+    estimator_columns: tuple[str, ...]
+    faults: Faults
+    calls: list[CallRecord]
+    """Gets what it is asked."""
+    cuts: dict[str, dict[int, int]]
+    """Versions by service and step: they lie in shared memory."""
+    saved: dict[str, int]
+    """Versions by folder: they lie on disks."""
+
+    def at(self, address: str) -> SimulatedService | None:
+        """The process that answers at an address, if one does by now."""
+
+    def service(self, name: str) -> SimulatedService:
+        """The newest process of a service."""
+
+
+@dataclass(eq=False)
+class SimulatedService:
+    """One process of a service. Owner: one event loop.
+
+    Invariant: what it holds goes with it when it ends, but for cuts and checkpoints, which the mesh
+    keeps. A keyed call has its effect once.
+    """
+
+    name: str
+    address: str
+    mesh: Surroundings
+    is_alive: bool = True
+    run_id: str = ""
+    spec: dict[str, Any] = field(default_factory=dict)
+    policy_version: int = 0
+    published: int | None = None
+    """Version of the weights that it keeps for samplers."""
+    is_asleep: bool = False
+    highest_epoch: int = 0
+    held: dict[str, tuple[int, float, int]] = field(default_factory=dict)
+    """Step, tokens and rows of each experience that it holds, by id."""
+    _answers: dict[Identity, Any] = field(default_factory=dict)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _waits: set[asyncio.Future[None]] = field(default_factory=set)
+    _held_up_s: float = 0.0
+    """Seconds for which sampling has waited for new weights, in all."""
+
+    def __post_init__(self) -> None:
+        self.role = role_of(self.name)
+
+    def end(self) -> None:
+        """The process is gone: calls in flight break."""
+        self.is_alive = False
+        for wait in self._waits:
+            if not wait.done():
+                wait.set_exception(broken(self.address))
+
+    def answer(self, method: str, request: Any) -> Any:
+        """The response of a call, or an iterator over its messages."""
+        name = method.rpartition("/")[2]
+        if hasattr(request, "key") and name not in ("Sleep", "Wake"):
+            return self._keyed(method, name, request)
+        return self._plain(method, name, request)
+
+    async def _until(self, moment: float) -> None:
+        """Returns at that virtual time, or raises when the process ends before."""
+        loop = asyncio.get_running_loop()
+        if moment <= loop.time():
+            return
+        wait: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_at(moment, lambda: wait.done() or wait.set_result(None))
+        self._waits.add(wait)
+        try:
+            await wait
+        finally:
+            timer.cancel()
+            self._waits.discard(wait)
+
+    # --- calls without a result that streams ---
+
+    async def _plain(self, method: str, name: str, request: Any) -> Any:
+        match name:
+            case "Check":
+                return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+            case "GetCapabilities":
+                return worker_pb2.GetCapabilitiesResponse(
+                    role=self.role,
+                    services=[f"rolemesh.v1.{family}Service" for family in FAMILIES],
+                    world_size=1,
+                    accepts_references=True,
+                    versions={"simulated": "1"},
+                )
+            case "GetStatus":
+                state = worker_pb2.WORKER_STATE_READY
+                return worker_pb2.GetStatusResponse(state=state, run_id=self.run_id)
+            case "Release":
+                through = request.through_step
+                self.held = {one: kept for one, kept in self.held.items() if kept[0] > through}
+                self._answers = {
+                    one: kept for one, kept in self._answers.items() if one[1] > through
+                }
+            case "Sleep" | "Wake":
+                self._check_epoch(request.key)
+                async with self._turn:
+                    await self._until(now() + self.mesh.timing.state_s.get(self.role, 0.0))
+                    self.is_asleep = name == "Sleep"
+            case "ListCuts":
+                cuts = [cuts_pb2.Cut(step=step) for step in sorted(self._cuts)]
+                return cuts_pb2.ListCutsResponse(cuts=cuts)
+            case "DropCuts":
+                self._cuts.clear()
+            case "Drain":
+                self.run_id = ""
+            case _:
+                raise NotImplementedError(f"{method} of a simulated service")
+        return response_class(method)()
+
+    # --- keyed calls ---
+
+    async def _keyed(self, method: str, name: str, request: Any) -> AsyncIterator[Any]:
+        key = request.key
+        identity = key.fencing_epoch, key.step, key.operation, key.sequence
+        yield progress(method)
+        if name in _BESIDE:
+            async for message in self._made(method, name, request, identity):
+                yield message
+            return
+        async with self._turn:
+            if not self.is_alive:
+                raise broken(self.address)
+            async for message in self._made(method, name, request, identity):
+                yield message
+
+    async def _made(
+        self, method: str, name: str, request: Any, identity: Identity
+    ) -> AsyncIterator[Any]:
+        self._check(request.key, name)
+        response = response_class(method)
+        if identity in self._answers and name not in _STARTS:
+            yield response(result=self._answers[identity])
+            return
+        record = CallRecord(self.name, identity, now())
+        self.mesh.calls.append(record)
+        try:
+            async for made in self._events(name, request):
+                if isinstance(made, rollout_pb2.GeneratedBlock):
+                    yield response(block=made)
+                else:
+                    self._answers[identity] = made
+            record.is_answered = True
+        finally:
+            record.ended = now()
+        yield response(result=self._answers[identity])
+
+    def _check_epoch(self, key: operation_pb2.OperationKey) -> None:
+        if key.fencing_epoch < self.highest_epoch:
+            raise PreconditionError(
+                "a newer coordinator has taken over",
+                reason="STALE_EPOCH",
+                metadata={HIGHEST_EPOCH: str(self.highest_epoch)},
+            )
+        self.highest_epoch = key.fencing_epoch
+
+    def _check(self, key: operation_pb2.OperationKey, name: str) -> None:
+        """Refuses as a real service does: what is wrong here is the coordinator's fault."""
+        self._check_epoch(key)
+        if name in _STARTS:
+            return
+        if key.run_id != self.run_id:
+            raise PreconditionError(f"{self.name} holds no run", reason="NOT_INITIALIZED")
+        if self.is_asleep and name != "SaveCheckpoint":
+            raise PreconditionError(f"{self.name} is asleep: wake it first", reason="ASLEEP")
+
+    async def _events(self, name: str, request: Any) -> AsyncIterator[Any]:
+        """What a call makes, in virtual time: blocks where it sends any, and its result last."""
+        if name == "Generate":
+            async for made in self._generated(request):
+                yield made
+            return
+        key, method = request.key, request.key.operation.rpartition(".")[2]
+        tokens = self._tokens(request.experience) if hasattr(request, "experience") else 0.0
+        await self._until(now() + self._seconds(name, method, key, tokens))
+        yield self._result(name, request, tokens)
+
+    def _seconds(
+        self, name: str, method: str, key: operation_pb2.OperationKey, tokens: float
+    ) -> float:
+        timing = self.mesh.timing
+        if name in _STARTS:
+            # Loading is a part of the start of a process.
+            return 0.0
+        if name in ("SaveCut", "RestoreCut", "SaveCheckpoint", "LoadCheckpoint", "Export"):
+            return timing.state_s.get(self.role, 0.0)
+        seconds = timing.seconds(self.role, method, key.sequence, tokens)
+        seconds *= self.mesh.faults.factor(self.name, key.step)
+        if name == "UpdateWeights":
+            self._held_up_s += seconds
+        return seconds
+
+    async def _generated(self, request: Any) -> AsyncIterator[Any]:
+        key, timing, mesh = request.key, self.mesh.timing, self.mesh
+        samples = 1 if request.sampling.greedy else request.sampling.samples_per_prompt
+        first = request.prompts.start
+        lengths = [
+            length
+            for prompt in range(first, first + request.prompts.count)
+            for length in mesh.lengths.of(prompt, samples)
+        ]
+        started, held_up, oldest = now(), self._held_up_s, self.policy_version
+        factor = mesh.faults.factor(self.name, key.step)
+        before = timing.seconds(self.role, "generate", key.sequence, 0.0)
+        ends = [factor * (before + end) for end in timing.decoding[self.role](lengths)]
+
+        async def decoded(end: float) -> None:
+            while now() < (moment := started + end + self._held_up_s - held_up):
+                await self._until(moment)
+
+        size = request.block_rows or len(lengths)
+        starts = range(0, len(lengths), size) if size < len(lengths) else ()
+        for start in sorted(starts, key=lambda at: (max(ends[at : at + size]), at)):
+            await decoded(max(ends[start : start + size]))
+            rows = self._kept(request, "Generate", lengths[start : start + size], f"/{start}")
+            yield rollout_pb2.GeneratedBlock(index=start // size, experience=rows)
+        await decoded(max(ends))
+        result = experience_pb2.ExperienceResult(
+            experience=self._kept(request, "Generate", lengths)
+        )
+        result.report.metrics["policy_version/min"] = oldest
+        result.report.num_tokens = round(sum(lengths) + mesh.prompt_tokens * len(lengths))
+        yield result
+
+    def _kept(
+        self, request: Any, name: str, lengths: Sequence[float], suffix: str = ""
+    ) -> experience_pb2.ExperienceRef:
+        """Holds rows that were sampled, and names them."""
+        tokens = sum(lengths) + self.mesh.prompt_tokens * len(lengths)
+        return self._held(request, name, tokens, len(lengths), suffix)
+
+    def _held(
+        self, request: Any, name: str, tokens: float, num_rows: int, suffix: str = ""
+    ) -> experience_pb2.ExperienceRef:
+        key = request.key
+        # As a real one: what an earlier attempt of the step made is another experience.
+        made_by = f"{key.operation}/{key.sequence}/{key.fencing_epoch}"
+        experience_id = f"{self.name}/{key.step}/{made_by}{suffix}"
+        self.held[experience_id] = key.step, tokens, num_rows
+        columns = columns_of(self.role, name, request, self.mesh.estimator_columns)
+        return reference(
+            key,
+            columns,
+            num_rows,
+            experience_id=experience_id,
+            address=self.address,
+            role=self.role,
+        )
+
+    def _tokens(self, experience: experience_pb2.ExperienceRef) -> float:
+        """Tokens of what a call reads; raises where a process that held some of it is gone."""
+        tokens = 0.0
+        for number, group in enumerate(experience.groups):
+            for shard in group.shards:
+                holder = self.mesh.at(shard.address)
+                if holder is None or shard.experience_id not in holder.held:
+                    raise NotFoundError(
+                        f"{shard.address} holds no {shard.experience_id}",
+                        reason="EXPERIENCE_NOT_FOUND",
+                    )
+                if number == 0:
+                    tokens += holder.held[shard.experience_id][1]
+        return tokens
+
+    # --- what it answers, when its time has come ---
+
+    @property
+    def _cuts(self) -> dict[int, int]:
+        """Versions by step."""
+        return self.mesh.cuts.setdefault(self.name, {})
+
+    def _result(self, name: str, request: Any, tokens: float) -> Any:
+        report = experience_pb2.CallReport(num_tokens=round(tokens))
+        match name:
+            case "Initialize":
+                self.run_id, self.policy_version, self.is_asleep = request.key.run_id, 0, False
+                self.spec = json_format.MessageToDict(request.spec)
+                return self._initialized()
+            case "Attach":
+                if self.run_id != request.key.run_id:
+                    raise PreconditionError(f"{self.name} holds no run", reason="NOT_INITIALIZED")
+                return self._initialized()
+            case "Update":
+                self._check_version(request.expected_policy_version)
+                rows = request.experience.num_rows
+                self.policy_version += request.epochs * math.ceil(rows / request.mini_batch_rows)
+                return trainer_pb2.UpdateResult(policy_version=self.policy_version, report=report)
+            case "PublishWeights":
+                self.published = self.policy_version
+                weights = weights_pb2.WeightsRef(
+                    run_id=self.run_id, policy_version=self.policy_version, dtype=request.dtype
+                )
+                return weights_pb2.PublishWeightsResult(weights=weights, report=report)
+            case "UpdateWeights":
+                wanted = request.weights.policy_version
+                if self.mesh.service("actor").published != wanted:
+                    raise PreconditionError(
+                        f"version {wanted} is not published any more", reason="WEIGHTS_GONE"
+                    )
+                self.policy_version = wanted
+                return rollout_pb2.UpdateWeightsResult(policy_version=wanted, report=report)
+            case "SaveCut":
+                step = request.key.step
+                for old in [known for known in self._cuts if known % 2 == step % 2]:
+                    del self._cuts[old]
+                self._cuts[step] = self.policy_version
+                return cuts_pb2.CutResult(policy_version=self.policy_version)
+            case "RestoreCut":
+                if request.step not in self._cuts:
+                    raise NotFoundError(f"no cut of step {request.step}", reason="CUT_NOT_FOUND")
+                self.policy_version = self._cuts[request.step]
+                for later in [step for step in self._cuts if step > request.step]:
+                    if not request.keeps_later:
+                        del self._cuts[later]
+                return cuts_pb2.CutResult(policy_version=self.policy_version)
+            case "SaveCheckpoint" | "Export":
+                version = self.policy_version
+                if name == "SaveCheckpoint" and request.from_cut:
+                    version = self._cuts[request.key.step]
+                self.mesh.saved[request.directory] = version
+                return self._checkpoint(version, getattr(request, "from_cut", False))
+            case "LoadCheckpoint":
+                self.policy_version = self.mesh.saved[request.directory]
+                return self._checkpoint(self.policy_version, is_from_cut=False)
+            case "ForwardBackward":
+                return trainer_pb2.ForwardBackwardResult(report=report)
+            case _:
+                rows = getattr(request, "experience", None)
+                num_rows = request.rows.count if rows is None else rows.num_rows
+                made = self._held(request, name, tokens, num_rows)
+                return experience_pb2.ExperienceResult(experience=made, report=report)
+
+    def _check_version(self, expected: int) -> None:
+        if expected != self.policy_version:
+            raise PreconditionError(
+                f"the weights of {self.name} are at {self.policy_version}, not {expected}",
+                reason="VERSION_MISMATCH",
+            )
+
+    def _initialized(self) -> worker_pb2.InitializeResult:
+        return worker_pb2.InitializeResult(policy_version=self.policy_version, num_parameters=1)
+
+    def _checkpoint(self, version: int, is_from_cut: bool) -> weights_pb2.CheckpointResult:
+        return weights_pb2.CheckpointResult(
+            policy_version=version, manifest_sha256="0" * 64, from_cut=is_from_cut
+        )

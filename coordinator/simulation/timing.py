@@ -1,0 +1,70 @@
+"""Seconds that calls of simulated services take, and how long the rows are that they sample."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rolemesh.coordinator.mapping.work import Lengths
+
+RowEnds = Callable[[Sequence[float]], Sequence[float]]
+"""Gets the tokens of completions that one service samples together, in the order of rows; gives
+the seconds after which each of them is finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of calls, by role.
+
+    Example: with `calls={("critic", "update"): (3.0,)}` and `tokens=1000`, a critic's update over
+    500 tokens takes 1.5 s.
+    """
+
+    calls: Mapping[tuple[str, str], Sequence[float]]
+    """By role and method, e.g. ("critic", "update"): of its first, second, ... call in a step, over
+    all rows; the last one stands for further ones. Of a generation, what comes before it."""
+    tokens: float | None = None
+    """Of prompts and completions of all rows of a step: a call over fewer takes less. None: a call
+    takes the same whatever it works on."""
+    decoding: Mapping[str, RowEnds] = field(default_factory=dict)
+    """By role that samples."""
+    state_s: Mapping[str, float] = field(default_factory=dict)
+    """By role: moving all that a rank holds between calls to host memory, or back. That is a cut,
+    a sleep, a wake; a checkpoint, too, since nothing is known of disks."""
+
+    def seconds(self, role: str, method: str, sequence: int, tokens: float) -> float:
+        """Seconds of a call that reads so many tokens, and samples none.
+
+        Raises:
+            ValueError: Nothing is known of such a call.
+        """
+        known = self.calls.get((role, method))
+        if not known:
+            raise ValueError(
+                f"{role}.{method}: the plan has no such call, so that nothing is known of its "
+                "seconds"
+            )
+        whole = known[min(sequence, len(known) - 1)]
+        if self.tokens is None or not tokens:
+            return whole
+        return whole * (tokens / self.tokens)
+
+
+class RowLengths:
+    """Tokens of completions, drawn once for each prompt and sample: a step made again has the same.
+
+    Example: `RowLengths(Lengths.fixed(100), 0).of(7, 2)` is [100.0, 100.0].
+    """
+
+    def __init__(self, completions: Lengths, seed: int) -> None:
+        """Takes the distribution, and what is drawn from it."""
+        self._quantiles, self._seed = completions.quantiles, seed
+
+    def of(self, prompt: int, samples: int) -> list[float]:
+        """Tokens of the completions of the prompt at a position of the data."""
+        quantiles = self._quantiles
+        if len(quantiles) == 1:
+            return [quantiles[0]] * samples
+        generator = random.Random(f"{self._seed}/lengths/{prompt}")
+        return [quantiles[int(generator.random() * len(quantiles))] for _ in range(samples)]
