@@ -17,6 +17,8 @@ COMMANDS = {
     "fit": "Estimates what each GPU of a recipe holds, and says what to change where it does not "
     "fit.",
     "plan": "Finds the placement and the layouts with the shortest step, by a cost model.",
+    "calibrate": "Measures this machine in about a minute, and writes what `rolemesh plan` then "
+    "predicts with.",
     "train": "Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything "
     "saved.",
     "serve": "Serves one role in this process; `rolemesh serve ROLE --help` lists its settings.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +16,14 @@ from rich.table import Table
 
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
+from rolemesh.coordinator.mapping.calibration import Calibration, CalibrationError
 from rolemesh.coordinator.mapping.cluster import ClusterError, DeviceGroup, group_of
 from rolemesh.coordinator.mapping.devices import DEVICES, GBIT, UnknownDeviceError, device_of
 from rolemesh.coordinator.mapping.drawing import svg_timeline, text_timeline
 from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
 from rolemesh.coordinator.mapping.job import ConstraintError, Job, Wishes
 from rolemesh.coordinator.mapping.models import UnknownFamilyError
-from rolemesh.coordinator.mapping.report import Plan, phases, plan_of
+from rolemesh.coordinator.mapping.report import UNMEASURED, Plan, phases, plan_of
 from rolemesh.coordinator.mapping.search import Search
 from rolemesh.coordinator.mapping.settings import settings_of
 from rolemesh.coordinator.mapping.shortage import ShortageError, shortage
@@ -29,6 +31,7 @@ from rolemesh.coordinator.mapping.templates import templates
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.calibrations import calibrations_for
 from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.state.files import write_atomically
 
@@ -86,19 +89,28 @@ def plan(
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Writes the planned recipe.")
     ] = None,
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--calibration",
+            metavar="FILE",
+            help="Of `rolemesh calibrate`, one a kind of device; where that wrote it.",
+        ),
+    ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Finds the placement and the layouts with the shortest step, by a cost model.
 
-    It needs the config.json of each model, no device and no weights, and takes seconds. No machine
-    has been measured for it: `rolemesh fit` has the last word on memory, a run on seconds. Exit
-    code 0: there is a plan; 1: nothing fits; 2: bad input.
+    It needs the config.json of each model, no device and no weights, and takes seconds. It says
+    which measurements it stands on (`rolemesh calibrate`), if any: `rolemesh fit` has the last word
+    on memory, a run on seconds. Exit code 0: there is a plan; 1: nothing fits; 2: bad input.
 
     Example: rolemesh plan recipes/gpu/ppo-1500m-4-gpus.yaml --gpus 4 --gpu a100-40 --write my.yaml
     """
     try:
-        groups = _groups(gpus, gpu, per_machine, network)
+        measured = calibrations_for(gpu, calibration or ())
+        groups = _groups(gpus, gpu, per_machine, network, measured)
         loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
         wishes = Wishes(
             together=_pairs("--together", together),
@@ -111,6 +123,7 @@ def plan(
         found = search.run()
     except (
         RecipeError,
+        CalibrationError,
         ClusterError,
         ConstraintError,
         UnknownDeviceError,
@@ -120,7 +133,7 @@ def plan(
     if not found.placements:
         missing: ShortageError = shortage(search)
         fail(str(missing), EXIT_FAILED, missing, as_json=as_json)
-    result = plan_of(search, found)
+    result = replace(plan_of(search, found), basis=_basis(gpu, measured))
     settings = settings_of(loaded, result)
     compared: dict[str, float | None] = {}
     if schedules:
@@ -154,7 +167,11 @@ def plan(
 
 
 def _groups(
-    gpus: list[int], kinds: list[str], per_machine: int | None, network: float | None
+    gpus: list[int],
+    kinds: list[str],
+    per_machine: int | None,
+    network: float | None,
+    measured: Mapping[str, Calibration],
 ) -> list[DeviceGroup]:
     if len(gpus) != len(kinds):
         raise ClusterError(
@@ -165,10 +182,12 @@ def _groups(
     for count, kind in zip(gpus, kinds, strict=True):
         if not 0 < count <= _MOST_DEVICES:
             raise ClusterError(f"--gpus is {count}: give 1 to {_MOST_DEVICES}")
+        known = measured.get(kind)
         groups.append(
             group_of(
-                device_of(kind),
+                device_of(kind) if known is None else known.described_device,
                 count,
+                coefficients=None if known is None else known.coefficients,
                 per_machine=per_machine,
                 network_bandwidth=None if network is None else network * GBIT,
             )
@@ -176,6 +195,16 @@ def _groups(
     if len({kind == "cpu" for kind in kinds}) > 1:
         raise ClusterError("--gpu names cpu and GPUs: a plan is for one or the other")
     return groups
+
+
+def _basis(kinds: Sequence[str], measured: Mapping[str, Calibration]) -> str:
+    """What the seconds stand on, of each kind of device."""
+    if not measured:
+        return UNMEASURED
+    return "; ".join(
+        measured[kind].basis() if kind in measured else f"{kind}: {UNMEASURED}"
+        for kind in dict.fromkeys(kinds)
+    )
 
 
 def _job(
