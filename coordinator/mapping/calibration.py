@@ -171,8 +171,8 @@ def calibrated(
     if not primitives and not runs:
         raise CalibrationError("nothing was measured: measure primitives, or name runs with --run")
     peaked = measured_peaks(device, primitives)
-    # In a hot loop of one process models are faster than in a mesh: where runs show the same work in
-    # place, it counts alone.
+    # In a loop of their own models are faster than in a mesh: where runs show the same work in its
+    # place, that counts alone.
     used = [one for one in primitives if not (runs and one.is_of_models)]
     rows = [one.observation(peaked) for one in used]
     rows += [row for run in runs for row in run.observations(peaked)]

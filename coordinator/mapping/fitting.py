@@ -2,8 +2,8 @@
 
 Each coefficient enters seconds linearly, or as its reciprocal (shares and bandwidths), but for the
 larger one of two terms that a roofline takes. So the fit goes over reciprocals: Gauss-Newton, each
-round of it linear least squares within physical bounds. The simulators themselves are the model: there is no
-second set of formulas.
+round of it linear least squares within physical bounds. The simulators themselves are the model:
+there is no second set of formulas.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rolemesh.coordinator.mapping.cluster import DeviceGroup, group_of
 from rolemesh.coordinator.mapping.coefficients import Coefficients
@@ -41,11 +42,17 @@ class RecordedRun:
 
         A call that takes a hundredth of the step may be far off, and says little.
         """
+
+        # All calls of a run are asked for with the same coefficients, one after another.
+        @lru_cache(maxsize=2)
+        def step(coefficients: Coefficients) -> PlacedStep:
+            return self.predicted(device, coefficients)
+
         found = [
             Observation(
                 f"{self.name}: {task.name}",
                 seconds,
-                lambda one, index=task.index: self.predicted(device, one).seconds[index],
+                lambda one, index=task.index: step(one).seconds[index],
                 weight=seconds / self.step_s,
             )
             for task, seconds in zip(self.job.step.tasks, self.seconds, strict=True)

@@ -101,6 +101,12 @@ def _check(directory: Path, recipe: Recipe) -> None:
             f"{sampler.block_rows}, whose calls overlap and wait for each other: name a run with "
             "{type: sync} and without blocks"
         )
+    for name, pool in recipe.pools.items():
+        if pool.lets_roles_sleep and len(pool.roles) > 1:
+            raise RecipeError(
+                f"{directory}: roles of pools.{name} sleep in turn, and how long that takes is not "
+                "told apart from other waiting: name a run whose roles do not share GPUs"
+            )
     for role in recipe.roles:
         if len(recipe.services_of(role)) > 1:
             raise RecipeError(
