@@ -18,7 +18,10 @@ from rolemesh.coordinator.run.calibrations import default_place
 
 RECIPE = """
 run: {{name: planned, steps: 1, prompts_per_step: 64}}
-algorithm: {{type: grpo, sampling: {{samples_per_prompt: 2, max_new_tokens: 64}}, mini_batch_rows: 64}}
+algorithm:
+  type: grpo
+  sampling: {{samples_per_prompt: 2, max_new_tokens: 64}}
+  mini_batch_rows: 64
 actor:
   model: {{path: {model}}}
   rollout: {{type: vllm, max_model_len: 128}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +16,15 @@ from rolemesh.engine.fit import primitives
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # One thread is timed by its own seconds, whatever else runs beside the tests.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setattr(primitives, "_TRY_S", 0.05)
     monkeypatch.setattr(primitives, "_WIDTHS", {"cpu": (64, 256)})
     monkeypatch.setattr(primitives, "_ROWS", {"cpu": ((1, 16, 2), (16, 48, 16))})
+    yield
+    torch.set_num_threads(threads)
 
 
 def taken(some: Any) -> list[Primitive]:
