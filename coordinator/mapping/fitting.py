@@ -101,7 +101,8 @@ def fitted(
     def predicted(point: _Vector) -> _Vector:
         coefficients = at(point)
         seconds = np.array([one.predict(coefficients) for one in observations])
-        return weights * (np.log(np.maximum(seconds, _LEAST_S)) - measured)
+        errors: _Vector = weights * (np.log(np.maximum(seconds, _LEAST_S)) - measured)
+        return errors
 
     point = np.array([_linear(name, getattr(start, name)) for name in names]) / sizes
     here = predicted(point)

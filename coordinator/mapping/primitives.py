@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -131,7 +131,7 @@ class Primitive:
         )
 
 
-def measured_peaks(device: Device, primitives: list[Primitive]) -> Device:
+def measured_peaks(device: Device, primitives: Sequence[Primitive]) -> Device:
     """A CPU with the best of what was measured for what `devices.py` assumes of it.
 
     A GPU keeps the peaks of its data sheet: what it reaches of them is for the coefficients.

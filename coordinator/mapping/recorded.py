@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from rolemesh.coordinator.mapping.cluster import DeviceGroup, group_of
 from rolemesh.coordinator.mapping.coefficients import Coefficients
@@ -48,11 +48,14 @@ class RecordedRun:
         def step(coefficients: Coefficients) -> PlacedStep:
             return self.predicted(device, coefficients)
 
+        def seconds_of(index: int, coefficients: Coefficients) -> float:
+            return step(coefficients).seconds[index]
+
         found = [
             Observation(
                 f"{self.name}: {task.name}",
                 seconds,
-                lambda one, index=task.index: step(one).seconds[index],
+                partial(seconds_of, task.index),
                 weight=seconds / self.step_s,
             )
             for task, seconds in zip(self.job.step.tasks, self.seconds, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
@@ -12,6 +12,7 @@ from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, wo
 from rolemesh.coordinator.mapping.placed import own_layouts
 from rolemesh.coordinator.mapping.recorded import RecordedRun
 from rolemesh.coordinator.mapping.tasks import Timeline
+from rolemesh.coordinator.mapping.work import Work
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
@@ -69,7 +70,7 @@ def recorded_run(directory: Path, clock: Callable[[float], float] = float) -> Re
     job = job_of(
         one_call_a_role(recipe),
         first,
-        work_of(one_call_a_role(recipe), **_lengths(recipe, first, shown)),
+        _work(one_call_a_role(recipe), first, shown),
         on_gpus=any("cpu" not in pool.devices for pool in recipe.pools.values()),
     )
     pools = {role: name for name, pool in recipe.pools.items() for role in pool.roles}
@@ -115,18 +116,14 @@ def _check(directory: Path, recipe: Recipe) -> None:
             )
 
 
-def _lengths(
-    recipe: Recipe, nodes: Sequence[Node], records: Sequence[dict[str, float]]
-) -> dict[str, float]:
-    """Tokens of prompts and completions, in the mean, for `work_of`."""
+def _work(recipe: Recipe, nodes: Sequence[Node], records: Sequence[Mapping[str, float]]) -> Work:
+    """The rows, as long as they were."""
     node = next((one for one in nodes if one.method in ("generate", "read")), None)
     if node is None or not node.num_rows or "completion_length/mean" not in records[0]:
-        return {}
+        return work_of(recipe)
     mean = statistics.median(record["completion_length/mean"] for record in records)
-    return {
-        "prompt_tokens": round(node.num_tokens / node.num_rows - mean),
-        "completion_tokens": mean,
-    }
+    prompt_tokens = round(node.num_tokens / node.num_rows - mean)
+    return work_of(recipe, prompt_tokens=prompt_tokens, completion_tokens=mean)
 
 
 def _key(node: Node) -> tuple[str, str, int]:

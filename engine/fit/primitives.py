@@ -12,11 +12,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 from rolemesh.engine.fit.rank_memory import RankWork, work_rows
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
@@ -88,7 +90,7 @@ def _products(device: torch.device) -> Iterator[dict[str, Any]]:
         left = torch.randn(_TOKENS, width, device=device, dtype=dtype)
         right = torch.randn(width, 2 * width, device=device, dtype=dtype)
         out = torch.empty(_TOKENS, 2 * width, device=device, dtype=dtype)
-        seconds = _median(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), device)
+        seconds = _median(partial(torch.mm, left, right, out=out), device)
         sizes = {"rows": _TOKENS, "inner": width, "columns": 2 * width}
         yield {"kind": "matmul", "sizes": sizes, "seconds": seconds}
 
@@ -104,10 +106,9 @@ def _copied(kind: str, size: int, device: torch.device, to: torch.device) -> dic
 
 
 def _reduced(kind: str, ranks: int) -> Iterator[dict[str, Any]]:
-    import torch.multiprocessing as processes
-
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_reduce_rank, (kind, ranks, folder), nprocs=ranks)
+        arguments: Any = (kind, ranks, folder)
+        start_processes(_reduce_rank, arguments, nprocs=ranks, start_method="spawn")  # type: ignore[no-untyped-call]
         for line in (Path(folder) / "seconds").read_text().splitlines():
             size, seconds = line.split()
             sizes = {"bytes": int(size), "ranks": ranks}
