@@ -4,7 +4,7 @@
         [--runs DIR] [--calibration FILE] [--table]
 
 Each case is a recipe with a placement on tiny random models, trained by the real command line over
-real services, one thread a rank. Every second case is fitted, together with the primitives that
+real services, one thread a rank. Half of the cases is fitted, together with the primitives that
 `rolemesh calibrate` measures here; the others are kept out, and predicted.
 
 The machine may be shared. So seconds are those of a clock that stands still while a process of the
@@ -25,17 +25,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 from support.mesh_runs import CliRun, tiny_recipe
 from support.tiny_models import write_tiny_llama
+from support.undisturbed import Undisturbed, Waits
 
 from rolemesh.coordinator.mapping.calibration import (
     Calibration,
@@ -49,10 +46,6 @@ from rolemesh.coordinator.mapping.recorded import RecordedRun
 from rolemesh.coordinator.run.recorded_steps import WARMUP_STEPS, recorded_run
 
 WAIT_S = 600
-WATCHED_EVERY_S = 0.01
-LONGEST_WAIT_S = 0.1
-WORKED_S = 0.01
-"""Seconds on a core after which a thread is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +108,14 @@ FITTED = (
     _case("grpo tp", MIDDLE, (4, 4, 16, 16), *THREE, actor=TP),
     _case("grpo sampler", SMALL, (8, 2, 32, 16), *SAMPLER),
 )
+LATER = (
+    _case("grpo later", (128, 2), (6, 4, 24, 12), *THREE),
+    _case("ppo later", (192, 3), (8, 1, 24, 8), *SPLIT, critic=DP),
+    _case("rloo later", (256, 2), (4, 2, 32, 8), *SAMPLER),
+    _case("remax later", (64, 6), (8, 2, 16, 16), *TWO, actor=TP),
+)
+"""Kept out too, and made up when the model of costs was finished: no choice was made by them."""
+
 HELD_OUT = (
     _case("ppo two", SMALL, (8, 2, 32, 8), *SPLIT),
     _case("ppo middle", MIDDLE, (16, 1, 32, 8), *ONE),
@@ -125,6 +126,7 @@ HELD_OUT = (
     _case("grpo dp", MIDDLE, (8, 2, 16, 16), *THREE, actor=DP),
     _case("ppo tp", SMALL, (8, 1, 16, 8), *SPLIT, actor=TP),
     _case("rloo sampler", MIDDLE, (4, 4, 16, 16), *SAMPLER),
+    *LATER,
 )
 
 
@@ -167,98 +169,6 @@ def recipe_of(case: Case, models: Path, steps: int) -> dict[str, Any]:
     for role, layout in case.layouts.items():
         recipe[role]["train"] = layout
     return recipe
-
-
-Sample = tuple[float, dict[str, tuple[float, float]]]
-"""Unix time, and for each process the seconds that its threads ran, and those of waiting for a core
-that ended, since the sample before."""
-
-
-class Waits:
-    """Watches how long processes that this one has started wait for a core, by Linux's scheduler.
-
-    Owner: its own thread, until the end of the block.
-    """
-
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Waits:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        this = psutil.Process()
-        threads: dict[Path, tuple[str, float, float]] = {}
-        number = 0
-        while not self._ended.wait(WATCHED_EVERY_S):
-            if number % 50 == 0:
-                threads = {**self._threads(this), **threads}
-            number += 1
-            found: dict[str, tuple[float, float]] = {}
-            for file, (pid, ran_before, waited_before) in threads.items():
-                ran, waited = _scheduled(file)
-                if ran <= ran_before:
-                    continue
-                threads[file] = pid, ran, waited
-                before = found.get(pid, (0.0, 0.0))
-                found[pid] = before[0] + ran - ran_before, before[1] + waited - waited_before
-            self.samples.append((time.time(), found))
-
-    def _threads(self, this: psutil.Process) -> dict[Path, tuple[str, float, float]]:
-        """Threads that have worked, with their process, and seconds that they ran and waited."""
-        found = {}
-        for pid in (one.pid for one in this.children(recursive=True)):
-            for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                ran, waited = _scheduled(file)
-                # Most threads of a service never do anything.
-                if ran > WORKED_S:
-                    found[file] = str(pid), ran, waited
-        return found
-
-
-def _scheduled(file: Path) -> tuple[float, float]:
-    """Seconds that a thread ran, and waited for a core; zeros once it has ended."""
-    try:
-        ran, waited, _ = file.read_text().split()
-        return int(ran) / 1e9, int(waited) / 1e9
-    except (OSError, ValueError):
-        return 0.0, 0.0
-
-
-class Undisturbed:
-    """A clock that stands still while a run waits for a core that others have.
-
-    That is the time in which some process of the run waits, less what the busiest one runs.
-    """
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        """Takes those of `Waits`."""
-        self._times = np.array([time for time, _ in samples])
-        lengths = np.diff(self._times, prepend=self._times[0])
-        most, waits = np.zeros(len(samples)), np.zeros(len(samples))
-        for pid in {pid for _, found in samples for pid in found}:
-            ran = np.array([found.get(pid, (0.0, 0.0))[0] for _, found in samples])
-            ended = np.array([found.get(pid, (0.0, 0.0))[1] for _, found in samples])
-            left = 0.0
-            # Waiting is told when it ends, and may have begun several intervals before.
-            for index in range(len(samples) - 1, 0, -1):
-                left += ended[index]
-                waited = min(left, max(0.0, lengths[index] - ran[index]))
-                left = min(left - waited, LONGEST_WAIT_S)
-                waits[index] = max(waits[index], waited)
-            most = np.maximum(most, ran)
-        self._still = np.cumsum(np.clip(np.minimum(lengths - most, waits), 0.0, None))
-
-    def __call__(self, unix_s: float) -> float:
-        """Seconds on this clock."""
-        return unix_s - float(np.interp(unix_s, self._times, self._still))
 
 
 def make_runs(folder: Path, steps: int, rounds: int) -> None:

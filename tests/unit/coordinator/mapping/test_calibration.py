@@ -79,12 +79,19 @@ def test_runs_alone_show_how_ranks_on_the_same_cpus_slow_each_other() -> None:
 
 
 def test_no_coefficient_leaves_its_bounds() -> None:
-    # Twice the peak, and less than no latency: what fits best is not possible.
+    # Products at twice the peak, and less than no time for a call: what fits best cannot be.
+    def products(one: Coefficients) -> float:
+        return group_of(GPU, 1, coefficients=one).compute_s(1e14)
+
+    peak_s = products(replace(KNOWN, matmul=1.0))
     rows = [
-        Observation("products", 0.5, lambda one: group_of(GPU, 1, coefficients=one).compute_s(1e14))
+        Observation("products", peak_s / 2, products),
+        Observation("with a call", 3 * peak_s, lambda one: products(one) + one.call_s),
     ]
-    rows = [replace(rows[0], seconds=rows[0].predict(replace(KNOWN, matmul=1.0)) / 2)]
-    assert fitted(rows, Coefficients(), {"matmul"}).matmul == 1.0
+    found = fitted(rows, Coefficients(), {"matmul", "call_s"})
+    assert found.matmul == 1.0
+    # What is left for the call is what products at their peak leave.
+    assert found.call_s == pytest.approx(2 * peak_s, rel=EXACT)
     calls = [Observation(str(n), 0.01 * n, lambda one, n=n: one.call_s + 0.02 * n) for n in (1, 2)]
     assert fitted(calls, Coefficients(), {"call_s"}).call_s == 0.0
 
