@@ -108,14 +108,6 @@ FITTED = (
     _case("grpo tp", MIDDLE, (4, 4, 16, 16), *THREE, actor=TP),
     _case("grpo sampler", SMALL, (8, 2, 32, 16), *SAMPLER),
 )
-LATER = (
-    _case("grpo later", (128, 2), (6, 4, 24, 12), *THREE),
-    _case("ppo later", (192, 3), (8, 1, 24, 8), *SPLIT, critic=DP),
-    _case("rloo later", (256, 2), (4, 2, 32, 8), *SAMPLER),
-    _case("remax later", (64, 6), (8, 2, 16, 16), *TWO, actor=TP),
-)
-"""Kept out too, and made up when the model of costs was finished: no choice was made by them."""
-
 HELD_OUT = (
     _case("ppo two", SMALL, (8, 2, 32, 8), *SPLIT),
     _case("ppo middle", MIDDLE, (16, 1, 32, 8), *ONE),
@@ -126,7 +118,6 @@ HELD_OUT = (
     _case("grpo dp", MIDDLE, (8, 2, 16, 16), *THREE, actor=DP),
     _case("ppo tp", SMALL, (8, 1, 16, 8), *SPLIT, actor=TP),
     _case("rloo sampler", MIDDLE, (4, 4, 16, 16), *SAMPLER),
-    *LATER,
 )
 
 
