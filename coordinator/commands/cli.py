@@ -19,6 +19,8 @@ COMMANDS = {
     "plan": "Finds the placement and the layouts with the shortest step, by a cost model.",
     "simulate": "Plans a recipe and makes its run in virtual time: the real coordinator, simulated "
     "services.",
+    "calibrate": "Measures this machine in about a minute, and writes what `rolemesh plan` then "
+    "predicts with.",
     "train": "Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything "
     "saved.",
     "serve": "Serves one role in this process; `rolemesh serve ROLE --help` lists its settings.",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rolemesh.coordinator.mapping.calibration import Calibration
 from rolemesh.coordinator.mapping.cluster import ClusterError, DeviceGroup, group_of
 from rolemesh.coordinator.mapping.devices import DEVICES, GBIT, device_of
 from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
 from rolemesh.coordinator.mapping.job import Job, Wishes
+from rolemesh.coordinator.mapping.report import UNMEASURED
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.planning import plan_step
@@ -34,14 +38,26 @@ PromptTokens = Annotated[
 CompletionTokens = Annotated[
     float | None, typer.Option(help="Of a completion, in the mean; all of max_new_tokens.")
 ]
+Calibrations = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Of `rolemesh calibrate`, one a kind of device; where that wrote it.",
+    ),
+]
 
 _MOST_DEVICES = 4096
 
 
 def groups_of(
-    gpus: list[int], kinds: list[str], per_machine: int | None, network: float | None
+    gpus: list[int],
+    kinds: list[str],
+    per_machine: int | None,
+    network: float | None,
+    measured: Mapping[str, Calibration],
 ) -> list[DeviceGroup]:
-    """The cluster that the options say.
+    """The cluster that the options say, as it was measured where it was.
 
     Raises:
         ClusterError: They contradict each other, or name too few or too many devices.
@@ -56,10 +72,12 @@ def groups_of(
     for count, kind in zip(gpus, kinds, strict=True):
         if not 0 < count <= _MOST_DEVICES:
             raise ClusterError(f"--gpus is {count}: give 1 to {_MOST_DEVICES}")
+        known = measured.get(kind)
         groups.append(
             group_of(
-                device_of(kind),
+                device_of(kind) if known is None else known.described_device,
                 count,
+                coefficients=None if known is None else known.coefficients,
                 per_machine=per_machine,
                 network_bandwidth=None if network is None else network * GBIT,
             )
@@ -67,6 +85,16 @@ def groups_of(
     if len({kind == "cpu" for kind in kinds}) > 1:
         raise ClusterError("--gpu names cpu and GPUs: a plan is for one or the other")
     return groups
+
+
+def basis_of(kinds: Sequence[str], measured: Mapping[str, Calibration]) -> str:
+    """What the seconds stand on, of each kind of device."""
+    if not measured:
+        return UNMEASURED
+    return "; ".join(
+        measured[kind].basis() if kind in measured else f"{kind}: {UNMEASURED}"
+        for kind in dict.fromkeys(kinds)
+    )
 
 
 def planned_job(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from rolemesh.coordinator.commands.cluster_options import (
+    Calibrations,
     CompletionTokens,
     Gpu,
     Gpus,
     Network,
     PerMachine,
     PromptTokens,
+    basis_of,
     groups_of,
     planned_job,
 )
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
+from rolemesh.coordinator.mapping.calibration import CalibrationError
 from rolemesh.coordinator.mapping.cluster import ClusterError
 from rolemesh.coordinator.mapping.devices import UnknownDeviceError
 from rolemesh.coordinator.mapping.drawing import svg_timeline, text_timeline
@@ -35,6 +39,7 @@ from rolemesh.coordinator.mapping.shortage import ShortageError, shortage
 from rolemesh.coordinator.mapping.templates import templates
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
+from rolemesh.coordinator.run.calibrations import calibrations_for
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(add_completion=False)
@@ -76,19 +81,21 @@ def plan(
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Writes the planned recipe.")
     ] = None,
+    calibration: Calibrations = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Finds the placement and the layouts with the shortest step, by a cost model.
 
-    It needs the config.json of each model, no device and no weights, and takes seconds. No machine
-    has been measured for it: `rolemesh fit` has the last word on memory, a run on seconds. Exit
-    code 0: there is a plan; 1: nothing fits; 2: bad input.
+    It needs the config.json of each model, no device and no weights, and takes seconds. It says
+    which measurements it stands on (`rolemesh calibrate`), if any: `rolemesh fit` has the last word
+    on memory, a run on seconds. Exit code 0: there is a plan; 1: nothing fits; 2: bad input.
 
     Example: rolemesh plan recipes/gpu/ppo-1500m-4-gpus.yaml --gpus 4 --gpu a100-40 --write my.yaml
     """
     try:
-        groups = groups_of(gpus, gpu, per_machine, network)
+        measured = calibrations_for(gpu, calibration or ())
+        groups = groups_of(gpus, gpu, per_machine, network, measured)
         loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
         wishes = Wishes(
             together=_pairs("--together", together),
@@ -103,6 +110,7 @@ def plan(
         found = search.run()
     except (
         RecipeError,
+        CalibrationError,
         ClusterError,
         ConstraintError,
         UnknownDeviceError,
@@ -112,7 +120,7 @@ def plan(
     if not found.placements:
         missing: ShortageError = shortage(search)
         fail(str(missing), EXIT_FAILED, missing, as_json=as_json)
-    result = plan_of(search, found)
+    result = replace(plan_of(search, found), basis=basis_of(gpu, measured))
     settings = settings_of(loaded, result)
     compared: dict[str, float | None] = {}
     if schedules:

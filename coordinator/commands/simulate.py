@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -12,12 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from rolemesh.coordinator.commands.cluster_options import (
+    Calibrations,
     CompletionTokens,
     Gpu,
     Gpus,
     Network,
     PerMachine,
     PromptTokens,
+    basis_of,
     groups_of,
     planned_job,
 )
@@ -25,6 +28,7 @@ from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fa
 from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
 from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.mapping.calibration import CalibrationError
 from rolemesh.coordinator.mapping.cluster import ClusterError
 from rolemesh.coordinator.mapping.devices import UnknownDeviceError
 from rolemesh.coordinator.mapping.job import Wishes
@@ -37,6 +41,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.model_sizes import models_of
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.calibrations import calibrations_for
 from rolemesh.coordinator.simulation.faults import Faults
 from rolemesh.coordinator.simulation.page import Simulated, notes, rows
 from rolemesh.coordinator.simulation.planned import simulated_recipe, timing_of
@@ -76,6 +81,7 @@ def simulate_command(
     schedules: Annotated[
         bool, typer.Option("--schedules", help="Compares who could sample, and when.")
     ] = False,
+    calibration: Calibrations = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -89,7 +95,8 @@ def simulate_command(
     """
     collect_seldom()
     try:
-        groups = groups_of(gpus, gpu, per_machine, network)
+        measured = calibrations_for(gpu, calibration or ())
+        groups = groups_of(gpus, gpu, per_machine, network, measured)
         loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
         variants = list(templates(loaded)) if schedules else [("as the recipe says", loaded)]
         if not variants:
@@ -108,7 +115,7 @@ def simulate_command(
                     continue
                 missing = shortage(search)
                 fail(str(missing), EXIT_FAILED, missing, as_json=as_json)
-            plan = plan_of(search, placed)
+            plan = replace(plan_of(search, placed), basis=basis_of(gpu, measured))
             made = simulated_recipe(
                 variant,
                 plan,
@@ -130,7 +137,13 @@ def simulate_command(
             )
             outcome = simulate(made, settings)
             found.append(Simulated(name=name, plan=plan, recipe=made, outcome=outcome))
-    except (RecipeError, ClusterError, UnknownDeviceError, UnknownFamilyError) as error:
+    except (
+        RecipeError,
+        CalibrationError,
+        ClusterError,
+        UnknownDeviceError,
+        UnknownFamilyError,
+    ) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
     except RunError as error:
         fail(f"the simulated run failed: {error}", EXIT_FAILED, error, as_json=as_json)

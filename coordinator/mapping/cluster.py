@@ -52,6 +52,16 @@ class DeviceGroup:
         """Seconds in which a device reads or writes its memory."""
         return num_bytes / (self.device.memory_bandwidth * self.coefficients.memory)
 
+    def layers_s(self, layers: int, numbers: float) -> float:
+        """Seconds that layers take in a forward pass beside their products.
+
+        Args:
+            layers: On one rank.
+            numbers: Of the residual stream of a rank: tokens x width.
+        """
+        touched = self.read_s(self.coefficients.touched * numbers)
+        return layers * (self.coefficients.layer_s + touched)
+
     def host_s(self, num_bytes: float) -> float:
         """Seconds in which a device copies to or from host memory."""
         return num_bytes / (self.device.host_bandwidth * self.coefficients.host)

@@ -43,12 +43,30 @@ class Coefficients:
     """Bytes a second of a gRPC stream between two processes (docs/decisions.md)."""
     judge_row_s: float = 1e-4
     """A row that a rule judges, without a model. Assumed."""
+    layer_s: float = 0.0
+    """What a rank's host program takes for one layer in a forward pass; 0: hidden behind what the
+    device computes, as in long passes on a GPU. A backward pass counts as its products do."""
+    pass_s: float = 0.0
+    """The same for a pass beside its layers: packing rows, what stands around the layers; 0 as
+    `layer_s`."""
+    touched: float = 0.0
+    """Bytes of memory that a layer's forward pass moves beside its products, for each number of its
+    residual stream (norms, activations, sums); 0: hidden in `matmul`."""
+    optimizer_s: float = 0.0
+    """An optimizer step, without the memory that it reads and writes; 0: nothing beside that."""
+    row_s: float = 0.0
+    """What a call that computes on rows takes for each of them, without its work; 0: nothing."""
+    crowd: float = 0.0
+    """Part by which each further rank that computes on the same CPUs at the same time slows a rank:
+    they share units, caches and memory; 0: devices are a rank's own, as GPUs are."""
+    step_s: float = 0.0
+    """A step of a run beside its calls: commit, records, a cut of the state; 0: nothing."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if not value >= 0 or (one.name in _SHARES and not 0 < value <= 1):
-                bound = "above 0 and at most 1" if one.name in _SHARES else "0 or more"
+            if not value >= 0 or (one.name in SHARES and not 0 < value <= 1):
+                bound = "above 0 and at most 1" if one.name in SHARES else "0 or more"
                 raise ValueError(f"coefficient {one.name} is {value}: give a number {bound}")
         if not self.stream_bandwidth:
             raise ValueError("coefficient stream_bandwidth is 0: give a number above 0")
@@ -73,4 +91,8 @@ class Coefficients:
         return cls(**values)
 
 
-_SHARES = frozenset({"matmul", "memory", "link", "network", "host", "hidden"})
+SHARES = frozenset({"matmul", "memory", "link", "network", "host", "hidden"})
+"""Names of shares of a peak."""
+
+RATES = (SHARES - {"hidden"}) | {"stream_bandwidth"}
+"""Names of those that seconds are divided by."""

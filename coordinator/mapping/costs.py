@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rolemesh.coordinator.mapping.cluster import DeviceGroup
@@ -22,6 +22,7 @@ from rolemesh.coordinator.mapping.moves import (
     take_seconds,
 )
 from rolemesh.coordinator.mapping.passes import scoring_seconds, update_seconds
+from rolemesh.coordinator.mapping.systems import plain_transformers
 from rolemesh.coordinator.mapping.tasks import Task, TaskKind
 
 _BUDGET_STEP = 64 << 20
@@ -70,6 +71,10 @@ class RoleCosts:
         self.role, self.group = role, group
         self.tasks = job.step.of(role.name)
         self._job = job
+        self._sampled, self._sampling = job.work, job.system
+        if role.is_plain:
+            self._sampled = replace(job.work, shares_prompts=False)
+            self._sampling = plain_transformers(job.system)
         self._generations: dict[tuple[tuple[int, int, int], int], GenerationSeconds | None] = {}
         self.usable_bytes = group.device.memory_bytes * (1 - job.system.spare)
 
@@ -92,9 +97,18 @@ class RoleCosts:
             held = self._bytes(layout)
             if held.peak + self._job.system.process_bytes > self.usable_bytes:
                 continue
-            seconds = tuple(self._task_s(task, layout) for task in self.tasks)
-            found.append(Option(layout, held, seconds))
+            found.append(self.option(layout, held))
         return _undominated(found)
+
+    def option(self, layout: Layout, held: RankBytes | None = None) -> Option:
+        """What follows from a layout, whether or not it fits.
+
+        Args:
+            layout: Of the role.
+            held: Its bytes, where they are known already.
+        """
+        seconds = tuple(self._task_s(task, layout) for task in self.tasks)
+        return Option(layout, held or self._bytes(layout), seconds)
 
     def _bytes(self, layout: Layout) -> RankBytes:
         role, system = self.role, self._job.system
@@ -151,9 +165,9 @@ class RoleCosts:
                 self._generations[key] = generation_seconds(
                     self.role.model,
                     option.layout,
-                    self._job.work,
+                    self._sampled,
                     self.group,
-                    self._job.system,
+                    self._sampling,
                     key[1],
                     self.role.most_rows,
                 )

@@ -190,4 +190,5 @@ def _role(
         samples=samples,
         freedom=freedom,
         most_rows=given_rows or (_MOST_ROWS if on_gpus else 64),
+        is_plain=isinstance(sampler, HfSpec),
     )

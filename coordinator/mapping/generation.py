@@ -214,16 +214,20 @@ def _seconds(
         stride = group.per_machine if ranks > group.per_machine else slices
         talk += stages * group.send_s(hidden, stride, slices)
     host = coefficients.decode_step_s + coefficients.decode_row_s * running
+    host += group.layers_s(shape.num_layers, computed * shape.hidden_size / slices)
+    host += group.read_s(system.cache_copies * running * context * token_bytes)
     prompts = 0.0
     if system.has_kv_cache:
         # The completions of a prompt share its keys and values, where they are sampled together.
         number = math.ceil(rows / work.samples) if work.shares_prompts else rows
         tokens = number * work.prompt_tokens
         products = group.compute_s(model.forward_flops(tokens, work.prompt_tokens / 2) / ranks)
-        sent = tokens * shape.hidden_size * system.sampled_bytes
-        reduces = 2 * shape.num_layers * max(1, math.ceil(tokens / PASS_TOKENS))
-        each = sent / max(1, math.ceil(tokens / PASS_TOKENS))
-        prompts = products + reduces * group.reduce_s(each, slices, 1)
+        passes = max(1, math.ceil(tokens / PASS_TOKENS))
+        sent = tokens * shape.hidden_size * system.sampled_bytes / passes
+        numbers = tokens * shape.hidden_size / slices / passes
+        layer_s = group.layers_s(shape.num_layers, numbers)
+        layer_s += 2 * shape.num_layers * group.reduce_s(sent, slices, 1)
+        prompts = products + passes * layer_s
     return GenerationSeconds(
         prompts=prompts,
         reads=steps * reads,

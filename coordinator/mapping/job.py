@@ -30,6 +30,8 @@ class Role:
     """What may be chosen for it."""
     most_rows: int = 1024
     """Rows that a sampler replica decodes together at most."""
+    is_plain: bool = False
+    """Whether plain transformers samples, which computes a prompt for each of its completions."""
 
     @property
     def only_samples(self) -> bool:

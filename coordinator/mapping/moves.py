@@ -94,6 +94,7 @@ def switch_seconds(rest_bytes: float, group: DeviceGroup) -> float:
 
 def experience_seconds(work: Work, layout: Layout, group: DeviceGroup) -> float:
     """A call: its ranks pull the rows that they compute, each over a stream of its own."""
+    coefficients = group.coefficients
     num_bytes = work.rows * work.row_tokens * _TOKEN_BYTES
-    streams = layout.dp * group.coefficients.stream_bandwidth
-    return num_bytes / streams + group.coefficients.call_s
+    streams = layout.dp * coefficients.stream_bandwidth
+    return num_bytes / streams + work.rows * coefficients.row_s + coefficients.call_s

@@ -83,6 +83,7 @@ def update_seconds(
     if layout.offload:
         # Moments come and go, both ways at the same time.
         optimizer = max(optimizer, group.host_s(own * system.moment_bytes))
+    optimizer += group.coefficients.optimizer_s
     step = PassSeconds(
         compute=one.compute,
         slices=one.slices,
@@ -121,8 +122,10 @@ def _batch(
     # A backward pass multiplies with weights and with activations; recomputing is one pass more.
     forwards = 1 if not trains else 4 if layout.recompute == "full" else 3
     weights = model.active_parameters / ranks * system.gathered_bytes
-    compute = forwards * max(group.compute_s(flops), group.read_s(weights))
     layers = math.ceil(model.shape.num_layers / layout.pp)
+    beside = group.layers_s(layers, micro_tokens * model.shape.hidden_size / layout.tp)
+    beside += group.coefficients.pass_s
+    compute = forwards * (max(group.compute_s(flops), group.read_s(weights)) + beside)
     hidden = micro_tokens * model.shape.hidden_size * system.activation_bytes
     turns = 1 if not trains else 3 if layout.recompute == "full" else 2
     slices = _REDUCES * turns * layers * group.reduce_s(hidden, layout.tp, 1)

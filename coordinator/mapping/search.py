@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rolemesh.coordinator.mapping.choosing import EQUAL, Chosen, Objective
 from rolemesh.coordinator.mapping.cluster import DeviceGroup
@@ -81,13 +81,14 @@ class Search:
         """
         if not groups:
             raise ConstraintError("the cluster has no devices: give at least one")
-        self.job, self.groups = job, tuple(groups)
+        step = replace(job.step, beside_s=groups[0].coefficients.step_s)
+        self.job, self.groups = replace(job, step=step), tuple(groups)
         self._names = tuple(role.name for role in job.roles)
         job.wishes.check(self._names, tuple(group.device.name for group in groups))
         self._objective = objective
         self._roles: dict[tuple[str, int], RoleCosts] = {}
         self._pools: dict[tuple[tuple[str, ...], int], PoolCosts] = {}
-        self._beside = _beside(job, groups[0])
+        self._beside = modelless_seconds(job, groups[0])
 
     def costs(self, role: str, kind: int) -> RoleCosts:
         """Of a role on one group."""
@@ -267,8 +268,8 @@ class _Boxes:
         )
 
 
-def _beside(job: Job, group: DeviceGroup) -> list[float]:
-    """Seconds of tasks of roles without a model."""
+def modelless_seconds(job: Job, group: DeviceGroup) -> list[float]:
+    """Seconds of tasks of roles without a model; 0 for those of roles with one."""
     placed = {role.name for role in job.roles}
     coefficients = group.coefficients
     return [

@@ -6,7 +6,7 @@ section 8): bfloat16 parameters, float32 gradients and Adam states, nothing offl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -31,6 +31,8 @@ class System:
     """Whether a role leaves devices that it shares while another one computes."""
     has_kv_cache: bool = True
     """Whether sampling keeps keys and values; else each step computes the whole row."""
+    cache_copies: int = 0
+    """Times that a decoding step reads or writes keys and values beside attention."""
     shares_weights: bool = False
     """Whether sampling uses the trainer's weights where they lie."""
     reshard: Literal["plan", "zero", "vanilla", "copy", "none"] = "plan"
@@ -48,6 +50,16 @@ ROLEMESH = System()
 
 ROLEMESH_FAST = System(gathered_bytes=2, activation_bytes=2)
 """The same with numerics "fast"."""
+
+
+def plain_transformers(system: System) -> System:
+    """The same, but that plain transformers samples, in float32.
+
+    For each step it makes the tensors of keys and values anew with one more token (a read and a
+    write), and repeats them for the heads that share them (a read and, with two heads, two writes).
+    """
+    return replace(system, sampled_bytes=4, cache_copies=5)
+
 
 HYBRIDFLOW = System(
     weight_bytes=2,

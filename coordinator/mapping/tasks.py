@@ -87,6 +87,8 @@ class Step:
     tasks: tuple[Task, ...]
     ahead: frozenset[str] = frozenset()
     """Roles whose tasks belong to later steps and run beside this one: a sampler that is ahead."""
+    beside_s: float = 0.0
+    """Seconds of a step beside its tasks, the same for all placements."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -152,7 +154,7 @@ def sampled_step(step: Step, *, has_reference: bool) -> Step:
     for task in step.tasks:
         moved = tuple(one + len(ends) for one in task.after)
         tasks.append(replace(task, index=len(tasks), after=tuple(sorted({*ends, *moved}))))
-    return Step(tuple(tasks), step.ahead)
+    return replace(step, tasks=tuple(tasks))
 
 
 class Timeline:
@@ -195,6 +197,28 @@ class Timeline:
             ends.append(start + duration)
         return ends
 
+    def crowded(self, seconds: Sequence[float], ranks: Sequence[int], crowd: float) -> list[float]:
+        """Seconds of tasks whose ranks all compute on one machine's CPUs, and slow each other.
+
+        Args:
+            seconds: Of each task, if it had the machine for itself.
+            ranks: That compute in each.
+            crowd: Part by which each further rank slows a rank.
+
+        Example: two tasks of one rank and a second, side by side with 0.5, take 1.5 seconds each.
+        """
+        left, found = list(seconds), [0.0] * len(seconds)
+        waiting = set(range(len(left)))
+        while waiting:
+            at_work = [one for one in waiting if waiting.isdisjoint(self._before[one])]
+            slowness = 1 + crowd * max(0, sum(ranks[one] for one in at_work) - 1)
+            span = min(left[one] for one in at_work)
+            for one in at_work:
+                left[one] -= span
+                found[one] += span * slowness
+            waiting -= {one for one in at_work if left[one] <= 0}
+        return found
+
     def critical(self, seconds: Sequence[float]) -> list[int]:
         """The tasks that decide when the step ends, the first one first."""
         ends = self.ends(seconds)
@@ -214,11 +238,12 @@ class Timeline:
         trajectories is either empty or full.
         """
         ends = self.ends(seconds)
+        beside = self.step.beside_s
         if not self._ahead:
-            return max(ends, default=0.0)
+            return max(ends, default=0.0) + beside
         own = sum(seconds[index] for index in self._ahead)
         rest = [end for index, end in enumerate(ends) if index not in self._ahead]
-        return max(own, max(rest, default=0.0))
+        return max(own, max(rest, default=0.0) + beside)
 
 
 class StageCosts:

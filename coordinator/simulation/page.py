@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from rolemesh.coordinator.mapping.report import Plan
@@ -41,6 +42,10 @@ class Simulated:
         }
 
 
+def _busy(role: str, one: Simulated) -> str:
+    return f"{one.outcome.busy[role]:.0%}" if role in one.outcome.busy else "-"
+
+
 def rows(simulated: Sequence[Simulated]) -> Iterator[tuple[str, ...]]:
     """The table: a heading with the schedules, then a row for each quantity."""
     yield ("", *(one.name for one in simulated))
@@ -54,12 +59,7 @@ def rows(simulated: Sequence[Simulated]) -> Iterator[tuple[str, ...]]:
     yield row("of the longest step", lambda one: f"{max(one.outcome.step_seconds):.4g}")
     yield row("predicted by the plan", lambda one: f"{one.plan.period:.4g}")
     for role in dict.fromkeys(role for one in simulated for role in one.outcome.busy):
-        yield row(
-            f"{role} at work",
-            lambda one, role=role: (
-                f"{one.outcome.busy[role]:.0%}" if role in one.outcome.busy else "-"
-            ),
-        )
+        yield row(f"{role} at work", partial(_busy, role))
     yield row("most steps behind", lambda one: f"{one.outcome.staleness:g}")
     if any(one.outcome.losses for one in simulated):
         yield row("processes lost", lambda one: str(len(one.outcome.losses)))

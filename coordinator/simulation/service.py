@@ -76,6 +76,11 @@ class Surroundings(Protocol):
         """The newest process of a service."""
 
 
+def _end(wait: asyncio.Future[None]) -> None:
+    if not wait.done():
+        wait.set_result(None)
+
+
 @dataclass(eq=False)
 class SimulatedService:
     """One process of a service. Owner: one event loop.
@@ -126,7 +131,7 @@ class SimulatedService:
         if moment <= loop.time():
             return
         wait: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_at(moment, lambda: wait.done() or wait.set_result(None))
+        timer = loop.call_at(moment, _end, wait)
         self._waits.add(wait)
         try:
             await wait
