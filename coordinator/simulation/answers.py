@@ -33,7 +33,10 @@ def progress(method: str) -> Any:
 @cache
 def schema(name: str) -> experience_pb2.ColumnSchema:
     """Schema of a column. Its type matters to those who pull rows, and here none does."""
-    assert name in COLUMNS, f"column {name!r} stands in no table"
+    if name not in COLUMNS:
+        raise ValueError(
+            f"column {name!r} stands in no table (engine/specs/columns.py): add it there"
+        )
     return experience_pb2.ColumnSchema(
         name=name,
         kind=experience_pb2.COLUMN_KIND_COMPLETION,

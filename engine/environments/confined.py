@@ -218,3 +218,4 @@ def _log(printed: Output, pipe: IO[bytes], connection: socket.socket) -> None:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
                 return
+        printed.end()

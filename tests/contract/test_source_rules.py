@@ -121,7 +121,7 @@ def test_no_assertion_checks_what_arrives() -> None:
 LOADERS = ("from_pretrained", "from_config", "EngineArgs", "AsyncEngineArgs", "LLM")
 """What makes a model or a tokenizer, by its class or by the code of a folder."""
 
-OF_OURS = ("DecoderShape.from_config", "cls.from_config")
+OF_OURS = ("DecoderShape.from_config", "Model.from_config", "cls.from_config")
 
 
 def test_every_model_and_tokenizer_is_made_without_the_code_of_its_folder() -> None:

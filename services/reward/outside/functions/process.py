@@ -279,6 +279,7 @@ class FunctionProcess:
                 if self._printed.is_too_much and self._process is not None:
                     os.killpg(self._process.pid, signal.SIGKILL)
                     return
+            self._printed.end()
         finally:
             transport.close()
 

@@ -15,8 +15,8 @@ from rolemesh.coordinator.commands.cli import COMMANDS, app, load_command
 
 HEAVY = ("redis", "numpy", "grpc", "fastapi", "starlette", "uvicorn", "opentelemetry", "pydantic")
 NO_COMMANDS = {
-    *("cli", "console", "device_settings", "diagnosis", "ending", "findings", "hub"),
-    *("gpu_findings", "new_recipe", "options"),
+    *("cli", "cluster_options", "console", "device_settings", "diagnosis", "ending", "findings"),
+    *("gpu_findings", "hub", "new_recipe", "options"),
     *("compare_page", "memory_question", "pace", "placing", "plot", "recipe_checks"),
     *("remote_run", "run_process"),
 }
