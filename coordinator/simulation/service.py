@@ -17,7 +17,7 @@ from rolemesh.coordinator.simulation.answers import columns_of, progress, refere
 from rolemesh.coordinator.simulation.channel import broken
 from rolemesh.coordinator.simulation.faults import Faults
 from rolemesh.coordinator.simulation.timing import RowLengths, Timing
-from rolemesh.rpc.errors import NotFoundError, PreconditionError
+from rolemesh.rpc.errors import NotFoundError, PreconditionError, UnsupportedError
 from rolemesh.rpc.limits import HIGHEST_EPOCH
 from rolemesh.v1 import (
     cuts_pb2,
@@ -175,7 +175,7 @@ class SimulatedService:
             case "Drain":
                 self.run_id = ""
             case _:
-                raise NotImplementedError(f"{method} of a simulated service")
+                raise UnsupportedError(f"{method} is not simulated")
         return response_class(method)()
 
     # --- keyed calls ---

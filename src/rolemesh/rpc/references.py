@@ -1,8 +1,7 @@
 """Arithmetic on references to experience: columns, rows, parts, lengths, places. No row is touched.
 
 A reference is never changed in place: a function returns a new one, or the given one where nothing
-is to change. `place` and what builds on
-it read a reference as a service that wants its rows does.
+is to change. `place` and what builds on it read a reference as a service that wants its rows does.
 """
 
 from __future__ import annotations
