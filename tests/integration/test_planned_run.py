@@ -31,6 +31,7 @@ reward: {{source: {{type: arithmetic}}}}
 """
 
 
+@pytest.mark.slow
 def test_a_planned_recipe_trains_on_a_cpu(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(tiny_model(tmp_path / "model"), run__steps=1)))
