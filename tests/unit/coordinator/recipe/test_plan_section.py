@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.plan_section import MAX_TASKS
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.records import enter_again, enter_run
 from rolemesh.coordinator.run.resume import check_changes
+from rolemesh.coordinator.state.memory import MemoryStateStore
 
 TASK = PLAN["tasks"][0]
 
@@ -62,3 +65,13 @@ def test_a_run_may_go_on_with_another_plan_and_says_so_in_one_line() -> None:
     assert line.startswith("plan was '6 s a step; a calibration of h100")
     assert "is '4 s a step;" in line
     assert check_changes(bare, planned)[0].startswith("plan was None, is '6 s a step;")
+
+
+async def test_the_record_has_the_plan_that_the_run_goes_on_with(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    await enter_run(store, with_plan(), "r", tmp_path)
+    assert (await store.get_run("r")).plan["predicted"]["step_s"] == PLAN["step_s"]
+    await enter_again(store, with_plan(step_s=4.0), "r", tmp_path)
+    assert (await store.get_run("r")).plan["predicted"]["step_s"] == 4.0
+    await enter_again(store, fake_recipe(), "r", tmp_path)
+    assert (await store.get_run("r")).plan == {}
