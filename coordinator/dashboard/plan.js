@@ -3,7 +3,9 @@
 import { byId, el } from "./dom.js";
 import { count, counted, isNumber, percent, seconds } from "./format.js";
 
-const CALL_HEADS = ["Call", "Pool", "In the planned step", "Planned", "Measured", "Error"];
+// Headings with the class of their column.
+const CALL_HEADS = [["Call"], ["Pool"], ["Planned", "right"], ["Measured", "right"], ["Error", "right"], ["In the planned step", "planned-lane"]];
+const POOL_HEADS = [["Pool"], ["Planned"], ["This run"]];
 
 export class Plan {
   constructor() {
@@ -34,18 +36,19 @@ function measuredOf(plan) {
   return `measured ${seconds(plan.measured_step_s)} (median of ${counted(plan.num_steps, "step")}), error ${errorOf(plan.step_s, plan.measured_step_s)}`;
 }
 
-/** Predicted / measured - 1, as text. */
+/** Predicted / measured - 1, as text; what is less than a tenth of a percent has no sign. */
 export function errorOf(predicted, measured) {
   if (!isNumber(predicted) || !isNumber(measured) || measured <= 0) return "\u2013";
-  const error = predicted / measured - 1;
-  return `${error < 0 ? "\u2212" : "+"}${percent(Math.abs(error))}`;
+  const error = Math.round(1000 * (predicted / measured - 1)) / 1000;
+  return `${["\u2212", "", "+"][Math.sign(error) + 1]}${percent(Math.abs(error))}`;
 }
 
 function callTable(plan) {
   const length = Math.max(plan.step_s, ...plan.tasks.map((task) => (task.start_s ?? 0) + (task.predicted_s ?? 0)));
   const row = (name, pool, bar, planned, measured) => el("tr", {},
-    el("th", { scope: "row" }, name), el("td", {}, pool), el("td", { class: "planned-lane" }, bar),
-    ...[seconds(planned), seconds(measured), errorOf(planned, measured)].map((text) => el("td", { class: "right" }, text)));
+    el("th", { scope: "row" }, name), el("td", {}, pool),
+    ...[seconds(planned), seconds(measured), errorOf(planned, measured)].map((text) => el("td", { class: "right" }, text)),
+    el("td", { class: "planned-lane" }, bar));
   return table(CALL_HEADS, plan.tasks.map((task) => row(
     task.is_ahead ? `${task.name} (for a later step)` : task.name,
     task.pool || (isNumber(task.predicted_s) ? "no device" : "not planned"),
@@ -63,7 +66,7 @@ function barOf(task, length) {
 }
 
 function poolTable(pools) {
-  return table(["Pool", "Planned", "This run"], pools.map((pool) => el("tr", {},
+  return table(POOL_HEADS, pools.map((pool) => el("tr", {},
     el("th", { scope: "row" }, pool.name),
     el("td", {}, told(pool.planned_devices, pool.planned_roles)),
     el("td", {}, told(named(pool.devices), pool.roles), isAsPlanned(pool) ? null : el("span", { class: "trouble" }, " differs")))));
@@ -84,7 +87,7 @@ function isAsPlanned(pool) {
 
 function table(heads, rows, last = null) {
   return el("table", {},
-    el("thead", {}, el("tr", {}, ...heads.map((head, place) => el("th", { scope: "col", class: place > 2 ? "right" : null }, head)))),
+    el("thead", {}, el("tr", {}, ...heads.map(([head, kind]) => el("th", { scope: "col", class: kind }, head)))),
     el("tbody", {}, ...rows), last === null ? null : el("tfoot", {}, last));
 }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Page, expect
 from support.page_server import PageServer
-from support.planned_runs import PLAN, write_planned_run
+from support.planned_runs import PLAN, planned_recipe, write_planned_run
 
+from rolemesh.coordinator.api.plans import kept_plan
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.v1 import coordinator_pb2
 
@@ -17,7 +19,10 @@ DASH, MINUS = "\u2013", "\u2212"
 
 def cells(page: Page, region: str) -> list[list[str]]:
     table = page.get_by_role("region", name=region).locator("table")
-    return [row.split("\t") for row in table.inner_text().splitlines() if row.strip()][1:]
+    rows: list[list[str]] = table.evaluate(
+        "(table) => [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    return rows[1:]
 
 
 def test_predicted_and_measured_seconds_stand_beside_each_other(
@@ -33,12 +38,12 @@ def test_predicted_and_measured_seconds_stand_beside_each_other(
     expect(panel).to_contain_text("8 rows of 30 tokens: 500 tokens a step, measured 400.")
     expect(panel).to_contain_text("Predicted: a calibration of h100, off by 12 %.")
     assert cells(page, "Planned calls") == [
-        ["actor.generate", "actor", "", "3.00 s", "2.00 s", "+50 %"],
-        ["critic.compute_values", "critic", "", "300 ms", "600 ms", f"{MINUS}50 %"],
-        ["reward.compute_reward", "no device", "", "500 ms", DASH, DASH],
-        ["actor.update", "actor", "", "1.60 s", "1.60 s", "+0 %"],
-        ["reference.compute_logprobs", "not planned", "", DASH, "200 ms", DASH],
-        ["step", "", "", "6.00 s", "5.00 s", "+20 %"],
+        ["actor.generate", "actor", "3.00 s", "2.00 s", "+50 %", ""],
+        ["critic.compute_values", "critic", "300 ms", "600 ms", f"{MINUS}50 %", ""],
+        ["reward.compute_reward", "no device", "500 ms", DASH, DASH, ""],
+        ["actor.update", "actor", "1.60 s", "1.60 s", "0 %", ""],
+        ["reference.compute_logprobs", "not planned", DASH, "200 ms", DASH, ""],
+        ["step", "", "6.00 s", "5.00 s", "+20 %", ""],
     ]
     assert cells(page, "Planned pools") == [
         ["actor", "2 h100: actor 1-1-2 fsdp 2", "cuda:0: actor 1-1-1 differs"],
@@ -58,14 +63,17 @@ def test_predicted_and_measured_seconds_stand_beside_each_other(
     expect(page).to_have_url(f"{server.url}?run=planned#plan")
 
 
-def test_a_run_without_a_plan_shows_nothing_of_one(opened: Any, server: PageServer) -> None:
-    server.call(write_planned_run(server.store, "left"))
+def test_a_run_without_a_plan_shows_nothing_of_one(
+    opened: Any, server: PageServer, tmp_path: Path
+) -> None:
+    server.fill("left", tmp_path, num_steps=4, with_leases=False)
+    server.call(server.store.update_run("left", plan=kept_plan(planned_recipe())))
     page = opened("live")
     expect(page.locator("#plan")).to_be_hidden()
     expect(page.get_by_role("link", name="Plan")).to_have_count(0)
     # The panel goes with the run that it tells of.
     page.locator("#run").select_option("left")
-    expect(page.locator("#plan")).to_be_visible()
+    expect(page.locator("#plan .planned-lane i").first).to_be_visible()
     page.locator("#run").select_option("live")
     expect(page.locator("#plan")).to_be_hidden()
 
