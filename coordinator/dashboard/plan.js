@@ -46,7 +46,7 @@ export function errorOf(predicted, measured) {
 function callTable(plan) {
   const length = Math.max(plan.step_s, ...plan.tasks.map((task) => (task.start_s ?? 0) + (task.predicted_s ?? 0)));
   const row = (name, pool, bar, planned, measured) => el("tr", {},
-    el("th", { scope: "row" }, name), el("td", {}, pool),
+    el("th", { scope: "row" }, ...breakable(name)), el("td", {}, pool),
     ...[seconds(planned), seconds(measured), errorOf(planned, measured)].map((text) => el("td", { class: "right" }, text)),
     el("td", { class: "planned-lane" }, bar));
   return table(CALL_HEADS, plan.tasks.map((task) => row(
@@ -55,6 +55,9 @@ function callTable(plan) {
     barOf(task, length), task.predicted_s, task.measured_s)),
   row("step", "", null, plan.step_s, plan.measured_step_s));
 }
+
+/** A name that a narrow column may break after a dot or an underscore. */
+const breakable = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]);
 
 /** When the call was to be at work, on the axis of the planned step. */
 function barOf(task, length) {
