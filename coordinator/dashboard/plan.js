@@ -79,8 +79,8 @@ const told = (devices, roles) => (devices ? `${devices}: ${roles.join(", ")}` : 
 
 const named = (devices) => (devices.length < 3 ? devices.join(", ") : `${devices[0]} to ${devices.at(-1)}`);
 
-/** Ranks on a CPU share one device, whose number says nothing. */
-function isAsPlanned(pool) {
+/** Whether a run has a pool as it was planned. Ranks on a CPU share it: their number says nothing. */
+export function isAsPlanned(pool) {
   const isCpu = (device) => device.endsWith("cpu");
   const isSameSize = isCpu(pool.planned_devices)
     ? pool.devices.every(isCpu) && pool.devices.length > 0

@@ -93,7 +93,30 @@ def test_the_panel_follows_the_steps(opened: Any, server: PageServer) -> None:
     )
 
 
-def test_a_hostile_plan_stays_text(opened: Any, server: PageServer) -> None:
+def test_a_pool_that_is_not_as_planned_is_told(opened: Any) -> None:
+    page = opened("live")
+    roles = {"planned_roles": ["actor 1-1-2"], "roles": ["actor 1-1-2"]}
+    cases = [
+        ({"planned_devices": "2 h100", "devices": ["cuda:4", "cuda:5"], **roles}, True),
+        ({"planned_devices": "4 cpu", "devices": ["cpu"], **roles}, True),
+        ({"planned_devices": "2 h100", "devices": ["cuda:4"], **roles}, False),
+        ({"planned_devices": "1 h100", "devices": ["cpu"], **roles}, False),
+        ({"planned_devices": "1 cpu", "devices": ["cuda:0"], **roles}, False),
+        ({"planned_devices": "1 cpu", "devices": [], **roles}, False),
+        ({"planned_devices": "", "devices": ["cuda:0"], **roles}, False),
+        (
+            {"planned_devices": "4 cpu", "devices": ["cpu"], **roles, "roles": ["actor 1-2-1"]},
+            False,
+        ),
+    ]
+    found = page.evaluate(
+        "async (pools) => pools.map((await import('/plan.js')).isAsPlanned)",
+        [pool for pool, _ in cases],
+    )
+    assert found == [is_same for _, is_same in cases]
+
+
+def test_a_hostile_plan_stays_text_and_goes_with_its_run(opened: Any, server: PageServer) -> None:
     hostile = '<img src=x onerror="window.stolen=1">'
     server.call(write_planned_run(server.store, "hostile-plan"))
     pools = {hostile: {"devices": hostile, "roles": {hostile: hostile}}, **PLAN["pools"]}
@@ -103,3 +126,6 @@ def test_a_hostile_plan_stays_text(opened: Any, server: PageServer) -> None:
     expect(page.locator("#plan-body")).to_contain_text(f"Predicted: {hostile}.")
     assert page.locator("#plan img").count() == 0
     assert page.evaluate("window.stolen") is None
+    page.route("**/runs/live/plan", lambda route: route.fulfill(status=503, json={"title": "away"}))
+    page.locator("#run").select_option("live")
+    expect(page.locator("#plan")).to_be_hidden()

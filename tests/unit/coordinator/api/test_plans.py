@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from support.fake_recipes import fake_recipe
 from support.planned_runs import (
@@ -15,6 +18,8 @@ from support.planned_runs import (
 
 from rolemesh.coordinator.api.plans import MEASURED_STEPS, counted, kept_plan, usual
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
+from rolemesh.coordinator.dataflow.trace import call_seconds
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.v1 import coordinator_pb2
 
@@ -57,6 +62,11 @@ async def test_steps_that_come_are_counted_and_those_taken_back_are_not() -> Non
     await store.append_metrics("planned", {"step": 5, "time/step": 1.0, "tokens": 1.0})
     after = (await operations.get_plan("planned")).plan
     assert (before.measured_step_s, after.measured_step_s) == (5.0, 3.75)
+    # A step that is made again has another graph, without any call here.
+    again = json.dumps({"step": 5, "nodes": []}).encode()
+    await store.append_graph("planned", 5, again)
+    sampled = (await operations.get_plan("planned")).plan.tasks[0]
+    assert (before.tasks[0].measured_s, sampled.measured_s) == (pytest.approx(2.0), 1.75)
 
 
 async def test_pools_of_the_plan_stand_beside_those_of_the_recipe() -> None:
@@ -90,6 +100,25 @@ async def test_a_run_without_a_plan_has_none() -> None:
     await write_planned_run(store, "other")
     await store.update_run("other", plan={})
     assert not (await StoreOperations(store).get_plan("other")).HasField("plan")
+
+
+def test_services_of_a_role_and_moves_of_others_count_once() -> None:
+    def node(service: str, start: float, end: float, **changes: Any) -> Node:
+        return Node(
+            node_id=0, step=1, kind=NodeKind.SAMPLE, service=service, method="generate", pool="p",
+            sequence=0, inputs=(), queued_at=0.0, started_at=start, ended_at=end,
+            **{"state": NodeState.DONE, **changes},
+        )  # fmt: skip
+
+    nodes = [
+        node("rollout-0", 1.0, 3.0),
+        node("rollout-1", 2.0, 6.0),
+        node("rollout-0", 2.5, 2.75),
+        node("rollout-1", 8.0, 9.0, phases={"sleep": 0.25, "wake": 0.5, "compute": 1.0}),
+        node("rollout-0", 20.0, 90.0, state=NodeState.FAILED),
+        node("actor", 0.0, 0.5),
+    ]
+    assert call_seconds(nodes) == {"rollout.generate": 5 + 1.75, "actor.generate": 0.5}
 
 
 def test_the_newest_steps_count_without_the_first_ones() -> None:
