@@ -81,7 +81,7 @@ class RunSummary:
     planned_step_s: float | None = None
     """Seconds of a step that the recipe's plan has predicted; None where it has no plan."""
     measured_step_s: float | None = None
-    """Median seconds of a step, without the first ones; None of a shorter run."""
+    """Median seconds of the newest steps, without the run's first ones; None of a shorter run."""
     recoveries: tuple[Recovered, ...] = ()
     """What the run survived, in this process."""
     versions: Mapping[str, Mapping[str, str]]
