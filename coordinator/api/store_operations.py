@@ -23,6 +23,7 @@ from rolemesh.coordinator.api.messages import (
     to_registered_service,
     to_run,
 )
+from rolemesh.coordinator.api.plans import counted, plan_message
 from rolemesh.coordinator.api.run_history import RunHistories, read_graph
 from rolemesh.coordinator.api.store_errors import translated
 from rolemesh.coordinator.api.watches import Watches
@@ -282,6 +283,24 @@ class StoreOperations:
             raise _no_step(run_id, "graph", step, list(history.graphs))
         _, nodes = read_graph(history.graphs[wanted])
         return to_dataflow(wanted, nodes, is_made=True)
+
+    async def get_plan(self, run_id: str) -> coordinator_pb2.GetPlanResponse:
+        """What was planned of a run, beside what its steps took so far."""
+        record = await self._record(run_id)
+        if not record.plan:
+            return coordinator_pb2.GetPlanResponse()
+        history = self._histories.of(run_id)
+        with translated():
+            await history.refresh()
+            await history.refresh_graphs()
+        steps = counted(history.graphs)
+        plan = plan_message(
+            record.plan,
+            history.call_seconds(steps),
+            history.values("time/step", steps),
+            history.values("tokens", steps),
+        )
+        return coordinator_pb2.GetPlanResponse(plan=plan)
 
     async def list_samples(self, run_id: str, step: int = 0) -> coordinator_pb2.ListSamplesResponse:
         """Some trajectories of a step; 0 for the newest that has any."""

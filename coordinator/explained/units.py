@@ -111,6 +111,7 @@ _BY_NAME: Mapping[str, str] = {
     "seed": "number",
     "steps": "steps",
     "temperature": "factor",
+    "tokens": "tokens",
     "threads": "threads",
     "top_k": "tokens",
     "top_p": "share",

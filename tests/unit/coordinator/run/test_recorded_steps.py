@@ -12,13 +12,14 @@ import yaml
 from support.mapping_jobs import LLAMAS
 from support.mesh_runs import tiny_recipe
 
+from rolemesh.coordinator.api.plans import WARMUP_STEPS
 from rolemesh.coordinator.dataflow.futures import NodeState
 from rolemesh.coordinator.mapping.placed import own_layouts
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.folder import NoRunError
 from rolemesh.coordinator.run.planning import plan_step
-from rolemesh.coordinator.run.recorded_steps import WARMUP_STEPS, recorded_run
+from rolemesh.coordinator.run.recorded_steps import recorded_run
 
 CALLS = (0.4, 0.05, 0.06, 0.01, 0.02, 0.1, 0.2)
 """Seconds of generate, values, reference, reward, advantages, and of both updates."""
