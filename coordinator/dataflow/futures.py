@@ -295,3 +295,16 @@ async def exist(parts: Iterable[CallFuture]) -> None:
             raise error
     if len(errors) < len(outcomes):
         raise RunError("what this waits for belongs to a step that is not made any more")
+
+
+def all_of(parts: Iterable[CallFuture]) -> asyncio.Future[Outcome]:
+    """One future that is there once all parts exist; else what kept them is its error."""
+
+    async def wait() -> Outcome:
+        await exist(parts)
+        return Outcome(report=experience_pb2.CallReport())
+
+    task = asyncio.get_running_loop().create_task(wait())
+    # The parts tell of their errors by themselves: this one may have no reader.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

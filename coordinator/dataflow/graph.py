@@ -9,7 +9,7 @@ cancelled, down to the calls in flight.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -152,7 +152,7 @@ class StepGraph:
         num_blocks: int,
         produces: Iterable[str],
         after: Iterable[CallFuture] = (),
-        others: Sequence[str] = (),
+        or_another: bool = False,
     ) -> CallFuture:
         """Makes a node whose experience comes in blocks, each as soon as it is finished.
 
@@ -167,7 +167,8 @@ class StepGraph:
             num_blocks: Blocks that it gives.
             produces: Columns that come to be.
             after: Calls that must have been answered before.
-            others: Who may do it instead, when they are free before `service` is.
+            or_another: Whether another service of the role may do it, when it is free before
+                `service` is.
 
         Raises in the node:
             RunError: The call ended, and a block never came.
@@ -193,7 +194,7 @@ class StepGraph:
             node.ready_at = self._now()
             while True:
                 is_lost = False
-                outcome = await self._leased(node, lambda: work(node, on_block), others)
+                outcome = await self._leased(node, lambda: work(node, on_block), or_another)
                 if num_blocks == 1 and outcome.experience is not None:
                     on_block(0, outcome.experience)
                 absent = [index for index, block in enumerate(blocks) if not block.done()]
@@ -307,13 +308,17 @@ class StepGraph:
         return ExperienceFuture(self, (part,))
 
     async def _leased(
-        self, node: Node, work: Callable[[], Awaitable[Outcome]], others: Sequence[str] = ()
+        self, node: Node, work: Callable[[], Awaitable[Outcome]], or_another: bool = False
     ) -> Outcome:
         order = (self.step, node.node_id)
-        async with self._pools.lease((node.service, *others), order) as (chosen, switched):
-            node.service, node.pool = chosen, self._pools.of(chosen).name
-            node.phases |= switched
+        pool = await self._pools.acquire(node.service, order, or_another=or_another)
+        try:
+            assert pool.holder is not None
+            node.service, node.pool = pool.holder, pool.name
+            node.phases |= await pool.switch_to(node.service, self.step)
             return await self._started(node, work)
+        finally:
+            pool.pass_on()
 
     async def _started(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         node.started_at = self._now()

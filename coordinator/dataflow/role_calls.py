@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -248,7 +248,7 @@ class ServiceNodes:
         num_blocks: int,
         produces: Iterable[str],
         after: Iterable[CallFuture] = (),
-        others: Sequence[str] = (),
+        or_another: bool = False,
     ) -> CallFuture:
         """Makes a call that gives its experience in blocks a node; see `StepGraph.sample`."""
         kind, key = self._named(kind, method)
@@ -268,7 +268,7 @@ class ServiceNodes:
             num_blocks=num_blocks,
             produces=produces,
             after=after,
-            others=others,
+            or_another=or_another,
         )
 
     def _named(self, kind: NodeKind, method: str) -> tuple[NodeKind, operation_pb2.OperationKey]:
