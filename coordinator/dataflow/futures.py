@@ -170,7 +170,7 @@ class UpdateFuture:
 
     async def result(self) -> Outcome:
         """What the service answered."""
-        return await asyncio.shield(self.part.outcomes[0])
+        return await outcome_of(self.part.outcomes[0])
 
 
 class Remakes(Protocol):
@@ -274,13 +274,25 @@ class ExperienceFuture:
             made = []
             for outcome in part.outcomes_of(block):
                 newest = self._dataflow.newest(outcome)
-                experience = (await asyncio.shield(newest)).experience
+                experience = (await outcome_of(newest)).experience
                 if experience is None:
                     names = ", ".join(node.name for node in part.nodes)
                     raise ValueError(f"{names} answered without experience")
                 made.append(experience)
             references.append(concat_references(made))
         return join_references(references)
+
+
+async def outcome_of(made: asyncio.Future[Outcome]) -> Outcome:
+    """The outcome, once it is there. A reader that is cancelled does not cancel its maker.
+
+    As `asyncio.shield`, with fewer turns of the loop: a thousand calls may wait for one outcome.
+    """
+    if not made.done():
+        is_there = made.get_loop().create_future()
+        made.add_done_callback(lambda _: is_there.done() or is_there.set_result(None))
+        await is_there
+    return made.result()
 
 
 async def exist(parts: Iterable[CallFuture]) -> None:

@@ -119,10 +119,8 @@ class StepGraph:
             if experience is not None:
                 node.num_rows = experience.num_rows
             node.ready_at = self._now()
-            if is_leased:
-                outcome = await self._leased(node, lambda: work(node, experience))
-            else:
-                outcome = await self._started(node, lambda: work(node, experience))
+            start = self._leased if is_leased else self._started
+            outcome = await start(node, lambda: work(node, experience))
             if columns:
                 _check_rows(node, experience, outcome.experience)
             return outcome

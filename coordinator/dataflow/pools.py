@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -164,12 +164,12 @@ class Pool:
         finally:
             self.pass_on()
 
-    async def acquire(self, order: tuple[int, ...], service: str) -> Pool:
+    def acquire(self, order: tuple[int, ...], service: str) -> Awaitable[Pool]:
         """Waits for the lease; gives this pool. A caller that has it must `pass_on`."""
         turn: asyncio.Future[Pool] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(order, service, turn)
         self._waiting.append(waiting)
-        return await waiting.comes(self.give)
+        return waiting.comes(self.give)
 
     def pass_on(self) -> None:
         """Lets the lease go; the last who has it gives it to the next service."""
@@ -215,7 +215,7 @@ class Replicas:
         self._waiting: list[_Waiting] = []
         """A heap: the call that was made first is the first to have a pool."""
 
-    async def acquire(self, order: tuple[int, ...], preferred: Pool) -> Pool:
+    def acquire(self, order: tuple[int, ...], preferred: Pool) -> Awaitable[Pool]:
         """Waits for a lease: that of the preferred pool where it is free, else of another one.
 
         Where none is free, it is the pool that gets free first. A caller that has it must
@@ -224,7 +224,7 @@ class Replicas:
         turn: asyncio.Future[Pool] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(order, preferred.name, turn)
         heapq.heappush(self._waiting, waiting)
-        return await waiting.comes(self._give)
+        return waiting.comes(self._give)
 
     def first(self) -> list[_Waiting]:
         """The call that has a pool next, if one waits."""
@@ -272,9 +272,9 @@ class Pools:
             )
         return self._by_service[service]
 
-    async def acquire(
+    def acquire(
         self, service: str, order: tuple[int, ...], *, or_another: bool = False
-    ) -> Pool:
+    ) -> Awaitable[Pool]:
         """Waits for a lease. A caller that has it must `pass_on`.
 
         Args:
@@ -285,8 +285,8 @@ class Pools:
         """
         pool = self.of(service)
         if or_another and pool.replicas is not None:
-            return await pool.replicas.acquire(order, pool)
-        return await pool.acquire(order, service)
+            return pool.replicas.acquire(order, pool)
+        return pool.acquire(order, service)
 
     @asynccontextmanager
     async def awake(self, service: str, step: int) -> AsyncIterator[None]:
