@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
-from rolemesh.coordinator.dataflow.clock import now, unix_time
+from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import (
     CallFuture,
@@ -75,10 +76,11 @@ class StepGraph:
         self._has_ended = False
         self._span = tracing.begin(f"step {step}", step=step)
         # Durations come from the loop's clock, the offset makes them Unix times.
-        self._offset = unix_time() - now()
+        self._clock = asyncio.get_running_loop().time
+        self._offset = unix_time() - self._clock()
 
     def _now(self) -> float:
-        return self._offset + now()
+        return self._offset + self._clock()
 
     def call(
         self,
@@ -114,26 +116,24 @@ class StepGraph:
 
         answers = () if reads is None else reads.outcomes_of(block)
 
-        async def made() -> Outcome:
-            experience = None if reads is None else await reads.result(block)
-            if experience is not None:
-                node.num_rows = experience.num_rows
-            node.ready_at = self._now()
-            start = self._leased if is_leased else self._started
-            outcome = await start(node, lambda: work(node, experience))
-            if columns:
-                _check_rows(node, experience, outcome.experience)
-            return outcome
+        start = self._leased if is_leased else self._started
 
         async def run() -> Outcome:
             await exist(after)
             while True:
                 read = self._lineage.current(answers)
                 try:
-                    return await made()
+                    experience = None if reads is None else await reads.result(block)
+                    node.num_rows = 0 if experience is None else experience.num_rows
+                    node.ready_at = self._now()
+                    outcome = await start(node, partial(work, node, experience))
                 except RolemeshError as error:
                     if not await self._lineage.explains(error, read):
                         raise
+                else:
+                    if columns:
+                        _check_rows(node, experience, outcome.experience)
+                    return outcome
 
         task = self._start(node, run)
         self._lineage.add(node, (task,), lambda: (self._start(node, run),))
@@ -339,6 +339,9 @@ class StepGraph:
             outcome = await work()
         except asyncio.CancelledError:
             node.state = NodeState.CANCELLED
+            if isinstance(self._failure, Exception):
+                # Another step may wait for it: it is told why this one does not come.
+                raise self._failure from None
             raise
         except (RunError, StateStoreError) as error:
             node.state = NodeState.FAILED

@@ -92,7 +92,7 @@ class ResultCall(Generic[Result]):
                 yield message
 
     async def _next(self, messages: AsyncIterator[Any]) -> Any | None:
-        """The next message, or None at the end; raises where the call has been idle for too long."""
+        """The next message, or None at the end; raises where the call is idle for too long."""
         if self._idle_s is None:
             return await anext(messages, None)
         loop = asyncio.get_running_loop()
