@@ -190,15 +190,14 @@ class Pool:
             waiting = waiting + self.replicas.first()
         if not waiting:
             return
-
-        def place(one: _Waiting) -> tuple[bool, tuple[int, ...]]:
-            return (self.service or one.service) != self.awake, one.order
-
-        chosen = min(waiting, key=place)
+        chosen = min(waiting, key=self._place)
         self.holder, self._num_holders = self.service or chosen.service, 1
         if self.replicas is not None:
             del self.replicas.free[self.name]
         chosen.turn.set_result(self)
+
+    def _place(self, one: _Waiting) -> tuple[bool, tuple[int, ...]]:
+        return (self.service or one.service) != self.awake, one.order
 
 
 class Replicas:
