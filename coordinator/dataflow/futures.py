@@ -289,8 +289,13 @@ async def outcome_of(made: asyncio.Future[Outcome]) -> Outcome:
     As `asyncio.shield`, with fewer turns of the loop: a thousand calls may wait for one outcome.
     """
     if not made.done():
-        is_there = made.get_loop().create_future()
-        made.add_done_callback(lambda _: is_there.done() or is_there.set_result(None))
+        is_there: asyncio.Future[None] = made.get_loop().create_future()
+
+        def wake(_: asyncio.Future[Outcome]) -> None:
+            if not is_there.done():
+                is_there.set_result(None)
+
+        made.add_done_callback(wake)
         await is_there
     return made.result()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -98,9 +99,9 @@ class LostServices:
                 start.cancel()
             await asyncio.gather(*starts.values(), return_exceptions=True)
 
-    async def _next_event(self, starts: Iterable[asyncio.Future[None]]) -> None:
+    async def _next_event(self, starts: Iterable[asyncio.Future[Any]]) -> None:
         """Returns when a start has ended, or another service is lost."""
-        noted = asyncio.ensure_future(self._noted.wait())
+        noted: asyncio.Future[Any] = asyncio.ensure_future(self._noted.wait())
         try:
             await asyncio.wait((noted, *starts), return_when=asyncio.FIRST_COMPLETED)
         finally:
