@@ -82,8 +82,8 @@ class RolloutSampler:
     or later. The schedule says when weights are brought:
 
     - sync: before a step samples.
-    - one_step_ahead: when a step has sampled, before the next one samples; which weights sample
-      which step does not depend on timing.
+    - one_step_ahead: to each service when it has sampled its part of a step, before it samples the
+      next one; which weights sample which step does not depend on timing.
     - async: when a step is made, between two tokens of what is being sampled, or when that is
       finished.
 
