@@ -75,6 +75,7 @@ class StepGraph:
         self._failure: BaseException | None = None
         self._has_ended = False
         self._span = tracing.begin(f"step {step}", step=step)
+        self._is_traced = self._span.get_span_context().is_valid
         # Durations come from the loop's clock, the offset makes them Unix times.
         self._clock = asyncio.get_running_loop().time
         self._offset = unix_time() - self._clock()
@@ -313,7 +314,8 @@ class StepGraph:
         try:
             assert pool.holder is not None
             node.service, node.pool = pool.holder, pool.name
-            node.phases |= await pool.switch_to(node.service, self.step)
+            if pool.sleeper is not None:
+                node.phases |= await pool.switch_to(node.service, self.step)
             return await self._started(node, work)
         finally:
             pool.pass_on()
@@ -321,6 +323,8 @@ class StepGraph:
     async def _started(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         node.started_at = self._now()
         node.state = NodeState.RUNNING
+        if not self._is_traced:
+            return await work()
         with tracing.span(
             node.name, parent=self._span, step=self.step, role=node.service, operation=node.method,
             block=node.block, waited_seconds=node.started_at - node.queued_at,

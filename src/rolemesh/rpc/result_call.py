@@ -73,7 +73,8 @@ class ResultCall(Generic[Result]):
         """
         result: Result | None = None
         # Not `self._messages()`: a second generator is a tenth of what it costs to send a call.
-        async with aclosing(aiter(self._stream)) as messages:
+        messages = aiter(self._stream)
+        try:
             while (message := await self._next(messages)) is not None:
                 match message.WhichOneof("event"):
                     case "progress" if on_progress is not None:
@@ -82,6 +83,8 @@ class ResultCall(Generic[Result]):
                         on_block(message.block)
                     case self._field:
                         result = getattr(message, self._field)
+        finally:
+            await messages.aclose()
         if result is None:
             raise InternalError(f"{self._peer} ended the call without a result")
         return result

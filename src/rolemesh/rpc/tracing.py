@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import grpc
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -165,12 +164,10 @@ class _FirstProblem(logging.Handler):
 # --- spans ----------------------------------------------------------------------------------
 
 
-_NO_SPAN = nullcontext(trace.INVALID_SPAN)
-
-
+@contextmanager
 def span(
     name: str, *, parent: Span | None = None, **attributes: AttributeValue | None
-) -> AbstractContextManager[Span]:
+) -> Iterator[Span]:
     """A span that is the current one inside the block, and fails with it.
 
     Args:
@@ -180,15 +177,10 @@ def span(
         attributes: Attributes without the prefix, e.g. step=3; one that is None is left out.
     """
     if parent is not None and not parent.get_span_context().is_valid:
-        # A span that does nothing would be a fifth of what a call costs.
-        return _NO_SPAN
-    return _span(name, None if parent is None else trace.set_span_in_context(parent), attributes)
-
-
-@contextmanager
-def _span(
-    name: str, context: Context | None, attributes: Mapping[str, AttributeValue | None]
-) -> Iterator[Span]:
+        # No spans are made. A span that does nothing would be a fifth of what a call costs.
+        yield trace.INVALID_SPAN
+        return
+    context = None if parent is None else trace.set_span_in_context(parent)
     made = _tracer.start_span(name, context, attributes=_named(attributes))
     with _current(made):
         yield made
