@@ -137,6 +137,7 @@ class Conclusion:
             seconds=now() - self._started,
             seconds_by_phase=dict(progress.seconds),
             recoveries=tuple(recovered),
+            tuning=None if parts.tuning is None else parts.tuning.to_dict(),
             versions={"coordinator": coordinator_versions(), **roles},
             git_commit=self._git_commit,
             coordinator_traffic=traffic_totals(parts.traffic),

@@ -80,6 +80,8 @@ class RunSummary:
     seconds_by_phase: Mapping[str, float]
     recoveries: tuple[Recovered, ...] = ()
     """What the run survived, in this process."""
+    tuning: Mapping[str, Any] | None = None
+    """The settings that the run has kept, and its turns; None: it does not tune itself."""
     versions: Mapping[str, Mapping[str, str]]
     """Versions of components, by role."""
     git_commit: str | None
@@ -114,6 +116,7 @@ class RunSummary:
             "seconds": self.seconds,
             "seconds_by_phase": dict(self.seconds_by_phase),
             "recoveries": [one.to_dict() for one in self.recoveries],
+            "tuning": None if self.tuning is None else dict(self.tuning),
             "versions": {role: dict(versions) for role, versions in self.versions.items()},
             "git_commit": self.git_commit,
             "coordinator_traffic": dict(self.coordinator_traffic),
