@@ -1,4 +1,4 @@
-"""Factors by which calls of models take longer with other micro-batches or rows decoded together."""
+"""Factors by which calls take longer with other micro-batches, or rows decoded together."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_a_failure_in_a_trial_goes_back_to_the_best() -> None:
     tuner = tuner_of()
     turns, _ = tune(tuner, BAD, exact(BAD), steps=5)
     assert turns[-1].is_trial
-    turn = tuner.given_up(5, turns, {s: 3.9 for s in range(1, 6)}, "actor was killed")
+    turn = tuner.given_up(5, turns, dict.fromkeys(range(1, 6), 3.9), "actor was killed")
     assert turn is not None
     assert turn.settings == turn.best == tuner.own
     assert turn.verdict is not None
