@@ -23,12 +23,9 @@ from rolemesh.coordinator.run.calibrations import calibrations_for
 from rolemesh.coordinator.run.metrics import GRAPHS_FILE
 from rolemesh.coordinator.run.progress import TURN_OPERATION, RunProgress
 from rolemesh.coordinator.run.tuner import Expect, Tuner
-from rolemesh.coordinator.run.turns import Turn
+from rolemesh.coordinator.run.turns import TURNS_FILE, Turn
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.trackers.files import whole_lines
-
-TURNS_FILE = "tuning.jsonl"
-"""In the folder of a run that tunes itself: its turns, one a line."""
 
 
 class RetunedError(RunError):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from rolemesh.coordinator.recipe.tuning import Settings
+
+TURNS_FILE = "tuning.jsonl"
+"""In the folder of a run that tunes itself: its turns, one a line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,3 +84,10 @@ class Turn:
         """
         verdict = values["verdict"]
         return cls(**{**values, "verdict": None if verdict is None else Verdict(**verdict)})
+
+
+def read_turns(directory: Path) -> list[Turn]:
+    """The turns of the run in a folder, oldest first; none where it did not tune itself."""
+    path = directory / TURNS_FILE
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [Turn.from_dict(json.loads(line)) for line in lines]
