@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolemesh.coordinator.mapping.calibration import Calibration
 from rolemesh.coordinator.mapping.cluster import group_of
-from rolemesh.coordinator.mapping.devices import device_of
+from rolemesh.coordinator.mapping.coefficients import Coefficients
+from rolemesh.coordinator.mapping.devices import Device
 from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
 from rolemesh.coordinator.mapping.models import UnknownFamilyError
 from rolemesh.coordinator.mapping.placed import own_layouts, placed_step
@@ -20,17 +20,22 @@ class Resized:
     """What the simulators say of sizes, as ratios. Of GPUs, whose kind no recipe says, nothing."""
 
     def __init__(
-        self, recipe: Recipe, nodes: Sequence[RecordedNode], measured: Calibration | None
+        self,
+        recipe: Recipe,
+        nodes: Sequence[RecordedNode],
+        cpu: Device,
+        coefficients: Coefficients,
     ) -> None:
         """Prepares.
 
         Args:
             recipe: Whose sizes are changed.
             nodes: Of a step that it made, one a call.
-            measured: Of this machine's CPU; None: data sheets and assumptions.
+            cpu: Of this machine.
+            coefficients: Of it.
         """
         self._nodes = nodes
-        self._measured = measured
+        self._cpu, self._coefficients = cpu, coefficients
         self._own = self._seconds(recipe)
 
     def factor(self, recipe: Recipe) -> Factor:
@@ -46,18 +51,12 @@ class Resized:
     def _seconds(self, recipe: Recipe) -> dict[tuple[str, str], float]:
         if any(set(pool.devices) != {"cpu"} for pool in recipe.pools.values()):
             return {}
-        measured = self._measured
         try:
             single = one_call_a_role(recipe)
             job = job_of(single, self._nodes, work_of(single), on_gpus=False)
             layouts = own_layouts(recipe, job)
             ranks = max(layout.world_size for layout in layouts.values())
-            group = group_of(
-                device_of("cpu") if measured is None else measured.described_device,
-                ranks,
-                coefficients=None if measured is None else measured.coefficients,
-                per_machine=ranks,
-            )
+            group = group_of(self._cpu, ranks, coefficients=self._coefficients, per_machine=ranks)
             pools = {role: name for name, pool in recipe.pools.items() for role in pool.roles}
             step = placed_step(job, layouts, pools, group)
         except (RecipeError, UnknownFamilyError, ValueError, OSError):

@@ -14,7 +14,9 @@ from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.mapping.calibration import Calibration, CalibrationError
+from rolemesh.coordinator.mapping.calibration import CalibrationError
+from rolemesh.coordinator.mapping.coefficients import Coefficients
+from rolemesh.coordinator.mapping.devices import device_of
 from rolemesh.coordinator.mapping.rearranged import RecordedStep, same_size
 from rolemesh.coordinator.mapping.resized import Resized
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -61,11 +63,13 @@ class RunTuning:
         self._graphs: dict[int, Sequence[Node]] = {}
         self._uncounted: set[int] = set()
         self._recipes: dict[str, Recipe | None] = {}
+        self._cpu, self._coefficients = device_of("cpu"), Coefficients()
         try:
-            self._measured: Calibration | None = calibrations_for(["cpu"], ()).get("cpu")
+            for measured in calibrations_for(["cpu"], ()).values():
+                self._cpu = measured.described_device
+                self._coefficients = measured.coefficients
         except CalibrationError as error:
             observer.on_event(f"tuning expects by data sheets: {error}")
-            self._measured = None
 
     @property
     def recipe(self) -> Recipe:
@@ -167,7 +171,8 @@ class RunTuning:
         nodes = next((found for step in nearest if (found := self._nodes(step))), ())
         recorded = RecordedStep(base, nodes)
         beside_s = measured_s - recorded.seconds(base)
-        resized = Resized(base, [node for node in nodes if not node.block], self._measured)
+        once = [node for node in nodes if not node.block]
+        resized = Resized(base, once, self._cpu, self._coefficients)
 
         def expect(settings: Settings) -> float | None:
             recipe = self._with(settings)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_recipes import GRPO, PPO_ROLES, fake_recipe, split_pools
+from support.mapping_jobs import LLAMAS
+from support.mesh_runs import tiny_recipe
 from support.simulated import ROLES as SIMULATED_ROLES
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
+from rolemesh.coordinator.mapping.coefficients import Coefficients
+from rolemesh.coordinator.mapping.devices import device_of
 from rolemesh.coordinator.mapping.rearranged import RecordedStep
 from rolemesh.coordinator.mapping.resized import Resized
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -181,7 +187,25 @@ def test_factors_lengthen_the_calls_of_their_role() -> None:
     assert step.seconds(judged(), factor) == 12.5
 
 
+def test_smaller_passes_take_longer_for_the_models_that_make_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMAS["tiny"]))
+    recipe = Recipe.model_validate(tiny_recipe(tmp_path))
+    nodes = [
+        node(0, "actor", "generate", 4.0),
+        node(1, "critic", "compute_values", 1.0, (0,)),
+        node(2, "actor", "update", 2.0, (1,)),
+        node(3, "critic", "update", 2.0, (1,)),
+    ]
+    resized = Resized(recipe, nodes, device_of("cpu"), Coefficients(pass_s=0.1))
+    smaller = with_settings(recipe, {"critic.model.micro_batch_tokens": 300})
+    factor = resized.factor(smaller)
+    # Each pass takes some time beside its products.
+    assert factor("critic", "update") > 1
+    assert factor("critic", "compute_values") > 1
+    assert factor("actor", "update") == factor("actor", "generate") == 1.0
+
+
 def test_nothing_is_said_of_sizes_of_models_that_cannot_be_read() -> None:
     recipe = fake_recipe(roles=SIMULATED_ROLES)
-    resized = Resized(recipe, NODES, None)
+    resized = Resized(recipe, NODES, device_of("cpu"), Coefficients())
     assert resized.factor(recipe)("actor", "update") == 1.0
