@@ -3,8 +3,10 @@
 A bandit over the settings of a declared space, whose prior is the recorded graph: what a setting is
 expected to take is what the graph, rearranged, takes, corrected by how far such expectations were
 off for each value that was tried (a linear model of the logarithms, as LinUCB, arXiv 1003.0146).
-The settings with the least optimistic expectation are tried next. All of it is a pure function of
-the turns and steps before, so a run that is resumed decides as one that was left alone.
+The settings with the least expectation are tried next; those with one change from the best count as
+better by the deviation of what is expected, so that no value stays untried for a wrong expectation.
+All of it is a pure function of the turns and steps before: a run that is resumed decides as one
+that was left alone.
 """
 
 from __future__ import annotations
@@ -23,13 +25,11 @@ WARMUP_STEPS = 2
 """First steps of a run, which do not count: caches fill, libraries compile and allocate."""
 
 _OFF = 0.15
-"""How far the expectation of one value may be off, as a deviation of its logarithm."""
+"""How far the expectation of one value may be off, as a deviation of its logarithm; more where
+those that were tried were off by more."""
 
 _NOISE = 0.05
 """The same of a measured step."""
-
-_OPTIMISM = 0.5
-"""Deviations by which settings of which little is known count as better."""
 
 Expect = Callable[[Settings], float | None]
 """Seconds of a step with settings; None: the recipe refuses them."""
@@ -185,12 +185,12 @@ class Tuner:
         expected = {
             key_of(one): seconds for one in self._candidates if (seconds := expect(one)) is not None
         }
-        known = _Corrections(best, self._candidates)
-        for one in self._candidates:
-            measured = counted.get(key_of(one))
-            if measured and one != best and key_of(one) in expected:
-                ratio = statistics.median(measured) / expected[key_of(one)]
-                known.learn(one, math.log(ratio))
+        errors = [
+            (one, math.log(statistics.median(measured) / expected[key_of(one)]))
+            for one in self._candidates
+            if one != best and key_of(one) in expected and (measured := counted.get(key_of(one)))
+        ]
+        known = _Corrections(best, self._candidates, errors)
         best_s = statistics.median(counted[key_of(best)])
         most, found = best_s * (1 - self._spec.least_gain), None
         for one in self._candidates:
@@ -198,7 +198,10 @@ class Tuner:
             if counted.get(key) or key in failed or key not in expected:
                 continue
             mean, deviation = known.of(one)
-            optimistic = expected[key] * math.exp(mean - _OPTIMISM * deviation)
+            if sum(value != best[name] for name, value in one.items()) > 1:
+                # Little is known of many changes at once: of several, the expectation counts.
+                deviation = 0.0
+            optimistic = expected[key] * math.exp(mean - deviation)
             if optimistic < most:
                 most, found = optimistic, (one, expected[key] * math.exp(mean))
         return found
@@ -211,12 +214,27 @@ class _Corrections:
     together be off by 21 %.
     """
 
-    def __init__(self, best: Settings, known: Sequence[Settings]) -> None:
+    def __init__(
+        self,
+        best: Settings,
+        known: Sequence[Settings],
+        errors: Sequence[tuple[Settings, float]],
+    ) -> None:
+        """Learns.
+
+        Args:
+            best: What expectations stand on.
+            known: All settings.
+            errors: Of those that were tried: log(measured / expected).
+        """
         self._best = best
         names = {(name, key_of({name: v})) for one in known for name, v in one.items()}
         self._places = {name: place for place, name in enumerate(sorted(names))}
         self._mean = np.zeros(len(names))
-        self._covariance = np.eye(len(names)) * _OFF**2
+        each = [error**2 / self._changes(one).sum() for one, error in errors]
+        self._covariance = np.eye(len(names)) * max(_OFF**2, *each, 0.0)
+        for one, error in errors:
+            self._learn(one, error)
 
     def _changes(self, settings: Settings) -> npt.NDArray[np.float64]:
         changes = np.zeros(len(self._places))
@@ -225,8 +243,7 @@ class _Corrections:
                 changes[self._places[name, key_of({name: value})]] = 1.0
         return changes
 
-    def learn(self, settings: Settings, error: float) -> None:
-        """Takes log(measured / expected) of settings that were tried."""
+    def _learn(self, settings: Settings, error: float) -> None:
         changes = self._changes(settings)
         spread = self._covariance @ changes
         gain = spread / (changes @ spread + _NOISE**2)

@@ -106,6 +106,17 @@ def test_with_expectations_that_are_off_the_best_of_all_is_reached_in_20_steps(s
     assert made[20:] == [turns[-1].best] * 4
 
 
+def test_a_wrong_expectation_is_found_out_and_leaves_no_value_untried() -> None:
+    # Expected to halve each step, c makes all of them longer. So the best is expected to take twice
+    # as long as what is kept first.
+    world = multiplied({"a": [2.0, 1.0, 1.2, 1.5], "b": [1.5, 1.3, 1.0], "c": [1.0, 1.3]})
+    hoped = multiplied({"a": [2.0, 1.0, 1.2, 1.5], "b": [1.5, 1.3, 1.0], "c": [1.0, 0.5]})
+    turns, made = tune(tuner_of(), world, lambda best, one: world(best) * hoped(one) / hoped(best))
+    assert made[4] == {"a": 1, "b": 2, "c": 1}
+    assert turns[-1].best == {"a": 1, "b": 2, "c": 0}
+    assert turns[-1].step <= 20
+
+
 def test_what_nothing_is_known_of_is_tried_too() -> None:
     turns, made = tune(tuner_of({"a": [0, 1, 2, 3]}), BAD_A, nothing_known(BAD_A))
     assert {key_of(one) for one in made} == {key_of({"a": value}) for value in range(4)}
