@@ -126,7 +126,7 @@ def plan(
             files, changes = [from_run / "config.yaml"], [*last_settings(from_run), *changes]
             # The folder of the next run is another one.
             changes.append("run.directory=null")
-            prompt_tokens = made.job.work.prompt_tokens
+            prompt_tokens = round(made.job.work.prompt_tokens)
             completion_tokens = made.job.work.completions.mean
             measured = {gpu[0]: _fitted(gpu, measured, made)}
         groups = groups_of(gpus, gpu, per_machine, network, measured)

@@ -174,7 +174,7 @@ class RecordedStep:
         sampled = [one for one in cut if self._calls[one].method == "generate"] or cut[:1]
         judged = [made.pieces[one] for one in cut if one not in sampled]
         whole = [(part, 1.0) for one in inputs if one not in cut for part in made.ends[one]]
-        found = []
+        found: list[tuple[int, list[tuple[int, float]]]] = []
         for part, rows, share in (piece for one in sampled for piece in made.pieces[one]):
             before = [(one[len(found)][0], 1.0) for one in judged if len(found) < len(one)]
             found.append((rows, [(part, share), *whole, *before]))
