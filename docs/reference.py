@@ -31,7 +31,10 @@ RECIPE_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rewards": ("Rewards and costs", ("reward", "cost")),
     "mesh": (
         "Placement, services, outputs",
-        ("schedule", "pools", "services", "certificates", "store", "api", "trackers", "tracing"),
+        (
+            *("schedule", "pools", "services", "certificates", "store", "api", "trackers"),
+            *("tracing", "plan"),
+        ),
     ),
 }
 """Pages of the recipe's keys: name, title, top-level keys."""

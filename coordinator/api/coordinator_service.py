@@ -139,6 +139,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return await self._operations.get_dataflow(request.run_id, request.step)
 
     @_answering
+    async def GetPlan(
+        self, request: coordinator_pb2.GetPlanRequest, context: _Context
+    ) -> coordinator_pb2.GetPlanResponse:
+        """See coordinator.proto."""
+        return await self._operations.get_plan(request.run_id)
+
+    @_answering
     async def ListSamples(
         self, request: coordinator_pb2.ListSamplesRequest, context: _Context
     ) -> coordinator_pb2.ListSamplesResponse:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from rolemesh.coordinator.api.device_history import DeviceHistory
 from rolemesh.coordinator.api.logged_steps import LoggedSteps
 from rolemesh.coordinator.dataflow.futures import Node
+from rolemesh.coordinator.dataflow.trace import call_seconds
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
@@ -52,6 +53,7 @@ class RunHistory:
         """One value a step by name of the metric; NaN where a step has none."""
         self.graphs: dict[int, bytes] = {}
         """Graphs as the store has them, by step, ascending."""
+        self._call_seconds: dict[int, dict[str, float]] = {}
         self.alerts: list[coordinator_pb2.Alert] = []
         self.alerts_of = (0, 0, 0)
         """Number of steps, newest graph and number of recoveries of which the alerts tell."""
@@ -98,10 +100,29 @@ class RunHistory:
             await self._begin_after_rewind()
             for entry in await self._store.read_graphs(self._run_id, self._graphs_id):
                 self.graphs.pop(entry.step, None)
+                self._call_seconds.pop(entry.step, None)
                 self.graphs[entry.step] = entry.graph
                 self._graphs_id = entry.entry_id
         for old in list(self.graphs)[:-NUM_GRAPHS_KEPT]:
             del self.graphs[old]
+
+    def call_seconds(self, steps: Sequence[int]) -> Mapping[int, Mapping[str, float]]:
+        """Seconds by name of the call, of steps whose graphs are kept. Each is read once."""
+        known = self._call_seconds
+        self._call_seconds = {
+            step: known.get(step) or call_seconds(read_graph(self.graphs[step])[1])
+            for step in steps
+        }
+        return self._call_seconds
+
+    def values(self, name: str, steps: Sequence[int]) -> dict[int, float]:
+        """A metric of steps, of those that have it."""
+        wanted, column = set(steps), self.columns.get(name, ())
+        return {
+            step: value
+            for step, value in zip(self.steps, column, strict=False)
+            if step in wanted and math.isfinite(value)
+        }
 
     async def refresh_recoveries(self) -> None:
         """Reads the recoveries that came since the last time."""

@@ -25,7 +25,7 @@ from rich.text import Text
 from rolemesh.coordinator.commands.pace import Pace, call_left_s, in_words
 from rolemesh.coordinator.dataflow.observer import RECOVERING, RunObserver
 from rolemesh.coordinator.run.evaluation import Evaluation
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.summary import RunSummary, told_steps
 
 logger = logging.getLogger(__name__)
 
@@ -388,6 +388,9 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     if summary.recoveries:
         spent_s = sum(one.seconds for one in summary.recoveries)
         console.print(f"recovered {len(summary.recoveries)} times, in {spent_s:.0f} s")
+    if summary.planned_step_s is not None:
+        told = told_steps(summary.planned_step_s, summary.measured_step_s)
+        console.print(told, highlight=False)
     total = summary.seconds
     spent = sorted(summary.seconds_by_phase.items(), key=lambda item: -item[1])
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in spent if seconds >= 0.5)

@@ -42,7 +42,7 @@ from rolemesh.coordinator.mapping.models import UnknownFamilyError
 from rolemesh.coordinator.mapping.recorded import RecordedRun
 from rolemesh.coordinator.mapping.report import Plan, phases, plan_of
 from rolemesh.coordinator.mapping.search import Search
-from rolemesh.coordinator.mapping.settings import settings_of
+from rolemesh.coordinator.mapping.settings import plan_section, settings_of
 from rolemesh.coordinator.mapping.shortage import ShortageError, shortage
 from rolemesh.coordinator.mapping.templates import templates
 from rolemesh.coordinator.recipe.errors import RecipeError
@@ -234,17 +234,19 @@ def _written(
     result: Plan,
     made: RecordedRun | None,
 ) -> str:
-    """The recipe with the plan's settings. It has been validated."""
+    """The recipe with the plan's settings and its prediction. It has been validated."""
     planned = load_recipe(files, overrides=[*overrides, *settings], environment=os.environ)
+    section = plan_section(planned, result)
     header = [
         f"Planned by: rolemesh plan {' '.join(str(file) for file in files)}",
         *([] if made is None else [f"The run before: {made.step_s:.3g} s a step."]),
-        f"Predicted: {result.period:.3g} s a step; {result.basis}.",
+        f"Predicted: {section.told}.",
         f"For {result.rows}.",
         "`rolemesh fit` counts what each GPU will hold.",
         *(f"Note: {note}." for note in result.notes),
     ]
-    return "".join(f"# {line}\n" for line in header) + dump_recipe(planned)
+    text = dump_recipe(planned.model_copy(update={"plan": section}))
+    return "".join(f"# {line}\n" for line in header) + text
 
 
 def _show(

@@ -85,6 +85,7 @@ export const api = {
   services: () => get("services"),
   metrics: (run, names) => get(`${of(run)}/metrics`, { names, max_steps: 1000, thin: true }),
   dataflow: (run, step) => get(`${of(run)}/dataflow`, { step }),
+  plan: (run) => get(`${of(run)}/plan`),
   samples: (run, step) => get(`${of(run)}/samples`, { step }),
   devices: (run, since) => get(`${of(run)}/devices`, since ? { since } : {}),
   alerts: (run) => get(`${of(run)}/alerts`),

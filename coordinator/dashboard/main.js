@@ -16,6 +16,7 @@ import { Watch, isFinal } from "./live.js";
 import { Logs } from "./logs.js";
 import { Mesh } from "./mesh.js";
 import { showNumbers } from "./numbers.js";
+import { Plan } from "./plan.js";
 import { Recoveries } from "./recoveries.js";
 import { Rewards } from "./rewards.js";
 import { Samples } from "./samples.js";
@@ -37,6 +38,7 @@ const header = new Header({
 });
 const flow = new Flow({ onStep: (step) => { page.step = step; attempt(refreshFlow); } });
 const mesh = new Mesh();
+const plan = new Plan();
 const devices = new Devices();
 const curves = new Curves({ onChooseStep: showStep, onWantAll: wantAll });
 const samples = new Samples({ onStep: (step) => { page.sampleStep = step; attempt(refreshSamples); } });
@@ -93,6 +95,7 @@ const refreshDevices = () => reading((run) => api.devices(run, devices.since), (
   devices.add(answer);
   mesh.render();
 });
+const refreshPlan = () => reading(api.plan, (answer) => plan.show(answer.plan));
 const refreshSamples = () => reading((run) => orNone(api.samples(run, page.sampleStep)),
   (answer) => samples.show(answer, page.sampleStep === 0));
 const refreshMetrics = () => reading((run) => api.metrics(run, page.wantsAll ? [] : WANTED), (answer) => {
@@ -143,7 +146,7 @@ async function refreshRuns() {
 async function choose(id, comparedIds = []) {
   page.watch?.stop();
   Object.assign(page, { chosen: id, run: null, watch: null, status: { name: "connecting" }, history: new History(), compared: new Map(), step: 0, sampleStep: 0, toldStep: 0, firstStepSince: Infinity, knowsVersions: false });
-  for (const panel of [mesh, devices, events, recoveries]) panel.clear();
+  for (const panel of [mesh, plan, devices, events, recoveries]) panel.clear();
   header.setRecovery(null);
   header.tell("");
   header.choose(page.runs, id, comparedIds);
@@ -151,7 +154,7 @@ async function choose(id, comparedIds = []) {
   if (first) show(first);
   // A read that fails is repeated later, and must not keep the page from watching the run.
   await Promise.all([
-    refreshMetrics, refreshFlow, refreshServices, refreshDevices, refreshSamples, refreshAlerts,
+    refreshMetrics, refreshFlow, refreshServices, refreshPlan, refreshDevices, refreshSamples, refreshAlerts,
     () => logs.setRun(id), () => compare(comparedIds),
   ].map(attempt));
   if (page.chosen !== id) return;
@@ -190,7 +193,7 @@ function onEvent(event) {
     for (const read of [refreshRun, refreshServices, refreshDevices]) soon(read);
   }
   // The newest step of a process that was killed may have a record and no event.
-  if (kind === "resumed") soon(refreshMetrics);
+  if (kind === "resumed") for (const read of [refreshMetrics, refreshPlan]) soon(read);
   // Steps that the run went back before are gone until they are made again.
   if (kind === "recovered" && told.recovered.lost_steps > 0) {
     const newest = page.history.steps.at(-1) ?? 0;
@@ -207,6 +210,7 @@ function onEvent(event) {
   page.history.add(told.step, told[kind].metrics);
   soon(showHistory);
   for (const read of [refreshRun, refreshAlerts, refreshSamples, refreshFlow]) soon(read);
+  if (plan.isPlanned) soon(refreshPlan);
 }
 
 /** Does something within a tenth of a second, once for all events that come until then. */

@@ -11,6 +11,9 @@ from typing import Protocol
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.recipe.placement import PoolSpec
 
+MOVES = ("sleep", "wake")
+"""Phases before a node starts: other roles leave its devices, then its own role comes back."""
+
 AFTER_ALL_NODES = 2**62
 """Place in the order of calls of what is no node of a step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rolemesh.coordinator.dataflow.futures import Node
+from rolemesh.coordinator.dataflow.futures import Node, NodeState
+from rolemesh.coordinator.dataflow.pools import MOVES
 
 
 def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
@@ -122,6 +124,27 @@ def span_seconds(nodes: Sequence[Node]) -> float:
     started = [node.started_at for node in nodes if node.started_at is not None]
     ended = [node.ended_at for node in nodes if node.ended_at is not None]
     return max(ended) - min(started) if started and ended else 0.0
+
+
+def call_seconds(nodes: Iterable[Node]) -> dict[str, float]:
+    """Seconds in which the calls of one role and method were at work, by name ("actor.update").
+
+    Services of a role, blocks and repeated calls that run side by side count once. Roles that had
+    to leave the devices, or come back, belong to the call that waited for it.
+    """
+    calls: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for node in nodes:
+        if node.state is NodeState.DONE and node.started_at is not None and node.ended_at:
+            moved = sum(node.phases.get(phase, 0.0) for phase in MOVES)
+            calls[f"{node.role}.{node.method}"].append((node.started_at - moved, node.ended_at))
+    seconds = {}
+    for name, spans in calls.items():
+        covered, at = 0.0, -math.inf
+        for start, end in sorted(spans):
+            covered += max(0.0, end - max(at, start))
+            at = max(at, end)
+        seconds[name] = covered
+    return seconds
 
 
 def waiting_seconds(nodes: Sequence[Node]) -> Mapping[tuple[str, str], float]:

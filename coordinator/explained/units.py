@@ -113,6 +113,7 @@ _BY_NAME: Mapping[str, str] = {
     "steps": "steps",
     "steps_per_trial": "steps",
     "temperature": "factor",
+    "tokens": "tokens",
     "threads": "threads",
     "top_k": "tokens",
     "top_p": "share",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rolemesh.coordinator.mapping.models import Model
 from rolemesh.engine.layout.families import check_slices
-from rolemesh.engine.layout.ranks import LayoutError
+from rolemesh.engine.layout.ranks import LayoutError, TrainLayout
 
 Recompute = Literal["none", "full"]
 
@@ -44,9 +44,8 @@ class Layout:
         return self.world_size // (self.generate_pp * self.generate_tp)
 
     def described(self) -> str:
-        """The paper's way, e.g. "1-8-2 fsdp 2, samples 1-2-4-2"."""
-        text = f"{self.pp}-{self.tp}-{self.dp}"
-        return text if self.fsdp == 1 else f"{text} fsdp {self.fsdp}"
+        """Its training as `TrainLayout.described`."""
+        return TrainLayout(pp=self.pp, tp=self.tp, dp=self.dp, fsdp=self.fsdp).described()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rolemesh.coordinator.mapping.costs import Option
+from rolemesh.coordinator.mapping.job import Job
 from rolemesh.coordinator.mapping.search import Found, Placement, Search
 from rolemesh.coordinator.mapping.tasks import TaskKind, Timeline
 
@@ -85,6 +86,8 @@ class Plan:
     """Predicted seconds of a step."""
     tokens_per_s: float
     """Tokens of prompts and completions, as the paper counts throughput."""
+    tokens: float
+    """Tokens that a step samples or reads, prompts included, as the metric `tokens` has them."""
     pools: tuple[PlannedPool, ...]
     tasks: tuple[PlannedTask, ...]
     idle_devices: int
@@ -147,6 +150,7 @@ def plan_of(search: Search, found: Found) -> Plan:
     return Plan(
         period=best.period,
         tokens_per_s=job.work.rows * job.work.row_tokens / best.period,
+        tokens=_tokens(job),
         pools=tuple(pools),
         tasks=tasks,
         idle_devices=sum(group.count for group in groups) - sum(best.sizes),
@@ -168,6 +172,11 @@ def plan_of(search: Search, found: Found) -> Plan:
             f"{job.work.mini_batch_rows} rows"
         ),
     )
+
+
+def _tokens(job: Job) -> float:
+    shares = [task.share for task in job.step.tasks if task.method in ("generate", "read")]
+    return sum(shares) * job.work.rows * job.work.row_tokens
 
 
 def _notes(search: Search, best: Placement) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""Settings that make a recipe run as a plan says."""
+"""Settings that make a recipe run as a plan says, and the plan as a section of that recipe."""
 
 from __future__ import annotations
 
 import math
 
 from rolemesh.coordinator.mapping.report import Plan, PlannedPool, PlannedRole
+from rolemesh.coordinator.recipe.plan_section import PlannedPoolSpec, PlannedTaskSpec, PlanSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import HfSpec, VllmSpec
 
@@ -31,6 +32,40 @@ def settings_of(recipe: Recipe, plan: Plan) -> list[str]:
         for role in pool.roles:
             settings += _role_settings(recipe, pool, role)
     return settings
+
+
+def plan_section(planned: Recipe, plan: Plan) -> PlanSpec:
+    """What a run tells of its plan.
+
+    Args:
+        planned: The recipe with the settings of the plan.
+        plan: The plan.
+    """
+    kinds = {pool.name: f"{pool.size} {pool.device}" for pool in plan.pools}
+    return PlanSpec(
+        step_s=plan.period,
+        tokens=plan.tokens,
+        rows=plan.rows,
+        basis=plan.basis,
+        pools={
+            name: PlannedPoolSpec(
+                # Roles without a model lie where no device was planned.
+                devices=kinds.get(name) or ", ".join(pool.devices),
+                roles=planned.layouts_in(name),
+            )
+            for name, pool in planned.pools.items()
+        },
+        tasks=tuple(
+            PlannedTaskSpec(
+                name=task.name,
+                pool=task.pool or None,
+                start_s=task.start,
+                end_s=task.end,
+                is_ahead=task.is_ahead,
+            )
+            for task in plan.tasks
+        ),
+    )
 
 
 def _role_settings(recipe: Recipe, pool: PlannedPool, role: PlannedRole) -> list[str]:

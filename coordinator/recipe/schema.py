@@ -22,6 +22,7 @@ from rolemesh.coordinator.recipe.algorithms import (
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.importance import with_importance
 from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
+from rolemesh.coordinator.recipe.plan_section import PlanSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
@@ -100,6 +101,9 @@ class Recipe(Spec):
     """Where scalars go beside metrics.jsonl and TensorBoard's files, which every run has."""
     tracing: TracingSpec | None = None
     """Where traces go; None: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set."""
+    plan: PlanSpec | None = None
+    """What `rolemesh plan --write` predicted, to be shown beside what steps take; it decides
+    nothing. None: the recipe was not planned."""
 
     @model_validator(mode="before")
     @classmethod
@@ -402,6 +406,11 @@ class Recipe(Spec):
     def layout(self, role: str) -> TrainLayout:
         """How the role's model is spread over the ranks of each of its services."""
         return self.section(role).rank_layout().train
+
+    def layouts_in(self, pool: str) -> dict[str, str]:
+        """Layout p-t-d of each role of a pool, as people read it."""
+        roles = (role for role in self.pools[pool].roles if role in self.roles)
+        return {role: self.layout(role).described() for role in roles}
 
     def service(self, role: str) -> ServiceSpec:
         """Where the role's services are."""

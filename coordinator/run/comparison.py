@@ -13,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from rolemesh.coordinator.api.plans import usual
 from rolemesh.coordinator.run.ended_runs import read_records
 from rolemesh.coordinator.run.folder import NoRunError, RunStatus, read_status
 from rolemesh.coordinator.run.records import SUMMARY_FILE
 from rolemesh.coordinator.run.resume import CONFIG_FILE, RUN_FILE, differences
+from rolemesh.coordinator.run.summary import told_steps
 from rolemesh.engine.specs.urls import without_passwords
 
 MAX_RUNS = 16
@@ -106,6 +108,12 @@ class ComparedRun:
         """Type of its algorithm."""
         return str(self.recipe["algorithm"]["type"])
 
+    def planned_and_measured(self) -> str:
+        """The step that its plan has predicted beside the measured one, for people."""
+        curve = self.curves.get("time/step")
+        measured = {} if curve is None else {one.step: one.value for one in curve.points}
+        return told_steps(float(self.recipe["plan"]["step_s"]), usual(measured))
+
     def held_out(self, which: Callable[[Curve], Point]) -> str:
         """A held-out score with its standard error, for people."""
         scores, errors = self.curves.get(HELD_OUT), self.curves.get(HELD_OUT_ERROR)
@@ -166,6 +174,8 @@ class Comparison:
             if run.not_finite:
                 counts = ", ".join(f"{name} {n}" for name, n in sorted(run.not_finite.items()))
                 told.append(f"{run.label} has values that are not finite, left out here: {counts}.")
+            if run.recipe.get("plan"):
+                told.append(f"{run.label}: {run.planned_and_measured()}.")
         step = self.shared_step()
         if step is not None:
             told.append(
@@ -240,7 +250,9 @@ def compare(directories: Sequence[Path]) -> Comparison:
             )
         seen[run.run_id] = directory
         runs.append(run)
-    return Comparison(tuple(runs), differences(*(run.recipe for run in runs)))
+    # A plan is a forecast, which its own note is about.
+    recipes = ({**run.recipe, "plan": None} for run in runs)
+    return Comparison(tuple(runs), differences(*recipes))
 
 
 def _read_run(directory: Path, label: str) -> ComparedRun:

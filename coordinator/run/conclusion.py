@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from rolemesh.coordinator.api.plans import usual
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.run.attempt import Attempt, RunParts
@@ -136,6 +137,14 @@ class Conclusion:
             tokens=int(sum(record.get("tokens", 0) for record in progress.records)),
             seconds=now() - self._started,
             seconds_by_phase=dict(progress.seconds),
+            planned_step_s=None if recipe.plan is None else recipe.plan.step_s,
+            measured_step_s=usual(
+                {
+                    int(record["step"]): record["time/step"]
+                    for record in progress.records
+                    if "time/step" in record
+                }
+            ),
             recoveries=tuple(recovered),
             tuning=None if parts.tuning is None else parts.tuning.to_dict(),
             versions={"coordinator": coordinator_versions(), **roles},

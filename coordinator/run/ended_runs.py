@@ -11,6 +11,9 @@ from typing import Any
 
 import yaml
 
+from rolemesh.coordinator.api.plans import kept_plan
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.folder import changed_at, is_run, read_status
@@ -115,6 +118,7 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
         failure=status.failure,
         metrics=status.metrics,
         recoveries=status.recoveries,
+        plan=_plan(directory, config),
     )
     # All files are read before the run is entered, so that it is there as a whole or not at all.
     samples = [one for one in read_samples(directory) if not one.held_out]
@@ -154,6 +158,16 @@ def _config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     values: dict[str, Any] = yaml.safe_load(path.read_text()) if path.is_file() else {}
     return values
+
+
+def _plan(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan that a run began with. A recipe of another version of rolemesh may be refused."""
+    if not config.get("plan"):
+        return {}
+    try:
+        return kept_plan(load_recipe([directory / CONFIG_FILE]))
+    except RecipeError:
+        return {}
 
 
 def read_records(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind
+from rolemesh.coordinator.dataflow.pools import MOVES
 from rolemesh.coordinator.dataflow.trace import critical_path
 from rolemesh.coordinator.run.samples_file import SamplesFile
 from rolemesh.coordinator.state.store import StateStore
@@ -42,10 +43,6 @@ GRAPHS_FILE = "dataflow.jsonl"
 """In a run's folder: the executed graph of each step, one a line."""
 
 _STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
-
-
-MOVES = ("sleep", "wake")
-"""Phases before a node starts: other roles leave its devices, then its own role comes back."""
 
 
 def phase_of(node: Node) -> str:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rolemesh.coordinator.api.plans import WARMUP_STEPS
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
 from rolemesh.coordinator.mapping.placed import own_layouts
@@ -21,9 +22,6 @@ from rolemesh.coordinator.recipe.tuning import with_settings
 from rolemesh.coordinator.run.folder import NoRunError, read_graphs
 from rolemesh.coordinator.run.turns import read_turns
 from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
-
-WARMUP_STEPS = 2
-"""First steps, which do not count: caches fill, and libraries compile and allocate."""
 
 
 def recorded_run(directory: Path, clock: Callable[[float], float] = float) -> RecordedRun:

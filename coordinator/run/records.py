@@ -9,6 +9,7 @@ import secrets
 import time
 from pathlib import Path
 
+from rolemesh.coordinator.api.plans import kept_plan
 from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
@@ -115,6 +116,7 @@ async def enter_again(store: StateStore, recipe: Recipe, run_id: str, directory:
             activity=record.activity,
             num_steps=record.num_steps,
             directory=record.directory,
+            plan=record.plan,
             stop_requested=False,
         )
     await _tell_start(store, run_id)
@@ -131,6 +133,7 @@ def _record(recipe: Recipe, run_id: str, directory: Path) -> RunRecord:
         updated_at=now,
         algorithm=recipe.algorithm.type,
         activity="services start",
+        plan=kept_plan(recipe),
     )
 
 

@@ -108,7 +108,8 @@ def check_changes(began_with: Recipe, wanted: Recipe) -> list[str]:
     Raises:
         ResumeError: Others differ; names each.
     """
-    changed = differences(*(one.model_dump(mode="json") for one in (began_with, wanted)))
+    recipes = (began_with, wanted)
+    changed = differences(*(one.model_dump(mode="json", exclude={"plan"}) for one in recipes))
     told = {name: f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items()}
     refused = [told[name] for name in changed if not _is_changeable(name)]
     if refused:
@@ -116,6 +117,10 @@ def check_changes(began_with: Recipe, wanted: Recipe) -> list[str]:
             "the recipe is not the one that the run began with, in fields that decide what it "
             f"learns: {'; '.join(refused)}. Give these their old values, or start another run"
         )
+    if began_with.plan != wanted.plan:
+        # Field by field it would be many lines.
+        old, new = (None if one.plan is None else one.plan.told for one in recipes)
+        told["plan"] = f"plan was {old!r}, is {new!r}"
     return list(told.values())
 
 

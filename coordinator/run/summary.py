@@ -78,6 +78,10 @@ class RunSummary:
     seconds: float
     """Wall time of the whole run."""
     seconds_by_phase: Mapping[str, float]
+    planned_step_s: float | None = None
+    """Seconds of a step that the recipe's plan has predicted; None where it has no plan."""
+    measured_step_s: float | None = None
+    """Median seconds of the newest steps, without the run's first ones; None of a shorter run."""
     recoveries: tuple[Recovered, ...] = ()
     """What the run survived, in this process."""
     tuning: Mapping[str, Any] | None = None
@@ -115,6 +119,7 @@ class RunSummary:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "seconds_by_phase": dict(self.seconds_by_phase),
+            "step_s": {"planned": self.planned_step_s, "measured": self.measured_step_s},
             "recoveries": [one.to_dict() for one in self.recoveries],
             "tuning": None if self.tuning is None else dict(self.tuning),
             "versions": {role: dict(versions) for role, versions in self.versions.items()},
@@ -129,6 +134,14 @@ class RunSummary:
         path = self.directory / "summary.json"
         write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
         return path
+
+
+def told_steps(planned_s: float, measured_s: float | None) -> str:
+    """A predicted step beside the measured one, for people."""
+    if measured_s is None:
+        return f"planned: {planned_s:.3g} s a step; too few steps were made to measure one"
+    error = planned_s / measured_s - 1
+    return f"a step: planned {planned_s:.3g} s, measured {measured_s:.3g} s (error {error:+.0%})"
 
 
 def mean_rewards(records: Sequence[Mapping[str, float]]) -> tuple[float | None, float | None]:

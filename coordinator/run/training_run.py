@@ -217,6 +217,8 @@ class TrainingRun:
             await self._take_over()
         else:
             await enter_run(self._store, self.recipe, self.run_id, self.directory)
+        if self.recipe.plan is not None:
+            self._observer.on_event(f"planned: {self.recipe.plan.told}")
         for role in unused_roles(self.recipe):
             self._observer.on_event(
                 f"the recipe has a section {role}, which algorithm {self.recipe.algorithm.type!r} "

@@ -18,11 +18,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rolemesh.coordinator.api.plans import WARMUP_STEPS
 from rolemesh.coordinator.recipe.tuning import Settings, TuningSpec, candidates, key_of
 from rolemesh.coordinator.run.turns import Turn, Verdict
-
-WARMUP_STEPS = 2
-"""First steps of a run, which do not count: caches fill, libraries compile and allocate."""
 
 _OFF = 0.15
 """How far the expectation of one value may be off, as a deviation of its logarithm; more where

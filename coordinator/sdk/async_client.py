@@ -24,6 +24,7 @@ from rolemesh.coordinator.sdk.runs import (
     RegisteredService,
     Run,
     RunList,
+    RunPlan,
     Samples,
 )
 from rolemesh.rpc.channel import MeshCall, open_channel
@@ -303,6 +304,11 @@ class AsyncClient:
         """The calls of a step; 0 for the step in progress, or else the newest."""
         request = pb.GetDataflowRequest(run_id=run_id, step=step)
         return Dataflow.of(await self._call(self._stub.GetDataflow, request))
+
+    async def get_plan(self, run_id: str) -> RunPlan | None:
+        """What was planned of a run, beside what its steps took; None: it was not planned."""
+        answer = await self._call(self._stub.GetPlan, pb.GetPlanRequest(run_id=run_id))
+        return RunPlan.of(answer.plan) if answer.HasField("plan") else None
 
     async def list_samples(self, run_id: str, step: int = 0) -> Samples:
         """Some trajectories of a step; 0 for the newest that has any."""

@@ -20,6 +20,7 @@ from rolemesh.coordinator.sdk.runs import (
     RegisteredService,
     Run,
     RunList,
+    RunPlan,
     Samples,
 )
 from rolemesh.rpc.identity import Identity
@@ -193,6 +194,10 @@ class Client:
     def get_dataflow(self, run_id: str, step: int = 0) -> Dataflow:
         """The calls of a step; 0 for the step in progress, or else the newest."""
         return self._loop.run(self._client.get_dataflow(run_id, step))
+
+    def get_plan(self, run_id: str) -> RunPlan | None:
+        """What was planned of a run, beside what its steps took; None: it was not planned."""
+        return self._loop.run(self._client.get_plan(run_id))
 
     def list_samples(self, run_id: str, step: int = 0) -> Samples:
         """Some trajectories of a step; 0 for the newest that has any."""

@@ -191,6 +191,84 @@ class Dataflow:
         return table(("call", "pool", "state", "started s", "ended s", "critical"), rows)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedTask:
+    """The calls of one role and method in a step."""
+
+    name: str
+    pool: str
+    """That they were planned for; empty where they need no device."""
+    is_ahead: bool
+    """Whether they sample for a later step."""
+    start_s: float | None
+    """When the first starts, as predicted; None where the plan has no such call."""
+    predicted_s: float | None
+    measured_s: float | None
+    """Seconds in which any of them was at work; None where none was measured."""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted / measured - 1."""
+        return _error(self.predicted_s, self.measured_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPool:
+    """A pool of the plan, of the recipe, or of both."""
+
+    name: str
+    planned_devices: str
+    """Number and kind, e.g. "4 h100"; empty where the plan has no such pool."""
+    planned_roles: tuple[str, ...]
+    """Each with its layout p-t-d, e.g. "actor 1-2-2"."""
+    devices: tuple[str, ...]
+    """Of the recipe; none where that has no such pool."""
+    roles: tuple[str, ...]
+    """Of the recipe, each with its layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A predicted step beside the measured one: medians of its newest steps, but the first two."""
+
+    step_s: float
+    """As predicted."""
+    measured_step_s: float | None
+    """None before the third step."""
+    num_steps: int
+    """That were measured."""
+    tokens: float
+    """Of a step, prompts included, that the prediction is for."""
+    measured_tokens: float | None
+    rows: str
+    """That the prediction is for, in words."""
+    basis: str
+    """What the prediction stands on, in words."""
+    tasks: tuple[PlannedTask, ...]
+    pools: tuple[PlannedPool, ...]
+
+    @staticmethod
+    def of(plan: coordinator_pb2.RunPlan) -> RunPlan:
+        """From its message."""
+        tasks = tuple(from_message(PlannedTask, task) for task in plan.tasks)
+        pools = tuple(from_message(PlannedPool, pool) for pool in plan.pools)
+        return from_message(RunPlan, plan, tasks=tasks, pools=pools)
+
+    @property
+    def error(self) -> float | None:
+        """Predicted / measured seconds of a step - 1."""
+        return _error(self.step_s, self.measured_step_s)
+
+    def _repr_html_(self) -> str:
+        rows = [(one.name, one.pool, one.predicted_s, one.measured_s) for one in self.tasks]
+        step = ("step", "", self.step_s, self.measured_step_s)
+        return table(("call", "pool", "predicted s", "measured s"), [*rows, step])
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One trajectory for people."""

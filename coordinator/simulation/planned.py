@@ -71,7 +71,7 @@ def simulated_recipe(
             f"--samplers is {num_samplers}, but no rollout role has a pool of its own: add a "
             "rollout section, or leave --samplers out"
         )
-    for section in ("trackers", "tracing", "certificates"):
+    for section in ("trackers", "tracing", "certificates", "plan"):
         tree.pop(section, None)
     run = tree["run"] | {
         "steps": steps,

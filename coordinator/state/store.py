@@ -68,6 +68,8 @@ class RunRecord:
     """Metrics of the newest step."""
     recoveries: int = 0
     """How often it had to recover from a failure."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """What its recipe says was planned, as JSON values; empty where it was not planned."""
 
 
 UPDATABLE_FIELDS = frozenset(

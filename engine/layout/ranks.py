@@ -91,6 +91,11 @@ class TrainLayout:
         """Ranks in all."""
         return self.pp * self.tp * self.dp
 
+    def described(self) -> str:
+        """The paper's way, p-t-d, e.g. "1-8-2 fsdp 2"."""
+        text = f"{self.pp}-{self.tp}-{self.dp}"
+        return text if self.fsdp == 1 else f"{text} fsdp {self.fsdp}"
+
     def flag(self) -> str:
         """What `rolemesh serve --layout` reads, e.g. "pp=1,tp=2,dp=2,fsdp=2,order=tp-pp-dp"."""
         return ",".join(f"{one.name}={getattr(self, one.name)}" for one in fields(self))

@@ -34,6 +34,7 @@ from support.mesh_runs import CliRun, tiny_recipe
 from support.tiny_models import write_tiny_llama
 from support.undisturbed import Undisturbed, Waits
 
+from rolemesh.coordinator.api.plans import WARMUP_STEPS
 from rolemesh.coordinator.mapping.calibration import (
     Calibration,
     Machine,
@@ -43,7 +44,7 @@ from rolemesh.coordinator.mapping.calibration import (
 from rolemesh.coordinator.mapping.devices import device_of
 from rolemesh.coordinator.mapping.primitives import Primitive
 from rolemesh.coordinator.mapping.recorded import RecordedRun
-from rolemesh.coordinator.run.recorded_steps import WARMUP_STEPS, recorded_run
+from rolemesh.coordinator.run.recorded_steps import recorded_run
 
 WAIT_S = 600
 

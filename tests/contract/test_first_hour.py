@@ -56,6 +56,7 @@ def test_every_part_that_has_a_limit_exists(first_hour: ModuleType) -> None:
     assert sum(first_hour.LIMITS_S.values()) <= 3600.0
 
 
+@pytest.mark.slow
 def test_functions_of_ranks_are_found_in_the_processes_of_the_ranks() -> None:
     said = beside_the_parts(
         "from first_hour_ranks import exchanged_weights, given_weights\n"

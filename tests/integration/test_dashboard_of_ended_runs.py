@@ -11,10 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from support.coordinator_doors import bearer, made_token
 from support.fake_roles import fake_mesh, fake_recipe
 from support.fake_runs import make_run, read_lines
+from support.planned_runs import PLAN
 
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.run.ended_runs import read_runs
 from rolemesh.coordinator.run.samples_file import SamplesFile
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -106,3 +109,20 @@ async def test_what_is_left_out_has_a_reason(runs: Path, tmp_path: Path) -> None
     for empty in (tmp_path / "nowhere", runs / "no-run", runs / "damaged"):
         with pytest.raises(ValueError, match="holds no run that has ended"):
             await read_runs(empty)
+
+
+async def test_a_run_is_read_with_the_plan_that_it_began_with(runs: Path) -> None:
+    config = runs / "whole" / "config.yaml"
+    recipe = yaml.safe_load(config.read_text())
+
+    async def plan(**changes: float) -> coordinator_pb2.GetPlanResponse:
+        config.write_text(yaml.safe_dump({**recipe, "plan": {**PLAN, **changes}}))
+        found = await read_runs(runs / "whole")
+        return await StoreOperations(found.store).get_plan(*found.run_ids)
+
+    found = (await plan()).plan
+    assert found.step_s == PLAN["step_s"]
+    measured = {task.name for task in found.tasks if task.HasField("measured_s")}
+    assert {task["name"] for task in PLAN["tasks"]} < measured
+    # A recipe of another version hides no run.
+    assert not (await plan(step_minutes=0.1)).HasField("plan")

@@ -52,6 +52,7 @@ def fit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_role_and_moment_is_told(recipe: Path) -> None:
     completed = fit(recipe, "--gpu", "h100", "--count", "1", "--json")
     assert completed.returncode == 0, completed.stderr

@@ -407,6 +407,7 @@ async def test_train_has_a_coordinator_make_the_run_and_follows_it(tmp_path: Pat
         assert f"{here / 'absent.py'}" in wrong.decode()
 
 
+@pytest.mark.slow
 async def test_an_interrupt_stops_the_run_and_a_second_one_leaves_it(tmp_path: Path) -> None:
     async with fake_mesh() as mesh, coordinator(tmp_path) as hub:
         recipe = recipe_for(mesh, steps=10_000)

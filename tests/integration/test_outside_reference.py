@@ -71,6 +71,7 @@ def test_the_outsider_shares_no_code_with_rolemesh_but_the_protos() -> None:
     assert [line for line in imported if "rolemesh" in line] == ["from rolemesh.v1 import ("]
 
 
+@pytest.mark.slow
 async def test_the_outsider_passes_the_suite(outside: str, model: Path) -> None:
     findings: list[Finding] = await run_suite(
         f"grpc://{outside}", "reference", {"model": {"path": str(model)}}

@@ -100,6 +100,7 @@ async def test_placements_of_a_synchronous_run_give_the_same_weights_and_metrics
     assert again.records[-1]["sampler_logprob_diff_mean"] < 1e-5
 
 
+@pytest.mark.slow
 async def test_trajectories_that_go_on_together_give_the_same_run_twice(
     services: LastingServices,
 ) -> None:
@@ -157,6 +158,7 @@ async def test_weights_that_go_by_exchanges_make_the_same_run(
     assert all("weights_sent_bytes" not in step for step in runs[0].records)
 
 
+@pytest.mark.slow
 async def test_one_step_ahead_is_the_same_twice_and_one_step_old(
     services: LastingServices,
 ) -> None:

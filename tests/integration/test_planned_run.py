@@ -1,7 +1,8 @@
-"""A recipe that `rolemesh plan` wrote starts, and trains."""
+"""A recipe that `rolemesh plan` wrote starts, trains, and tells how good the prediction was."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,8 +14,11 @@ import yaml
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.public_models import config_folder
 
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.ending import EXIT_NOT_WHOLE
 from rolemesh.coordinator.commands.plan import app
+from rolemesh.coordinator.run.ended_runs import read_runs
+from rolemesh.v1 import coordinator_pb2
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -31,9 +35,17 @@ reward: {{source: {{type: arithmetic}}}}
 """
 
 
-def test_a_planned_recipe_trains_on_a_cpu(tmp_path: Path) -> None:
+async def plan_of(directory: Path) -> coordinator_pb2.RunPlan:
+    """The plan of a run that has ended, as the dashboard shows it."""
+    found = await read_runs(directory)
+    (run_id,) = found.run_ids
+    return (await StoreOperations(found.store).get_plan(run_id)).plan
+
+
+@pytest.mark.slow
+def test_a_planned_recipe_trains_on_a_cpu_and_its_plan_stands_beside(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(tiny_recipe(tiny_model(tmp_path / "model"), run__steps=1)))
+    recipe.write_text(yaml.safe_dump(tiny_recipe(tiny_model(tmp_path / "model"), run__steps=3)))
     written = tmp_path / "planned.yaml"
     arguments = [str(recipe), "--gpus=1", "--gpu=cpu", f"--write={written}"]
     result = typer.testing.CliRunner().invoke(app, arguments)
@@ -55,9 +67,22 @@ def test_a_planned_recipe_trains_on_a_cpu(tmp_path: Path) -> None:
     run = CliRun(planned, tmp_path / "run")
     try:
         assert run.wait(300) == 0, run.output
-        assert "step" in run.metrics()[-1]
+        records = run.metrics()
+        assert f"planned: {planned['plan']['step_s']:.3g} s a step; no machine" in run.output
+        summary = json.loads((run.out / "summary.json").read_text())
+        plan = asyncio.run(plan_of(run.out))
     finally:
         run.close()
+    # The first two steps do not count.
+    assert summary["step_s"]["planned"] == planned["plan"]["step_s"] == plan.step_s
+    assert summary["step_s"]["measured"] == records[2]["time/step"] == plan.measured_step_s
+    assert plan.measured_tokens == records[2]["tokens"]
+    assert {task.name for task in plan.tasks} == {one["name"] for one in planned["plan"]["tasks"]}
+    for task in plan.tasks:
+        assert 0 < task.measured_s <= plan.measured_step_s, task.name
+        assert task.HasField("predicted_s"), task.name
+    for pool in plan.pools:
+        assert (list(pool.devices), list(pool.roles)) == (["cpu"], list(pool.planned_roles))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from support.planned_runs import EXPECTED, write_planned_run
 from support.rest_servers import tokens_of
 from support.tcp_proxy import TcpProxy
 
@@ -266,6 +267,24 @@ async def test_samples_device_use_and_graphs_come_as_arrays_and_values(
     assert missing.value.reason == "STEP_NOT_FOUND"
     assert await client.list_alerts("run") == []
     assert await client.list_services() == []
+
+
+async def test_a_plan_comes_beside_what_steps_took(
+    store: MemoryStateStore, client: AsyncClient
+) -> None:
+    assert await client.get_plan("run") is None
+    await write_planned_run(store, "planned")
+    plan = await client.get_plan("planned")
+    assert plan is not None
+    assert plan.error == pytest.approx(0.2)
+    assert [task.name for task in plan.tasks] == list(EXPECTED)
+    for task in plan.tasks:
+        predicted, measured = EXPECTED[task.name]
+        assert task.measured_s == pytest.approx(measured)
+        assert (task.error is None) == (predicted is None or measured is None)
+    assert plan.tasks[0].error == pytest.approx(0.5)
+    assert plan.pools[0].planned_roles == ("actor 1-1-2 fsdp 2",)
+    assert "actor.generate" in plan._repr_html_()
 
 
 async def test_a_log_is_read_and_followed_to_the_end_of_the_run(

@@ -348,6 +348,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_example_of_an_own_loop_raises_the_reward(
     addresses: dict[str, str], task: Path
 ) -> None:

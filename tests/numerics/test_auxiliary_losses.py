@@ -222,7 +222,11 @@ def update(at: RankContext, job: Job, holds_all: bool) -> Trained:
 
 @pytest.mark.parametrize(
     "layout",
-    [TrainLayout(dp=2), TrainLayout(dp=4, fsdp=4), TrainLayout(tp=2, pp=2, dp=2, fsdp=2)],
+    [
+        TrainLayout(dp=2),
+        pytest.param(TrainLayout(dp=4, fsdp=4), marks=pytest.mark.slow),
+        TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
+    ],
     ids=str,
 )
 def test_ranks_agree_with_one_rank(rank_pool: RankPool, folder: Path, layout: TrainLayout) -> None:

@@ -80,7 +80,15 @@ WORKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("changes", WORKS.values(), ids=WORKS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(
+            changes, id=name, marks=[pytest.mark.slow] if name in ("float32", "entropy") else []
+        )
+        for name, changes in WORKS.items()
+    ],
+)
 def test_the_estimate_is_the_peak_of_the_allocator(folder: Path, changes: dict[str, Any]) -> None:
     work = work_of(folder, **changes)
     assert estimated(work, "cpu").peak == pytest.approx(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.parallel_training import Job, make_trainer, policy_job, record_gradients, whole
 from support.rank_processes import RankContext, RankPool
+from support.slow_cases import mostly_slow
 from support.updates import update_whole
 
 from rolemesh.engine.experience import Experience
@@ -65,8 +66,18 @@ def score(at: RankContext, job: Job, rows: list[list[int]]) -> tuple[Experience,
         return scored, calls
 
 
-@pytest.mark.parametrize("layout", [FSDP2, ALL_AXES, TrainLayout(pp=2, tp=2)], ids=str)
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    mostly_slow(
+        (0, 4, 5),
+        [
+            (kind, layout)
+            for kind in ("policy", "critic")
+            for layout in (FSDP2, ALL_AXES, TrainLayout(pp=2, tp=2))
+        ],
+    ),
+    ids=str,
+)
 def test_scores_of_each_replicas_rows_equal_one_ranks(
     rank_pool: RankPool, job: Job, layout: TrainLayout, kind: str
 ) -> None:
@@ -127,7 +138,11 @@ def accumulate(at: RankContext, job: Job, holds_all: bool) -> Accumulated:
         return Accumulated(metrics, outputs, steps[0], trainer.model.shape, alone)
 
 
-@pytest.mark.parametrize("layout", [TrainLayout(dp=4), FSDP2, ALL_AXES], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*(pytest.param(at, marks=pytest.mark.slow) for at in (TrainLayout(dp=4), FSDP2)), ALL_AXES],
+    ids=str,
+)
 def test_a_rank_that_holds_only_its_rows_does_the_same_bit_by_bit(
     rank_pool: RankPool, job: Job, layout: TrainLayout
 ) -> None:

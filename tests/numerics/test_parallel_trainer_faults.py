@@ -58,7 +58,14 @@ def survive_nan(at: RankContext, job: Job) -> tuple[str, bool, int, dict[str, fl
 
 @pytest.mark.parametrize(
     "layout",
-    [FSDP2, TrainLayout(dp=2), TrainLayout(pp=2), TrainLayout(tp=2), ALL_AXES],
+    [
+        FSDP2,
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (TrainLayout(dp=2), TrainLayout(pp=2), TrainLayout(tp=2))
+        ),
+        ALL_AXES,
+    ],
     ids=str,
 )
 def test_a_nan_on_one_rank_raises_on_all_and_moves_no_weight(

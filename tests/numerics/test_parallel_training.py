@@ -123,12 +123,15 @@ LAYOUTS = {
 }
 
 
-UNTIED = ("tp4 (2 kv heads)", "pp3", "fsdp2", "tp2-pp2-fsdp2")
-"""Layouts in which `make test` trains an untied model, too: each way to spread a model by itself,
-and all of them at once."""
-SLOW = ("tp2-dp2", "tp4-fsdp2 (2 kv heads)", "pp2-dp2")
+UNTIED = ("tp4 (2 kv heads)", "pp3", "tp2-pp2-fsdp2")
+"""Layouts in which `make test` trains an untied model, too: those that cut the head or put it on
+a stage of its own, and all ways at once."""
+SLOW = (
+    *("tp2", "pp2", "tp2-dp2", "tp4-fsdp2 (2 kv heads)", "tp2-hsdp2x2", "pp2-fsdp2", "pp2-dp2"),
+    "tp2-pp2-dp2",
+)
 """Layouts of two ways of which `make test` tries each by itself, and both together with a third or
-with another kind of replicas."""
+with another kind of replicas; and those of which it tries one with more ranks."""
 
 
 def _policies() -> Iterator[Any]:

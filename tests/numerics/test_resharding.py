@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.fake_nccl import FakeFabric, FakeNccl, FakeQueue
 from support.rank_processes import RankContext, RankPool
 from support.sampler_shards import folder_weights
@@ -267,6 +268,8 @@ def choose_in_trouble(at: RankContext, trouble: str) -> str:
         elif at.rank == 1 and trouble == "forbidden":
             patch.setattr(process_memory, "_read", forbidden)
         with make_transport(mesh, torch.device("cpu"), timeout_s=WAIT_S) as transport:
+            # Gloo's ranks connect in turns: one that closes at once may end those of the others.
+            dist.barrier(mesh.world.process_group)
             return transport.name
 
 

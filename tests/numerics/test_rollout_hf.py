@@ -211,6 +211,7 @@ def test_bad_folders_are_named(folder: Path, tmp_path: Path) -> None:
         make_backend(HfSpec(max_model_len=513), folder)
 
 
+@pytest.mark.slow
 def test_making_a_back_end_imports_no_other(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; import rolemesh.engine.rollout.vllm\n"

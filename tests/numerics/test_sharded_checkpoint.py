@@ -24,6 +24,7 @@ from support.sharded_checkpoints import (
     refused_load,
     save,
 )
+from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -86,14 +87,18 @@ def _assert_same(found: Trained, expected: Trained) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "before", "targets"),
-    [
-        ("policy", TENSOR_FSDP, (ONE, TWO, EIGHT)),
-        ("policy", PIPELINE_TENSOR, (ONE, TWO, EIGHT)),
-        ("critic", UNEVEN_FSDP, (ONE, TWO, EIGHT)),
-        ("policy", ONE, (TENSOR_FSDP, PIPELINE_TENSOR)),
-        ("critic", ONE, (UNEVEN_FSDP, EIGHT)),
-        ("policy", EIGHT, (PIPELINE_TENSOR, ONE)),
-    ],
+    mostly_slow(
+        # Each layout once, as what is read or as what reads.
+        (0, 4, 5),
+        [
+            ("policy", TENSOR_FSDP, (ONE, TWO, EIGHT)),
+            ("policy", PIPELINE_TENSOR, (ONE, TWO, EIGHT)),
+            ("critic", UNEVEN_FSDP, (ONE, TWO, EIGHT)),
+            ("policy", ONE, (TENSOR_FSDP, PIPELINE_TENSOR)),
+            ("critic", ONE, (UNEVEN_FSDP, EIGHT)),
+            ("policy", EIGHT, (PIPELINE_TENSOR, ONE)),
+        ],
+    ),
 )
 def test_any_layout_loads_what_any_other_saved(
     rank_pool: RankPool,
@@ -131,7 +136,13 @@ def test_a_checkpoint_that_went_through_eight_ranks_is_the_same(
     assert open_checkpoint(tmp_path / "eight").num_ranks == 8
 
 
-@pytest.mark.parametrize("layout", [TENSOR_FSDP, PIPELINE_TENSOR], ids=["tp-fsdp", "pp-tp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TENSOR_FSDP, id="tp-fsdp"),
+        pytest.param(PIPELINE_TENSOR, id="pp-tp", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_go_on_from_a_checkpoint_bit_for_bit(
     rank_pool: RankPool, jobs: dict[str, Job], tmp_path: Path, layout: TrainLayout
 ) -> None:
@@ -144,7 +155,7 @@ def test_ranks_go_on_from_a_checkpoint_bit_for_bit(
     assert [rank.draw for rank in resumed] == [rank.draw for rank in whole]
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_rank_killed_between_files_leaves_the_older_checkpoint(
     rank_pool: RankPool, jobs: dict[str, Job], tmp_path: Path, victim: int
 ) -> None:
@@ -219,7 +230,7 @@ def test_what_is_wrong_with_a_checkpoint_all_ranks_say_and_nobody_changes(
         assert outcomes[0][2], f"{directory} changed a trainer"
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("kind", ["policy", pytest.param("critic", marks=pytest.mark.slow)])
 def test_an_export_is_the_same_in_every_layout(
     rank_pool: RankPool,
     jobs: dict[str, Job],

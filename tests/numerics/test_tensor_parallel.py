@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.rank_processes import RankContext, RankFailedError, RankPool
 from support.rollout_checks import load_trainer_model, rounded_copy
+from support.slow_cases import mostly_slow
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_classifier
 from support.token_batches import COMPLETION_LENGTHS, PROMPT_LENGTHS, token_batch
@@ -155,8 +156,13 @@ CASES: dict[str, tuple[str, Mapping[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "tp"),
+    [
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in CASES),
+        *((case, 4) for case in CASES),
+    ],
+)
 def test_slices_score_and_learn_as_the_whole_model(
     rank_pool: RankPool, tmp_path: Path, case: str, tp: int
 ) -> None:
@@ -200,8 +206,9 @@ def test_slices_that_share_tokens_give_values_and_labels_as_the_whole_model(
     check_against_one_rank(whole, parts, spec, head)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("head", ["values", "labels"])
+@pytest.mark.parametrize(
+    ("head", "tp"), mostly_slow((0, 3), [(h, tp) for h in ("values", "labels") for tp in (2, 4)])
+)
 def test_slices_give_values_and_labels_as_the_whole_model(
     rank_pool: RankPool, tmp_path: Path, head: str, tp: int
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from support.parallel_training import near_policy
 from support.rank_processes import RankContext, RankPool
 from support.rollout_checks import make_requests
+from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import update_whole
@@ -49,12 +50,6 @@ CUT = HybridLayout(TrainLayout(dp=2, fsdp=2), WHOLE)
 REPLICAS = HybridLayout(TrainLayout(tp=2, dp=2, fsdp=1), WHOLE)
 SAMPLING = SamplingSpec(max_new_tokens=12)
 LOSS = PpoPolicyLossSpec()
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sharing") / "model"
-    return write_tiny_llama(path, tied=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -186,10 +181,18 @@ def sample_alone(at: RankContext, folder: Path, export: Path | None) -> list[Rol
     return sampled(backend)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    mostly_slow(
+        # Stages of a tied model, and replicas of slices of one that is not.
+        (0, 5),
+        [(name, tied) for tied in (True, False) for name in ("2-1-1", "1-2-1", "1-2-2")],
+    ),
+)
 def test_the_transition_takes_the_received_bytes_and_a_pass_gives_them_back(
-    layout: HybridLayout, folder: Path, rank_pool: RankPool
+    name: str, tied: bool, tmp_path: Path, rank_pool: RankPool
 ) -> None:
+    layout, folder = LAYOUTS[name], write_tiny_llama(tmp_path / "model", tied=tied)
     ranks = rank_pool.run(share, layout.world_size, folder, layout)
     for rank in ranks:
         assert rank.extra_bytes == rank.received_bytes > 0
@@ -338,7 +341,11 @@ def test_a_checkpoint_is_written_and_read_while_weights_are_shared(
 # --- a rank that is alone -----------------------------------------------------------------
 
 
-def test_a_rank_that_is_alone_lends_all_and_takes_it_back_to_train(folder: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_rank_that_is_alone_lends_all_and_takes_it_back_to_train(
+    tied: bool, tmp_path: Path
+) -> None:
+    folder = write_tiny_llama(tmp_path / "model", tied=tied)
     trainer, model = make_policy(folder)
     backend = make_sampler(folder, RankMesh.single())
     lent = LentWeights(model, backend)

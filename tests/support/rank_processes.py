@@ -48,6 +48,8 @@ START_TIMEOUT_S = 180.0
 STORE_TIMEOUT_S = 60.0
 GRACE_S = 5.0
 """What the other ranks are given to end by themselves when one has failed."""
+OF_ANOTHER_RANK = "caused by a remote worker"
+"""In what gloo says when another rank closed a connection, e.g. since it unwinds from its error."""
 CHILD_ENVIRONMENT = {
     # More threads than cores make gloo's ranks wait for each other's spinning.
     "OMP_NUM_THREADS": "1",
@@ -70,8 +72,8 @@ PRELOADED = [
 class RankFailedError(AssertionError):
     """A rank raised, died or did not end in time: names it and holds its traceback."""
 
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(f"rank {rank}: {text}")
+    def __init__(self, rank: int, text: str, others: str = "") -> None:
+        super().__init__(f"rank {rank}: {text}{others}")
         self.rank = rank
 
 
@@ -173,13 +175,17 @@ class RankPool:
             What each rank returned, by rank.
 
         Raises:
-            RankFailedError: a rank raised, died or is late; of several the one that was first.
+            RankFailedError: a rank raised, died or is late; of several the one that was first,
+                those last that only lost their connection to another one.
         """
         outcomes, order = self._call(function, world_size, args, timeout_s, wait_for_all=False)
-        for rank in order:
-            failure = outcomes[rank].failure
-            if failure is not None:
-                raise RankFailedError(rank, failure)
+        failures = {
+            rank: failure for rank in order if (failure := outcomes[rank].failure) is not None
+        }
+        if failures:
+            first, *others = sorted(failures, key=lambda rank: OF_ANOTHER_RANK in failures[rank])
+            told = "".join(f"\nrank {rank} as well: {failures[rank]}" for rank in others)
+            raise RankFailedError(first, failures[first], told)
         return [outcome.value for outcome in outcomes]
 
     def outcomes(

@@ -215,6 +215,72 @@ class Dataflow(Answer):
     """Its calls, in the order in which they were asked for."""
 
 
+class PlannedTask(Answer):
+    """The calls of one role and method in a step."""
+
+    name: str
+    """Role and method, e.g. "actor.update"."""
+    pool: str
+    """Pool that they were planned for; empty where they need no device."""
+    is_ahead: bool
+    """Whether they sample for a later step."""
+    start_s: Number
+    """When the first starts, as predicted, in seconds since the step began; null where the plan has
+    no such call."""
+    predicted_s: Number
+    """Seconds as predicted; null where the plan has no such call."""
+    measured_s: Number
+    """Seconds in which any of them was at work; null where none was measured."""
+
+
+class PlannedPool(Answer):
+    """A pool of the plan, of the recipe, or of both."""
+
+    name: str
+    """Its name."""
+    planned_devices: str
+    """Number and kind of its devices as planned; empty where the plan has no such pool."""
+    planned_roles: list[str]
+    """Its roles as planned, each with its layout p-t-d, e.g. "actor 1-2-2"."""
+    devices: list[str]
+    """Its devices in the recipe of the run; none where that has no such pool."""
+    roles: list[str]
+    """Its roles in the recipe of the run, each with its layout."""
+
+
+class RunPlan(Answer):
+    """A predicted step beside the measured one.
+
+    Measured are medians over the newest steps, without the first two of the run.
+    """
+
+    step_s: Number
+    """Seconds of a step, as predicted."""
+    measured_step_s: Number
+    """Seconds of a step, as measured; null before the third step."""
+    num_steps: Int64
+    """Steps that were measured."""
+    tokens: Number
+    """Tokens of a step, prompts included, that the prediction is for."""
+    measured_tokens: Number
+    """Tokens of a step, as measured; null before the third step."""
+    rows: str
+    """Rows that the prediction is for, in words."""
+    basis: str
+    """What the prediction stands on, in words."""
+    tasks: list[PlannedTask]
+    """Calls of the step, in the order of the plan; those that were not planned come last."""
+    pools: list[PlannedPool]
+    """Pools of the plan and of the recipe."""
+
+
+class Plan(Answer):
+    """The plan of a run."""
+
+    plan: RunPlan | None
+    """The plan; null where the recipe of the run has none."""
+
+
 class Sample(Answer):
     """One trajectory for people."""
 

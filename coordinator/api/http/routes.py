@@ -245,6 +245,12 @@ async def get_dataflow(operations: TheOperations, run_id: RunId, step: Step = 0)
     return to_plain(await operations.get_dataflow(run_id, step))
 
 
+@_observation.get("/plan", response_model=models.Plan)
+async def get_plan(operations: TheOperations, run_id: RunId) -> Any:
+    """Sends what was planned (`rolemesh plan --write`), beside what steps took so far."""
+    return to_plain(await operations.get_plan(run_id))
+
+
 @_observation.get("/samples", response_model=models.SampleList)
 async def list_samples(operations: TheOperations, run_id: RunId, step: Step = 0) -> Any:
     """Sends some trajectories of a step with their rewards and log-probs."""

@@ -1076,6 +1076,224 @@ class DataflowNode(_message.Message):
 Global___DataflowNode: _TypeAlias = DataflowNode  # noqa: Y015
 
 @_typing.final
+class GetPlanRequest(_message.Message):
+    """Asks for the plan of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPlanRequest: _TypeAlias = GetPlanRequest  # noqa: Y015
+
+@_typing.final
+class GetPlanResponse(_message.Message):
+    """The plan of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def plan(self) -> Global___RunPlan:
+        """The plan; absent where the recipe of the run has none."""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___RunPlan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__plan: _TypeAlias = _typing.Literal["plan"]  # noqa: Y015
+    _WhichOneofArgType__plan: _TypeAlias = _typing.Literal["_plan", b"_plan"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__plan) -> _WhichOneofReturnType__plan | None: ...
+
+Global___GetPlanResponse: _TypeAlias = GetPlanResponse  # noqa: Y015
+
+@_typing.final
+class RunPlan(_message.Message):
+    """A predicted step beside the measured one. Measured are medians over the newest
+    steps whose graphs are kept, without the first two of the run.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_S_FIELD_NUMBER: _builtins.int
+    MEASURED_STEP_S_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MEASURED_TOKENS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    BASIS_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    step_s: _builtins.float
+    """Seconds of a step, as predicted."""
+    measured_step_s: _builtins.float
+    """Seconds of a step, as measured; absent before the third step."""
+    num_steps: _builtins.int
+    """Steps that were measured."""
+    tokens: _builtins.float
+    """Tokens of a step, prompts included, that the prediction is for."""
+    measured_tokens: _builtins.float
+    """Tokens of a step, as measured; absent before the third step."""
+    rows: _builtins.str
+    """Rows that the prediction is for, in words."""
+    basis: _builtins.str
+    """What the prediction stands on, in words."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedTask]:
+        """Calls of the step, in the order of the plan; those that were not planned come
+        last.
+        """
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedPool]:
+        """Pools of the plan and of the recipe."""
+
+    def __init__(
+        self,
+        *,
+        step_s: _builtins.float = ...,
+        measured_step_s: _builtins.float | None = ...,
+        num_steps: _builtins.int = ...,
+        tokens: _builtins.float = ...,
+        measured_tokens: _builtins.float | None = ...,
+        rows: _builtins.str = ...,
+        basis: _builtins.str = ...,
+        tasks: _abc.Iterable[Global___PlannedTask] | None = ...,
+        pools: _abc.Iterable[Global___PlannedPool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_step_s", b"_measured_step_s", "_measured_tokens", b"_measured_tokens", "measured_step_s", b"measured_step_s", "measured_tokens", b"measured_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_step_s", b"_measured_step_s", "_measured_tokens", b"_measured_tokens", "basis", b"basis", "measured_step_s", b"measured_step_s", "measured_tokens", b"measured_tokens", "num_steps", b"num_steps", "pools", b"pools", "rows", b"rows", "step_s", b"step_s", "tasks", b"tasks", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured_step_s: _TypeAlias = _typing.Literal["measured_step_s"]  # noqa: Y015
+    _WhichOneofArgType__measured_step_s: _TypeAlias = _typing.Literal["_measured_step_s", b"_measured_step_s"]  # noqa: Y015
+    _WhichOneofReturnType__measured_tokens: _TypeAlias = _typing.Literal["measured_tokens"]  # noqa: Y015
+    _WhichOneofArgType__measured_tokens: _TypeAlias = _typing.Literal["_measured_tokens", b"_measured_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_step_s) -> _WhichOneofReturnType__measured_step_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_tokens) -> _WhichOneofReturnType__measured_tokens | None: ...
+
+Global___RunPlan: _TypeAlias = RunPlan  # noqa: Y015
+
+@_typing.final
+class PlannedTask(_message.Message):
+    """The calls of one role and method in a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    IS_AHEAD_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    MEASURED_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Role and method, e.g. "actor.update"."""
+    pool: _builtins.str
+    """Pool that they were planned for; empty where they need no device."""
+    is_ahead: _builtins.bool
+    """Whether they sample for a later step."""
+    start_s: _builtins.float
+    """When the first starts, as predicted, in seconds since the step began; absent
+    where the plan has no such call.
+    """
+    predicted_s: _builtins.float
+    """Seconds as predicted; absent where the plan has no such call."""
+    measured_s: _builtins.float
+    """Seconds in which any of them was at work; absent where none was measured."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        is_ahead: _builtins.bool = ...,
+        start_s: _builtins.float | None = ...,
+        predicted_s: _builtins.float | None = ...,
+        measured_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "_predicted_s", b"_predicted_s", "_start_s", b"_start_s", "measured_s", b"measured_s", "predicted_s", b"predicted_s", "start_s", b"start_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s", "_predicted_s", b"_predicted_s", "_start_s", b"_start_s", "is_ahead", b"is_ahead", "measured_s", b"measured_s", "name", b"name", "pool", b"pool", "predicted_s", b"predicted_s", "start_s", b"start_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured_s: _TypeAlias = _typing.Literal["measured_s"]  # noqa: Y015
+    _WhichOneofArgType__measured_s: _TypeAlias = _typing.Literal["_measured_s", b"_measured_s"]  # noqa: Y015
+    _WhichOneofReturnType__predicted_s: _TypeAlias = _typing.Literal["predicted_s"]  # noqa: Y015
+    _WhichOneofArgType__predicted_s: _TypeAlias = _typing.Literal["_predicted_s", b"_predicted_s"]  # noqa: Y015
+    _WhichOneofReturnType__start_s: _TypeAlias = _typing.Literal["start_s"]  # noqa: Y015
+    _WhichOneofArgType__start_s: _TypeAlias = _typing.Literal["_start_s", b"_start_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_s) -> _WhichOneofReturnType__measured_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_s) -> _WhichOneofReturnType__predicted_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_s) -> _WhichOneofReturnType__start_s | None: ...
+
+Global___PlannedTask: _TypeAlias = PlannedTask  # noqa: Y015
+
+@_typing.final
+class PlannedPool(_message.Message):
+    """A pool of the plan, of the recipe, or of both."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PLANNED_DEVICES_FIELD_NUMBER: _builtins.int
+    PLANNED_ROLES_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    planned_devices: _builtins.str
+    """Number and kind of its devices as planned, e.g. "4 h100"; empty where the
+    plan has no such pool.
+    """
+    @_builtins.property
+    def planned_roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its roles as planned, each with its layout p-t-d, e.g. "actor 1-2-2"."""
+
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its devices in the recipe of the run; none where that has no such pool."""
+
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its roles in the recipe of the run, each with its layout."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        planned_devices: _builtins.str = ...,
+        planned_roles: _abc.Iterable[_builtins.str] | None = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
+        roles: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "name", b"name", "planned_devices", b"planned_devices", "planned_roles", b"planned_roles", "roles", b"roles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedPool: _TypeAlias = PlannedPool  # noqa: Y015
+
+@_typing.final
 class ListSamplesRequest(_message.Message):
     """Asks for samples."""
 

@@ -90,6 +90,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowResponse.FromString,
                 _registered_method=True)
+        self.GetPlan = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/GetPlan',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetPlanRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetPlanResponse.FromString,
+                _registered_method=True)
         self.ListSamples = channel.unary_unary(
                 '/rolemesh.v1.CoordinatorService/ListSamples',
                 request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
@@ -282,6 +287,18 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPlan(self, request, context):
+        """Sends what the run's recipe says was planned (`rolemesh plan --write`), beside
+        what its steps took so far.
+
+        Idempotent: reads only.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSamples(self, request, context):
         """Sends some trajectories of a step with their rewards and log-probs.
 
@@ -425,6 +442,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetDataflow,
                     request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowResponse.SerializeToString,
+            ),
+            'GetPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlan,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetPlanRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetPlanResponse.SerializeToString,
             ),
             'ListSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSamples,
@@ -755,6 +777,33 @@ class CoordinatorService(object):
             '/rolemesh.v1.CoordinatorService/GetDataflow',
             rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowRequest.SerializeToString,
             rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/GetPlan',
+            rolemesh_dot_v1_dot_coordinator__pb2.GetPlanRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.GetPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

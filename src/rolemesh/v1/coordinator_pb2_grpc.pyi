@@ -145,6 +145,14 @@ class CoordinatorServiceStub:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its graph is no longer kept.
     """
+    GetPlan: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetPlanRequest, _coordinator_pb2.GetPlanResponse]
+    """Sends what the run's recipe says was planned (`rolemesh plan --write`), beside
+    what its steps took so far.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+    """
     ListSamples: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]
     """Sends some trajectories of a step with their rewards and log-probs.
 
@@ -324,6 +332,14 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its graph is no longer kept.
+    """
+    GetPlan: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetPlanRequest, _coordinator_pb2.GetPlanResponse]  # type: ignore[assignment]
+    """Sends what the run's recipe says was planned (`rolemesh plan --write`), beside
+    what its steps took so far.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
     """
     ListSamples: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]  # type: ignore[assignment]
     """Sends some trajectories of a step with their rewards and log-probs.
@@ -567,6 +583,20 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
           NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its graph is no longer kept.
+        """
+
+    @_abc_1.abstractmethod
+    def GetPlan(
+        self,
+        request: _coordinator_pb2.GetPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetPlanResponse, _abc.Awaitable[_coordinator_pb2.GetPlanResponse]]:
+        """Sends what the run's recipe says was planned (`rolemesh plan --write`), beside
+        what its steps took so far.
+
+        Idempotent: reads only.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
         """
 
     @_abc_1.abstractmethod

@@ -1,12 +1,13 @@
 """Learning curves of the quickstart with exact and with fast numerics, over seeds.
 
-    .venv/bin/python tests/benchmarks/long/numerics_curves.py [--seeds 1 2 3] [--steps 16]
+    .venv/bin/python tests/benchmarks/long/numerics_curves.py [--seeds 1 2 3] [--steps 16] [--out D]
 
 Runs the command line as a user does, one run after another, in turns: exact and fast of a seed are
 neighbours, and every other seed begins with fast. Prints one JSON line: of each run the mean reward
 of each step, the held-out score before and after, the difference of log-probs between sampler and
 trainer, and seconds; of each numerics, medians and the lowest score; and whether fast keeps the
 score, by the rule of `verdict`. Takes about an hour on two cores, so `make bench` leaves it out.
+With --out the runs stay, and the same command goes on where it was ended.
 """
 
 from __future__ import annotations
@@ -30,18 +31,16 @@ STANDARD_ERRORS = 2.0
 
 
 def run(recipe: Path, seed: int, numerics: str, steps: int | None, folder: Path) -> dict[str, Any]:
-    """A run's curve."""
+    """A run's curve; of one that has been made before, what it left."""
     out = folder / f"{numerics}-{seed}"
     given = [f"run.seed={seed}", f"run.numerics={numerics}"]
     given += [] if steps is None else [f"run.steps={steps}"]
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "rolemesh", "train", str(recipe), "--out", str(out), "--json"),
-            *(word for one in given for word in ("--set", one)),
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    if not (out / "summary.json").exists():
+        command = [sys.executable, "-m", "rolemesh", "train", "--restartable", str(recipe)]
+        settings = [word for one in given for word in ("--set", one)]
+        subprocess.run(
+            [*command, "--out", str(out), *settings], check=True, stdout=subprocess.DEVNULL
+        )
     summary = json.loads((out / "summary.json").read_text())
     lines = (out / "metrics.jsonl").read_text().splitlines()
     records = [one for line in lines if "reward/mean" in (one := json.loads(line))]
@@ -93,15 +92,17 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=Path("recipes/quickstart-ppo.yaml"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="fewer than the recipe's, to try the command")
+    parser.add_argument("--out", type=Path, help="folder that keeps the runs")
     arguments = parser.parse_args()
     if arguments.steps is not None and arguments.steps < 2:
         parser.error(f"--steps is {arguments.steps}: give at least 2, since the first is a warm-up")
     runs = []
     with tempfile.TemporaryDirectory() as name:
+        folder = arguments.out or Path(name)
         for number, seed in enumerate(arguments.seeds):
             for numerics in reversed(NUMERICS) if number % 2 else NUMERICS:
                 print(f"seed {seed}: {numerics}", file=sys.stderr, flush=True)
-                runs.append(run(arguments.recipe, seed, numerics, arguments.steps, Path(name)))
+                runs.append(run(arguments.recipe, seed, numerics, arguments.steps, folder))
     result = {
         "benchmark": "numerics_curves",
         "config": {key: str(value) for key, value in vars(arguments).items()},

@@ -292,12 +292,12 @@ def test_public_means_public() -> None:
 # --- every field of a recipe --------------------------------------------------------------
 
 HARMLESS = {
-    "answer", "answer_input", "assistant_prefix", "by", "chosen", "completion",
+    "answer", "answer_input", "assistant_prefix", "basis", "by", "chosen", "completion",
     "completion_input", "config", "devices", "entity", "experiment", "group", "host", "label",
-    "messages", "metadata", "metric", "model", "name", "options", "output", "project",
+    "messages", "metadata", "metric", "model", "name", "options", "output", "pool", "project",
     "prompt", "prompt_input", "question_template", "reads", "rejected", "reward_key", "roles",
-    "rubric", "settings", "space_id", "split", "held_out_split", "system_prompt", "task", "text",
-    "version", "workspace", "own_functions", "pools", "services", "space",
+    "rows", "rubric", "settings", "space_id", "split", "held_out_split", "system_prompt", "task",
+    "text", "version", "workspace", "own_functions", "pools", "services", "space",
 }  # fmt: skip
 """Texts that name nothing of this host and no address: columns, labels, projects of a tracker, keys
 of a mapping. The keys of a space of tuning are a closed list, none of which names anything."""

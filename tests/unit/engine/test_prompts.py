@@ -152,7 +152,7 @@ def test_reasoning_gym_templates_are_filled_from_the_row():
         ({"config": {"min_term": 2}}, r"data\.config does not fit.*min_term"),
         ({"question_template": "{expresion}"}, r"question_template.*expression"),
         ({"train_size": 0}, r"no training prompt"),
-        ({"held_out_size": 5000}, r"lower data\.held_out_size"),
+        ({"held_out_size": 200}, r"lower data\.held_out_size"),
     ],
     ids=["task", "config", "template", "empty", "too-few-distinct"],
 )

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from support.fake_roles import fake_mesh, fake_recipe
 from support.fake_runs import make_run
+from support.planned_runs import PLAN
 from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands import compare_page
@@ -91,6 +92,22 @@ def test_of_a_run_that_went_back_the_newest_steps_count_and_what_is_not_finite_i
     assert found.runs[0].status.state == "lost"
     assert "one has values that are not finite, left out here: reward/mean 1." in found.notes()
     assert "two has made no step." in found.notes()
+
+
+def test_a_plan_stands_beside_what_steps_took_and_is_no_difference(tmp_path: Path) -> None:
+    taken = [100.0, 100.0, 4.0, 5.0, 6.0]
+    records = steps(taken, "time/step")
+    found = compare(
+        [
+            write_run(tmp_path / "planned", records, plan=PLAN),
+            write_run(tmp_path / "short", records[:2], plan={**PLAN, "step_s": 3.0}),
+            write_run(tmp_path / "bare", records),
+        ]
+    )
+    assert not any(name.startswith("plan") for name in found.differences)
+    assert "planned: a step: planned 6 s, measured 5 s (error +20%)." in found.notes()
+    assert "short: planned: 3 s a step; too few steps were made to measure one." in found.notes()
+    assert not any(note.startswith("bare:") for note in found.notes())
 
 
 def test_every_field_in_which_recipes_differ_is_there_and_no_password(tmp_path: Path) -> None:

@@ -303,6 +303,26 @@ def test_summary_tells_losses_before_and_after_where_there_is_no_score(tmp_path:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("planned_s", "measured_s", "told"),
+    [
+        (6.0, 5.0, "a step: planned 6 s, measured 5 s (error +20%)"),
+        (1.25, 2.5, "a step: planned 1.25 s, measured 2.5 s (error -50%)"),
+        (1.25, None, "planned: 1.25 s a step; too few steps were made to measure one"),
+        (None, 2.5, ""),
+    ],
+)
+def test_summary_tells_the_planned_step_beside_the_measured_one(
+    planned_s: float | None, measured_s: float | None, told: str, tmp_path: Path
+) -> None:
+    stream = io.StringIO()
+    found = summary(tmp_path, planned_step_s=planned_s, measured_step_s=measured_s)
+    print_summary(Console(file=stream, width=200), found)
+    assert told in stream.getvalue()
+    assert ("a step" in stream.getvalue()) == (planned_s is not None)
+    assert found.to_dict()["step_s"] == {"planned": planned_s, "measured": measured_s}
+
+
 def test_summary_of_a_run_that_ended_early_has_no_empty_promises(tmp_path: Path) -> None:
     stream = io.StringIO()
     ended = summary(

@@ -134,6 +134,38 @@ def test_the_written_recipe_loads_with_the_plan_in_it(recipe: Path, gpus: int) -
     assert again["period"] == pytest.approx(told["period"], rel=0.05)
 
 
+def test_the_written_recipe_says_what_was_predicted(recipe: Path) -> None:
+    path = recipe.parent / "planned.yaml"
+    told = planned(recipe, "--gpus", "4", "--gpu", "a100-80", "--write", path)
+    loaded = load_recipe([path])
+    section = loaded.plan
+    assert section is not None
+    assert section.step_s == told["period"]
+    assert section.tokens == told["tokens"] == 128 * 2048
+    assert (section.rows, section.basis) == (told["rows"], told["basis"])
+    assert [
+        (task.name, task.pool or "", task.start_s, task.end_s, task.is_ahead)
+        for task in section.tasks
+    ] == [
+        (task["name"], task["pool"], task["start"], task["end"], task["is_ahead"])
+        for task in told["tasks"]
+    ]
+    assert {name: pool.roles for name, pool in section.pools.items()} == {
+        **{
+            pool["name"]: {role["role"]: role["layout"] for role in pool["roles"]}
+            for pool in told["pools"]
+        },
+        "reward": {"reward": "1-1-1"},
+    }
+    for pool in told["pools"]:
+        assert section.pools[pool["name"]].devices == f"{pool['size']} a100-80"
+    # Planned again, it says what was predicted last.
+    again = planned(path, "--gpus=8", "--gpu=h100", "--write", path)
+    new = load_recipe([path]).plan
+    assert new is not None
+    assert new.step_s == again["period"] < section.step_s
+
+
 def test_parameters_that_are_not_cut_are_written_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from support.recorded_folders import CALLS, STEPS, run_folder
 
+from rolemesh.coordinator.api.plans import WARMUP_STEPS
 from rolemesh.coordinator.mapping.placed import own_layouts
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.folder import NoRunError
-from rolemesh.coordinator.run.recorded_steps import WARMUP_STEPS, last_settings, recorded_run
+from rolemesh.coordinator.run.recorded_steps import last_settings, recorded_run
 from rolemesh.coordinator.run.turns import TURNS_FILE, Turn
 
 

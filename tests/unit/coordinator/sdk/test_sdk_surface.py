@@ -30,6 +30,7 @@ METHODS: dict[str, tuple[type, str]] = {
     "CoordinatorService/WatchRun": (AsyncClient, "watch_run"),
     "CoordinatorService/GetMetrics": (AsyncClient, "get_metrics"),
     "CoordinatorService/GetDataflow": (AsyncClient, "get_dataflow"),
+    "CoordinatorService/GetPlan": (AsyncClient, "get_plan"),
     "CoordinatorService/ListSamples": (AsyncClient, "list_samples"),
     "CoordinatorService/GetDeviceUse": (AsyncClient, "get_device_use"),
     "CoordinatorService/ListAlerts": (AsyncClient, "list_alerts"),

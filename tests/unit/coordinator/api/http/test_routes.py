@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.fake_run import LOGS, SERVICES, fill_store
+from support.planned_runs import EXPECTED, MEASURED_STEP_S, write_planned_run
 from support.rest_servers import JSON, client_of, refused
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -228,6 +229,22 @@ async def test_a_time_that_is_not_rfc_3339_is_refused(empty: httpx.AsyncClient, 
     assert repr(since) in problem["detail"]
 
 
+async def test_a_plan_stands_beside_what_steps_took_and_is_null_without_one(
+    client: httpx.AsyncClient,
+) -> None:
+    assert (await client.get(f"{LIVE}/plan")).json() == {"plan": None}
+    store = MemoryStateStore()
+    await write_planned_run(store, "planned")
+    async with client_of(StoreOperations(store)) as planned:
+        plan = (await planned.get("/api/v1/runs/planned/plan")).json()["plan"]
+    assert (plan["step_s"], plan["measured_step_s"]) == (6.0, MEASURED_STEP_S)
+    assert {task["name"]: (task["predicted_s"], task["measured_s"]) for task in plan["tasks"]} == {
+        name: (pytest.approx(predicted), pytest.approx(measured))
+        for name, (predicted, measured) in EXPECTED.items()
+    }
+    assert plan["tasks"][-1]["start_s"] is None
+
+
 async def test_alerts_are_a_list(client: httpx.AsyncClient) -> None:
     assert isinstance((await client.get(f"{LIVE}/alerts")).json()["alerts"], list)
 
@@ -257,7 +274,10 @@ async def test_services_are_listed(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["", "/metrics", "/dataflow", "/samples", "/devices", "/alerts", "/logs/actor", "/events"],
+    [
+        *("", "/metrics", "/dataflow", "/plan", "/samples", "/devices", "/alerts", "/logs/actor"),
+        "/events",
+    ],
 )
 async def test_every_reading_route_says_that_a_run_is_unknown(
     empty: httpx.AsyncClient, path: str
