@@ -77,9 +77,9 @@ def test_a_tuned_run_has_the_bits_of_one_without_tuning_also_after_a_kill(tmp_pa
     assert written(tuned) == written(plain)
 
     def updates(run: Path) -> list[dict[str, float]]:
-        # Of rewards that were judged in blocks, deviations cannot be joined.
+        # How judges were asked changes; of rewards in blocks, deviations cannot be joined.
         return [
-            {name: value for name, value in record.items() if not name.startswith("reward")}
+            {name: value for name, value in record.items() if "reward/" not in name}
             for record in learnt(run)
         ]
 
