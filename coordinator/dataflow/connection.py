@@ -240,7 +240,8 @@ class RoleConnection:
 
         async def once() -> Result:
             while True:
-                await self.present()
+                if not self.is_present:
+                    await self.present()
                 client = self.client
                 try:
                     result = await call(on_progress)

@@ -170,7 +170,7 @@ class UpdateFuture:
 
     async def result(self) -> Outcome:
         """What the service answered."""
-        return await asyncio.shield(self.part.outcomes[0])
+        return await outcome_of(self.part.outcomes[0])
 
 
 class Remakes(Protocol):
@@ -274,13 +274,30 @@ class ExperienceFuture:
             made = []
             for outcome in part.outcomes_of(block):
                 newest = self._dataflow.newest(outcome)
-                experience = (await asyncio.shield(newest)).experience
+                experience = (await outcome_of(newest)).experience
                 if experience is None:
                     names = ", ".join(node.name for node in part.nodes)
                     raise ValueError(f"{names} answered without experience")
                 made.append(experience)
             references.append(concat_references(made))
         return join_references(references)
+
+
+async def outcome_of(made: asyncio.Future[Outcome]) -> Outcome:
+    """The outcome, once it is there. A reader that is cancelled does not cancel its maker.
+
+    As `asyncio.shield`, with fewer turns of the loop: a thousand calls may wait for one outcome.
+    """
+    if not made.done():
+        is_there: asyncio.Future[None] = made.get_loop().create_future()
+
+        def wake(_: asyncio.Future[Outcome]) -> None:
+            if not is_there.done():
+                is_there.set_result(None)
+
+        made.add_done_callback(wake)
+        await is_there
+    return made.result()
 
 
 async def exist(parts: Iterable[CallFuture]) -> None:
@@ -295,3 +312,16 @@ async def exist(parts: Iterable[CallFuture]) -> None:
             raise error
     if len(errors) < len(outcomes):
         raise RunError("what this waits for belongs to a step that is not made any more")
+
+
+def all_of(parts: Iterable[CallFuture]) -> asyncio.Future[Outcome]:
+    """One future that is there once all parts exist; else what kept them is its error."""
+
+    async def wait() -> Outcome:
+        await exist(parts)
+        return Outcome(report=experience_pb2.CallReport())
+
+    task = asyncio.get_running_loop().create_task(wait())
+    # The parts tell of their errors by themselves: this one may have no reader.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

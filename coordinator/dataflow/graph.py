@@ -9,11 +9,12 @@ cancelled, down to the calls in flight.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
-from rolemesh.coordinator.dataflow.clock import now, unix_time
+from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import (
     CallFuture,
@@ -74,11 +75,13 @@ class StepGraph:
         self._failure: BaseException | None = None
         self._has_ended = False
         self._span = tracing.begin(f"step {step}", step=step)
+        self._is_traced = self._span.get_span_context().is_valid
         # Durations come from the loop's clock, the offset makes them Unix times.
-        self._offset = unix_time() - now()
+        self._clock = asyncio.get_running_loop().time
+        self._offset = unix_time() - self._clock()
 
     def _now(self) -> float:
-        return self._offset + now()
+        return self._offset + self._clock()
 
     def call(
         self,
@@ -114,28 +117,24 @@ class StepGraph:
 
         answers = () if reads is None else reads.outcomes_of(block)
 
-        async def made() -> Outcome:
-            experience = None if reads is None else await reads.result(block)
-            if experience is not None:
-                node.num_rows = experience.num_rows
-            node.ready_at = self._now()
-            if is_leased:
-                outcome = await self._leased(node, lambda: work(node, experience))
-            else:
-                outcome = await self._started(node, lambda: work(node, experience))
-            if columns:
-                _check_rows(node, experience, outcome.experience)
-            return outcome
+        start = self._leased if is_leased else self._started
 
         async def run() -> Outcome:
             await exist(after)
             while True:
                 read = self._lineage.current(answers)
                 try:
-                    return await made()
+                    experience = None if reads is None else await reads.result(block)
+                    node.num_rows = 0 if experience is None else experience.num_rows
+                    node.ready_at = self._now()
+                    outcome = await start(node, partial(work, node, experience))
                 except RolemeshError as error:
                     if not await self._lineage.explains(error, read):
                         raise
+                else:
+                    if columns:
+                        _check_rows(node, experience, outcome.experience)
+                    return outcome
 
         task = self._start(node, run)
         self._lineage.add(node, (task,), lambda: (self._start(node, run),))
@@ -152,7 +151,7 @@ class StepGraph:
         num_blocks: int,
         produces: Iterable[str],
         after: Iterable[CallFuture] = (),
-        others: Sequence[str] = (),
+        or_another: bool = False,
     ) -> CallFuture:
         """Makes a node whose experience comes in blocks, each as soon as it is finished.
 
@@ -167,7 +166,8 @@ class StepGraph:
             num_blocks: Blocks that it gives.
             produces: Columns that come to be.
             after: Calls that must have been answered before.
-            others: Who may do it instead, when they are free before `service` is.
+            or_another: Whether another service of the role may do it, when it is free before
+                `service` is.
 
         Raises in the node:
             RunError: The call ended, and a block never came.
@@ -193,7 +193,7 @@ class StepGraph:
             node.ready_at = self._now()
             while True:
                 is_lost = False
-                outcome = await self._leased(node, lambda: work(node, on_block), others)
+                outcome = await self._leased(node, lambda: work(node, on_block), or_another)
                 if num_blocks == 1 and outcome.experience is not None:
                     on_block(0, outcome.experience)
                 absent = [index for index, block in enumerate(blocks) if not block.done()]
@@ -307,17 +307,24 @@ class StepGraph:
         return ExperienceFuture(self, (part,))
 
     async def _leased(
-        self, node: Node, work: Callable[[], Awaitable[Outcome]], others: Sequence[str] = ()
+        self, node: Node, work: Callable[[], Awaitable[Outcome]], or_another: bool = False
     ) -> Outcome:
         order = (self.step, node.node_id)
-        async with self._pools.lease((node.service, *others), order) as (chosen, switched):
-            node.service, node.pool = chosen, self._pools.of(chosen).name
-            node.phases |= switched
+        pool = await self._pools.acquire(node.service, order, or_another=or_another)
+        try:
+            assert pool.holder is not None
+            node.service, node.pool = pool.holder, pool.name
+            if pool.sleeper is not None:
+                node.phases |= await pool.switch_to(node.service, self.step)
             return await self._started(node, work)
+        finally:
+            pool.pass_on()
 
     async def _started(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         node.started_at = self._now()
         node.state = NodeState.RUNNING
+        if not self._is_traced:
+            return await work()
         with tracing.span(
             node.name, parent=self._span, step=self.step, role=node.service, operation=node.method,
             block=node.block, waited_seconds=node.started_at - node.queued_at,
@@ -336,6 +343,9 @@ class StepGraph:
             outcome = await work()
         except asyncio.CancelledError:
             node.state = NodeState.CANCELLED
+            if isinstance(self._failure, Exception):
+                # Another step may wait for it: it is told why this one does not come.
+                raise self._failure from None
             raise
         except (RunError, StateStoreError) as error:
             node.state = NodeState.FAILED

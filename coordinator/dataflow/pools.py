@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import heapq
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,6 +32,35 @@ class Sleeper(Protocol):
         """Brings it back."""
 
 
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A call that waits for a lease."""
+
+    order: tuple[int, ...]
+    """Its place among all calls, unique."""
+    service: str
+    """Who is to compute; of a call that several services may make, the name of a pool."""
+    turn: asyncio.Future[Pool]
+    """Gets the pool whose lease the call has."""
+
+    def __lt__(self, other: _Waiting) -> bool:
+        return self.order < other.order
+
+    async def comes(self, give: Callable[[], None]) -> Pool:
+        """Returns once the call has a lease. `give` hands out what is free."""
+        try:
+            # Services that become ready in the same turn of the loop take part in the choice.
+            await asyncio.sleep(0)
+            give()
+            return await self.turn
+        except asyncio.CancelledError:
+            if self.turn.done() and not self.turn.cancelled():
+                # Cancelled in the same turn of the loop in which the lease was given.
+                self.turn.result().pass_on()
+            self.turn.cancel()
+            raise
+
+
 @dataclass
 class Pool:
     """A device set and its one lease.
@@ -51,6 +81,10 @@ class Pool:
     devices: tuple[str, ...]
     sleeper: Sleeper | None = None
     """Puts roles to sleep while others compute; None leaves all of them where they are."""
+    service: str | None = None
+    """The one service that computes here, of a role that has several."""
+    replicas: Replicas | None = None
+    """The services of that role."""
     awake: str | None = None
     """The service on the devices, where roles sleep."""
     num_switches: int = 0
@@ -61,7 +95,7 @@ class Pool:
     """A call, and the load of the process that it waits for."""
     _moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while services are put to sleep, woken or loaded."""
-    _waiting: list[tuple[tuple[int, ...], str, asyncio.Future[None]]] = field(default_factory=list)
+    _waiting: list[_Waiting] = field(default_factory=list)
 
     @property
     def is_held(self) -> bool:
@@ -133,38 +167,78 @@ class Pool:
         finally:
             self.pass_on()
 
-    async def acquire(self, order: tuple[int, ...], service: str) -> None:
-        """Waits for the lease. A caller that has it must `pass_on`."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((order, service, turn))
-        try:
-            # Services that become ready in the same turn of the loop take part in the choice.
-            await asyncio.sleep(0)
-            if not self.is_held:
-                self._give()
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                # Cancelled in the same turn of the loop in which the lease was given.
-                self.pass_on()
-            turn.cancel()
-            raise
+    def acquire(self, order: tuple[int, ...], service: str) -> Awaitable[Pool]:
+        """Waits for the lease; gives this pool. A caller that has it must `pass_on`."""
+        turn: asyncio.Future[Pool] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(order, service, turn)
+        self._waiting.append(waiting)
+        return waiting.comes(self.give)
 
     def pass_on(self) -> None:
         """Lets the lease go; the last who has it gives it to the next service."""
         self._num_holders -= 1
-        if self._num_holders == 0:
-            self._give()
+        if self._num_holders:
+            return
+        self.holder = None
+        if self.replicas is not None:
+            self.replicas.free[self.name] = self
+        self.give()
+
+    def give(self) -> None:
+        """Gives the lease, where it is free, to the waiting call that has it next."""
+        if self.is_held:
+            return
+        waiting = self._waiting = [one for one in self._waiting if not one.turn.done()]
+        if self.replicas is not None:
+            waiting = waiting + self.replicas.first()
+        if not waiting:
+            return
+        # Nearly always it is one, and a step may make a thousand calls in one instant.
+        chosen = waiting[0] if len(waiting) == 1 else min(waiting, key=self._place)
+        self.holder, self._num_holders = self.service or chosen.service, 1
+        if self.replicas is not None:
+            del self.replicas.free[self.name]
+        chosen.turn.set_result(self)
+
+    def _place(self, one: _Waiting) -> tuple[bool, tuple[int, ...]]:
+        return (self.service or one.service) != self.awake, one.order
+
+
+class Replicas:
+    """Calls that any service of a role may make, where each has a pool of its own.
+
+    What a call costs does not grow with the number of services.
+
+    Owner: one asyncio loop.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[str, Pool] = {}
+        """Pools that no service holds, by name; the last one got free last."""
+        self._waiting: list[_Waiting] = []
+        """A heap: the call that was made first is the first to have a pool."""
+
+    def acquire(self, order: tuple[int, ...], preferred: Pool) -> Awaitable[Pool]:
+        """Waits for a lease: that of the preferred pool where it is free, else of another one.
+
+        Where none is free, it is the pool that gets free first. A caller that has it must
+        `pass_on`.
+        """
+        turn: asyncio.Future[Pool] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(order, preferred.name, turn)
+        heapq.heappush(self._waiting, waiting)
+        return waiting.comes(self._give)
+
+    def first(self) -> list[_Waiting]:
+        """The call that has a pool next, if one waits."""
+        while self._waiting and self._waiting[0].turn.done():
+            heapq.heappop(self._waiting)
+        return self._waiting[:1]
 
     def _give(self) -> None:
-        self.holder = None
-        self._waiting = [waiter for waiter in self._waiting if not waiter[2].done()]
-        if not self._waiting:
-            return
-        chosen = min(self._waiting, key=lambda waiter: (waiter[1] != self.awake, waiter[0]))
-        self._waiting.remove(chosen)
-        self.holder, self._num_holders = chosen[1], 1
-        chosen[2].set_result(None)
+        while self.free and (first := self.first()):
+            pool = self.free.get(first[0].service) or next(iter(self.free.values()))
+            pool.give()
 
 
 class Pools:
@@ -190,9 +264,8 @@ class Pools:
             for role in spec.roles:
                 self._by_service[role] = pool
                 services = (replicas or {}).get(role, ())
-                for index, service in enumerate(services if len(services) > 1 else ()):
-                    devices = spec.devices[index :: len(services)] or spec.devices
-                    self._by_service[service] = Pool(f"{name}/{index}", devices, pool.sleeper)
+                if len(services) > 1:
+                    self._by_service |= _of_replicas(name, spec, services, pool.sleeper)
 
     def of(self, service: str) -> Pool:
         """The service's pool, or ValueError."""
@@ -202,49 +275,36 @@ class Pools:
             )
         return self._by_service[service]
 
-    @asynccontextmanager
-    async def lease(
-        self, services: Sequence[str], order: tuple[int, ...]
-    ) -> AsyncIterator[tuple[str, dict[str, float]]]:
-        """Holds the devices of one of several services: of the first one listed that is free.
-
-        Where none is, of the one that gets free first.
+    def acquire(
+        self, service: str, order: tuple[int, ...], *, or_another: bool = False
+    ) -> Awaitable[Pool]:
+        """Waits for a lease. A caller that has it must `pass_on`.
 
         Args:
-            services: Those that may compute, the preferred one first.
+            service: Who computes.
             order: Place of the call among all calls, unique.
-
-        Yields:
-            The service, and the seconds of `Pool.lease`.
+            or_another: Whether another service of the role may compute instead, when it is free
+                before this one is. The pool's `holder` says who does.
         """
-        if len(services) == 1:
-            # By far the most calls, and a step may make a thousand of them in one instant.
-            async with self.of(services[0]).lease(order, services[0]) as switched:
-                yield services[0], switched
-            return
-        pools = [self.of(service) for service in services]
-        waits = [
-            asyncio.ensure_future(pool.acquire(order, service))
-            for pool, service in zip(pools, services, strict=True)
-        ]
-        chosen: int | None = None
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            chosen = next(index for index, wait in enumerate(waits) if wait.done())
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-            for index, wait in enumerate(waits):
-                if index != chosen and not wait.cancelled():
-                    pools[index].pass_on()
-        try:
-            yield services[chosen], await pools[chosen].switch_to(services[chosen], order[0])
-        finally:
-            pools[chosen].pass_on()
+        pool = self.of(service)
+        if or_another and pool.replicas is not None:
+            return pool.replicas.acquire(order, pool)
+        return pool.acquire(order, service)
 
     @asynccontextmanager
     async def awake(self, service: str, step: int) -> AsyncIterator[None]:
         """The service awake on its devices, for what is no node: a checkpoint, an export."""
         async with self.of(service).lease((step, AFTER_ALL_NODES), service):
             yield
+
+
+def _of_replicas(
+    name: str, spec: PoolSpec, services: Sequence[str], sleeper: Sleeper | None
+) -> dict[str, Pool]:
+    """The pool of each service of a role, which has several."""
+    together, pools = Replicas(), {}
+    for index, service in enumerate(services):
+        devices = spec.devices[index :: len(services)] or spec.devices
+        pools[service] = Pool(f"{name}/{index}", devices, sleeper, service, together)
+    together.free.update((pool.name, pool) for pool in pools.values())
+    return pools

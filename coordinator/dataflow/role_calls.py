@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -222,9 +222,9 @@ class ServiceNodes:
     ) -> CallFuture:
         kind, key = self._named(kind, method)
 
-        async def work(_: Node, experience: experience_pb2.ExperienceRef | None) -> Outcome:
+        def work(_: Node, experience: experience_pb2.ExperienceRef | None) -> Awaitable[Outcome]:
             reads = experience_pb2.ExperienceRef() if experience is None else experience
-            return await self._made(key, method, lambda on_progress: call(key, reads, on_progress))
+            return self._made(key, method, lambda on_progress: call(key, reads, on_progress))
 
         return self.context.dataflow.call(
             kind=kind,
@@ -248,14 +248,14 @@ class ServiceNodes:
         num_blocks: int,
         produces: Iterable[str],
         after: Iterable[CallFuture] = (),
-        others: Sequence[str] = (),
+        or_another: bool = False,
     ) -> CallFuture:
         """Makes a call that gives its experience in blocks a node; see `StepGraph.sample`."""
         kind, key = self._named(kind, method)
 
-        async def work(node: Node, on_block: OnBlock) -> Outcome:
+        def work(node: Node, on_block: OnBlock) -> Awaitable[Outcome]:
             chosen = ServiceNodes(self.context, node.service)
-            return await chosen._made(
+            return chosen._made(
                 key, method, lambda on_progress: call(chosen, key, on_block, on_progress)
             )
 
@@ -268,7 +268,7 @@ class ServiceNodes:
             num_blocks=num_blocks,
             produces=produces,
             after=after,
-            others=others,
+            or_another=or_another,
         )
 
     def _named(self, kind: NodeKind, method: str) -> tuple[NodeKind, operation_pb2.OperationKey]:

@@ -8,16 +8,13 @@ step never depends on it.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
-from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.exchanges import OnEvent, Pairing, WeightExchanges
-from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind
-from rolemesh.coordinator.dataflow.graph import OnBlock
+from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind, all_of
+from rolemesh.coordinator.dataflow.generation import Generation, GenerationCalls
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, Sampler, ServiceNodes, StepContext
 from rolemesh.coordinator.recipe.schedule import (
     AsyncSamplerSpec,
@@ -34,121 +31,6 @@ from rolemesh.rpc.tensors import data_type_of
 from rolemesh.v1 import exchange_pb2, experience_pb2, operation_pb2, rollout_pb2, weights_pb2
 
 
-class _Calls:
-    """Generation as calls of `batch_size` prompts each, dealt out over services."""
-
-    def __init__(self, spec: SamplerSpec, columns: tuple[str, ...]) -> None:
-        self.spec = spec
-        self.columns = columns
-
-    def generate(
-        self,
-        context: StepContext,
-        services: Sequence[str],
-        prompts: PromptBatch,
-        sampling: SamplingSpec,
-        after: Sequence[CallFuture],
-        brought: Sequence[CallFuture] = (),
-    ) -> ExperienceFuture:
-        """One experience of all calls.
-
-        A prompt goes to the same service whenever a step samples it, so that its cache serves it
-        again, and which rows are decoded together does not depend on timing. In the asynchronous
-        schedule, where timing decides other things too, a call goes to another service that is
-        free when its own is not.
-
-        Args:
-            context: Of the step.
-            services: Who samples.
-            prompts: Of the step.
-            sampling: How.
-            after: What every call waits for.
-            brought: For each service, the call that brings its weights; none: it has them.
-        """
-        calls = [
-            prompts.part(start, stop - start)
-            for start, stop in pairwise(self._cuts(prompts.count, len(services)))
-        ]
-        is_timed = isinstance(self.spec, AsyncSamplerSpec) and not context.is_evaluation
-        parts = []
-        for number, part in enumerate(calls):
-            first = number % len(services)
-            # Who is asked first does not change, for the sake of caches.
-            preferred = (*services[first:], *services[:first]) if is_timed else (services[first],)
-            # A service needs its own weights alone: a thousand of them would wait for a thousand.
-            own = brought if is_timed else brought[first : first + 1]
-            parts.append(self._call(context, preferred, part, sampling, (*own, *after)))
-        whole = CallFuture(
-            nodes=tuple(node for part in parts for node in part.nodes),
-            outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
-            columns=frozenset(self.columns),
-        )
-        return ExperienceFuture(context.dataflow, (whole,))
-
-    def _cuts(self, num_prompts: int, num_services: int) -> list[int]:
-        """Where the prompts are cut into calls."""
-        if self.spec.batch_size is not None:
-            return [*range(0, num_prompts, self.spec.batch_size), num_prompts]
-        num_calls = min(num_prompts, num_services)
-        # The first ones get one more, where it does not come out even.
-        return [-(-number * num_prompts // num_calls) for number in range(num_calls + 1)]
-
-    def _call(
-        self,
-        context: StepContext,
-        services: Sequence[str],
-        prompts: PromptBatch,
-        sampling: SamplingSpec,
-        after: Sequence[CallFuture],
-    ) -> CallFuture:
-        num_rows = prompts.count * sampling.samples_per_prompt
-        # Evaluation draws another number of samples, and waits for all of them anyway.
-        block_rows = 0 if context.is_evaluation else self.spec.block_rows
-
-        async def call(
-            chosen: ServiceNodes,
-            key: operation_pb2.OperationKey,
-            on_block: OnBlock,
-            on_progress: ProgressCallback,
-        ) -> experience_pb2.ExperienceResult:
-            service = chosen.service
-
-            def take(block: rollout_pb2.GeneratedBlock) -> None:
-                index, rows = block.index, block.experience.num_rows
-                wanted = min(block_rows, num_rows - index * block_rows)
-                if rows != wanted:
-                    raise RunError(
-                        f"step {context.step}: {service}.generate sent a block {index} of {rows} "
-                        f"rows, not {wanted}: a block holds block_rows trajectories in the order "
-                        "of prompts, as rollout.proto says"
-                    )
-                on_block(index, block.experience)
-
-            result = await chosen.client.generate(
-                key,
-                prompts.to_proto(),
-                rollout_pb2.Sampling(**sampling.model_dump()),
-                block_rows=block_rows,
-            ).result(on_progress, take)
-            made = result.experience.num_rows
-            if made != num_rows:
-                raise RunError(
-                    f"step {context.step}: {service}.generate answered with {made} trajectories, "
-                    f"not the {num_rows} that were asked for; see the log of the {service}"
-                )
-            return result
-
-        return ServiceNodes(context, services[0]).sample_node(
-            NodeKind.SAMPLE,
-            "generate",
-            call,
-            num_blocks=math.ceil(num_rows / block_rows) if 0 < block_rows < num_rows else 1,
-            produces=self.columns,
-            after=after,
-            others=services[1:],
-        )
-
-
 class ActorSampler:
     """The actor samples by itself, with the weights that it has."""
 
@@ -156,13 +38,13 @@ class ActorSampler:
     steps_ahead_while_training = 0
 
     def __init__(self, spec: SamplerSpec, columns: tuple[str, ...] = ROLLOUT_COLUMNS) -> None:
-        self._calls = _Calls(spec, columns)
+        self._calls = GenerationCalls(spec, columns)
 
     def generate(
         self, context: StepContext, prompts: PromptBatch, sampling: SamplingSpec
     ) -> ExperienceFuture:
         """Completions of the prompts."""
-        return self._calls.generate(context, ("actor",), prompts, sampling, ())
+        return self._calls.make(context, ("actor",), prompts, sampling, {}).experience
 
     def begin(self, context: StepContext, prompts: PromptBatch) -> None:
         """Nothing can be begun ahead: the actor trains."""
@@ -200,8 +82,8 @@ class RolloutSampler:
     or later. The schedule says when weights are brought:
 
     - sync: before a step samples.
-    - one_step_ahead: when a step has sampled, before the next one samples; which weights sample
-      which step does not depend on timing.
+    - one_step_ahead: to each service when it has sampled its part of a step, before it samples the
+      next one; which weights sample which step does not depend on timing.
     - async: when a step is made, between two tokens of what is being sampled, or when that is
       finished.
 
@@ -229,16 +111,18 @@ class RolloutSampler:
         """
         self._spec = spec
         self._exchanges = exchanges
-        self._calls = _Calls(spec, columns)
+        self._calls = GenerationCalls(spec, columns)
         self._services = tuple(services)
         self._dtype = dtype
         self._sampling = sampling
         self._publication: _Publication | None = None
         self._taken: _Publication | None = None
-        self._takes: tuple[CallFuture, ...] = ()
+        self._takes: dict[str, CallFuture] = {}
+        """By service, the call that brings the newest weights."""
         self._keys: dict[str, operation_pb2.OperationKey] = {}
         """Of the call in which each service takes, or took, the newest weights."""
-        self._last_begun: tuple[CallFuture, ...] = ()
+        self._last_begun: Mapping[str, Sequence[CallFuture]] = {}
+        """By service, its calls of the step that was begun last."""
         self._begun: dict[tuple[int, PromptBatch], ExperienceFuture] = {}
         self.steps_ahead = spec.max_staleness if isinstance(spec, AsyncSamplerSpec) else 0
         self.steps_ahead_while_training = int(isinstance(spec, OneStepAheadSpec))
@@ -251,25 +135,52 @@ class RolloutSampler:
             begun = self._begun.pop((context.step, prompts), None)
             if begun is not None:
                 return begun
-        is_ahead = isinstance(self._spec, OneStepAheadSpec)
         # Evaluation brings new weights too: not while a step that was begun still samples.
-        takes = self._bring_weights(context, self._last_begun if is_ahead else ())
-        made = self._calls.generate(context, self._services, prompts, sampling, (), takes)
+        made = self._generate(context, prompts, sampling, self._bring_weights(context))
         if not context.is_evaluation:
-            self._last_begun = made.parts
-        return made
+            self._last_begun = made.calls
+        return made.experience
 
     def begin(self, context: StepContext, prompts: PromptBatch) -> None:
         """Begins to sample a step's prompts before its algorithm asks for them."""
         if self._sampling is None:
             raise ValueError("the algorithm samples nothing that could be begun ahead")
-        is_ahead = isinstance(self._spec, OneStepAheadSpec)
-        # New weights must not come while the step before is still being sampled.
-        after = self._last_begun if is_ahead else ()
-        takes = self._bring_weights(context, after)
-        begun = self._calls.generate(context, self._services, prompts, self._sampling, after, takes)
-        self._last_begun = begun.parts
-        self._begun[context.step, prompts] = begun
+        takes = self._bring_weights(context)
+        begun = self._generate(context, prompts, self._sampling, takes)
+        self._last_begun = begun.calls
+        self._begun[context.step, prompts] = begun.experience
+
+    def _generate(
+        self,
+        context: StepContext,
+        prompts: PromptBatch,
+        sampling: SamplingSpec,
+        takes: Mapping[str, CallFuture],
+    ) -> Generation:
+        """Samples with weights that services have, or that these calls bring.
+
+        A call waits for its own service alone, and one that may go to another service for all.
+        """
+        before: Mapping[str, Sequence[CallFuture]]
+        before = {service: (take,) for service, take in takes.items()}
+        if self._calls.may_go_to_another(context):
+            before = self._as_one(before)
+        return self._calls.make(context, self._services, prompts, sampling, before)
+
+    def _as_one(
+        self, calls: Mapping[str, Sequence[CallFuture]]
+    ) -> Mapping[str, Sequence[CallFuture]]:
+        """For each service what waits for the calls of all of them, and names its own alone.
+
+        They share one future: a thousand calls would wait for a thousand others each, and name all.
+        """
+        shared = all_of([call for of_one in calls.values() for call in of_one])
+
+        def own(service: str) -> CallFuture:
+            nodes = (node for call in calls.get(service, ()) for node in call.nodes)
+            return CallFuture(tuple(nodes), (shared,), frozenset())
+
+        return {service: (own(service),) for service in self._services}
 
     def step_ends(self, context: StepContext) -> None:
         """Publishes the weights that the step makes, where the next steps are sampled ahead."""
@@ -280,12 +191,13 @@ class RolloutSampler:
                 self._bring_weights(context, is_leased=is_leased)
             case OneStepAheadSpec():
                 # A publication replaces the one before, which must have been taken by then.
-                self._publication = self._publish(context, (*context.policy_updates, *self._takes))
+                after = (*context.policy_updates, *self._takes.values())
+                self._publication = self._publish(context, after)
 
     async def weights_brought(self) -> None:
         """Returns once the newest publication is made, and the services have what they take."""
         published = () if self._publication is None else self._publication.part.outcomes
-        taken = [outcome for part in self._takes for outcome in part.outcomes]
+        taken = [outcome for part in self._takes.values() for outcome in part.outcomes]
         await asyncio.gather(*published, *taken)
 
     async def bring_again(self, new: RoleConnection, on_phase: OnPhase) -> None:
@@ -293,9 +205,9 @@ class RolloutSampler:
 
         A call that was still to bring them waits for the new process, and then does.
         """
-        if new.service not in self._services or not self._takes or self._taken is None:
+        if new.service not in self._takes or self._taken is None:
             return
-        (take,) = self._takes[self._services.index(new.service)].outcomes
+        (take,) = self._takes[new.service].outcomes
         if not take.done() or take.cancelled() or take.exception() is not None:
             return
 
@@ -307,17 +219,18 @@ class RolloutSampler:
         new.policy_version = result.policy_version
 
     def _bring_weights(
-        self, context: StepContext, after: Sequence[CallFuture] = (), *, is_leased: bool = True
-    ) -> tuple[CallFuture, ...]:
+        self, context: StepContext, *, is_leased: bool = True
+    ) -> Mapping[str, CallFuture]:
         """Has every rollout service take the newest weights, unless it has them.
+
+        One step ahead, each finishes first what it samples of the step before.
 
         Args:
             context: Of the step.
-            after: What the services finish first.
             is_leased: Whether they finish first whatever they sample.
 
         Returns:
-            The nodes that bring them.
+            The calls that bring them, by service.
         """
         publication = self._publication
         version = context.connections["actor"].policy_version
@@ -328,17 +241,30 @@ class RolloutSampler:
         if publication is None:
             publication = self._publication = self._publish(context, (), version)
         if publication is not self._taken:
-            before = (publication.part, *after)
-            pairing = None if self._exchanges is None else Pairing(self._services)
+            is_ahead = isinstance(self._spec, OneStepAheadSpec)
+            sampled = self._last_begun if is_ahead else {}
+            pairing = None
+            if self._exchanges is not None:
+                pairing = Pairing(self._services)
+                # Sender and takers meet: they wait for each other, and so none comes early.
+                sampled = self._as_one(sampled) if sampled else {}
             self._taken, self._takes = (
                 publication,
-                tuple(
-                    self._take(context, service, publication, before, is_leased, pairing)
+                {
+                    service: self._take(
+                        context,
+                        service,
+                        publication,
+                        (publication.part, *sampled.get(service, ())),
+                        is_leased,
+                        pairing,
+                    )
                     for service in self._services
-                ),
+                },
             )
             if self._exchanges is not None and pairing is not None:
-                self._send(context, self._exchanges, pairing, before)
+                before = sampled.get(self._services[0], ())
+                self._send(context, self._exchanges, pairing, (publication.part, *before))
         return self._takes
 
     def _publish(

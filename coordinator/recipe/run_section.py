@@ -44,7 +44,8 @@ class RecoverySpec(Spec):
     """How a run goes on after a process or a connection has failed."""
 
     attempts: int = Field(default=5, ge=0, le=1000)
-    """Failures that a run survives without having made a step in between; 0: the first ends it."""
+    """Failures that a run survives without having made a step in between; 0: the first ends it.
+    Services that are replaced while the step goes on count each by itself."""
     pause_s: float = Field(default=1.0, ge=0, le=60)
     """Pause before the second attempt, in seconds. It doubles with each further one, up to 30 s."""
     wait_s: float = Field(default=300.0, gt=0, le=86400)

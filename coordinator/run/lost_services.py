@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.launch import LaunchError
-from rolemesh.rpc.together import together
 
 MEET_AGAIN_DEADLINE_S = 20.0
 """Longest wait after a failure for a service of ours that was not reported as lost. One that does
@@ -50,6 +51,12 @@ class LostServices:
         self._restart = restart
         self._observer = observer
         self._start_deadline_s = start_deadline_s
+        self._noted = asyncio.Event()
+
+    def note(self, service: str, why: str) -> None:
+        """Notes that a service is lost; the first reason stays."""
+        self.names.setdefault(service, why)
+        self._noted.set()
 
     def deadlines_s(self, services: Collection[str], *, is_first: bool) -> dict[str, float]:
         """Longest wait for the first answer of each service, in seconds.
@@ -67,7 +74,7 @@ class LostServices:
         return {service: deadline_s(service) for service in services}
 
     async def start(self) -> None:
-        """Starts all lost services of ours again.
+        """Starts all lost services of ours again, side by side: also those lost meanwhile.
 
         Raises:
             LaunchError: One did not start; it counts as lost still.
@@ -77,9 +84,28 @@ class LostServices:
         self.names = own
         if self._restart is None:
             self.names.clear()
-        # Anew, as long as one is lost while others start.
-        while lost := sorted(self.names):
-            await together(self._start(service) for service in lost)
+        starts: dict[str, asyncio.Future[None]] = {}
+        try:
+            while self.names or starts:
+                self._noted.clear()
+                for service in sorted(self.names.keys() - starts.keys()):
+                    starts[service] = asyncio.ensure_future(self._start(service))
+                await self._next_event(starts.values())
+                for service in [name for name, start in starts.items() if start.done()]:
+                    # One that is lost again by now is started again.
+                    starts.pop(service).result()
+        finally:
+            for start in starts.values():
+                start.cancel()
+            await asyncio.gather(*starts.values(), return_exceptions=True)
+
+    async def _next_event(self, starts: Iterable[asyncio.Future[Any]]) -> None:
+        """Returns when a start has ended, or another service is lost."""
+        noted: asyncio.Future[Any] = asyncio.ensure_future(self._noted.wait())
+        try:
+            await asyncio.wait((noted, *starts), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            noted.cancel()
 
     async def start_one(self, service: str) -> tuple[str, float]:
         """Starts a lost service again where it is ours; where not, it is only waited for.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rolemesh.coordinator.dataflow.errors import (
     NodeFailedError,
     RunAbortedError,
@@ -82,7 +84,8 @@ class RecoveryBudget:
     """Decides after each failure whether a run makes another attempt. Owner: the run's loop.
 
     Invariant: a run makes at most `attempts` attempts that bring it no step further, and an error
-    inside a service that comes again in the same step, word for word, ends it.
+    inside a service that comes again in the same step, word for word, ends it. Services that are
+    replaced while the step goes on count each by itself: of a thousand, ten may be lost in a step.
 
     Example: with attempts = 2, the third failure in step 5 ends the run; had step 5 been made
     after the second one, that would count anew.
@@ -90,33 +93,45 @@ class RecoveryBudget:
 
     def __init__(self, spec: RecoverySpec) -> None:
         self._spec = spec
-        self._failures = 0
+        self._ended = 0
+        """Attempts that failures of the step have ended."""
+        self._replaced: Counter[str] = Counter()
+        """Replacements in the step, by service."""
         self._step = -1
         self._last = ""
 
-    def pause_s(self, error: BaseException, step: int, *, is_return: bool = False) -> float | None:
+    def pause_s(
+        self, error: BaseException, step: int, *, is_return: bool = False, replaced: str = ""
+    ) -> float | None:
         """Seconds to wait before the next attempt; None where the run is to end.
 
         Args:
-            error: What ended the attempt.
+            error: What ended the attempt, or the loss of a service that is to be replaced.
             step: Steps made before.
             is_return: Whether services were to load again what they had loaded in this run. A
                 refusal is then about the moment, e.g. the memory that a dead process has not given
                 back yet.
+            replaced: The service that is to be replaced; empty where the attempt has ended.
         """
         is_of_the_moment = is_return and isinstance(cause_of(error), RolemeshError)
         if not is_of_the_moment and not is_transient(error):
             return None
         if step != self._step:
-            self._step, self._failures, self._last = step, 0, ""
+            self._step, self._ended, self._last = step, 0, ""
+            self._replaced.clear()
         is_repeat = isinstance(cause_of(error), InternalError) and str(error) == self._last
         self._last = str(error)
-        self._failures += 1
-        if is_repeat or self._failures > self._spec.attempts:
+        if replaced:
+            self._replaced[replaced] += 1
+            failures = self._ended + self._replaced[replaced]
+        else:
+            self._ended += 1
+            failures = self._ended + max(self._replaced.values(), default=0)
+        if is_repeat or failures > self._spec.attempts:
             return None
         # The first attempt follows at once: most failures are of one process, once.
-        backoff = self._spec.pause_s * float(2 ** (self._failures - 2))
-        return 0.0 if self._failures == 1 else min(_LARGEST_PAUSE_S, backoff)
+        backoff = self._spec.pause_s * float(2 ** (failures - 2))
+        return 0.0 if failures == 1 else min(_LARGEST_PAUSE_S, backoff)
 
 
 async def go_back(

@@ -61,7 +61,7 @@ class Replacements:
             return False
         loop, error = self._attempt.loop, ServiceLostError(service, reason, "")
         assert isinstance(loop, TrainingLoop)
-        pause_s = self._budget.pause_s(error, loop.step)
+        pause_s = self._budget.pause_s(error, loop.step, replaced=service)
         if pause_s is None:
             return False
         self._attempt.mesh.connections[service].lost()
@@ -120,7 +120,7 @@ class Replacements:
             )
         except Exception as error:
             # Whatever it is: calls wait for this service, and would wait for ever.
-            self._lost.names.setdefault(service, cause)
+            self._lost.note(service, cause)
             attempt.lost(service, f"{service} could not be replaced: {error}")
         finally:
             self._starting.discard(service)

@@ -188,7 +188,7 @@ class TrainingRun:
             reason: For people, with rank, process and cause, e.g. "actor rank 0 (pid 123) was
                 killed by signal 9; its log ends with: ...".
         """
-        self._lost.names.setdefault(service, reason)
+        self._lost.note(service, reason)
         # A run that is to end waits for no new process.
         replacements = None if self._is_ending else self._replacements
         if replacements is not None and replacements.take(service, reason):
@@ -374,10 +374,10 @@ class TrainingRun:
         self._told_epoch = max(self._told_epoch, told_epoch(error))
         if isinstance(error, ServiceLostError):
             for service, cause in {error.role: error.cause, **error.others}.items():
-                self._lost.names.setdefault(service, cause)
+                self._lost.note(service, cause)
         elif isinstance(error, NodeFailedError) and isinstance(cause_of(error), DeadlineError):
             # Its compute thread hangs, or is too slow to be of use.
-            self._lost.names.setdefault(error.node.rpartition(".")[0], told_of(error))
+            self._lost.note(error.node.rpartition(".")[0], told_of(error))
         await self._recover(error, attempt)
 
     async def _recover(self, error: Exception, attempt: Attempt) -> None:

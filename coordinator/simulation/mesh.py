@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.simulation.channel import SimulatedChannel
 from rolemesh.coordinator.simulation.faults import Faults
-from rolemesh.coordinator.simulation.service import CallRecord, SimulatedService
+from rolemesh.coordinator.simulation.kept import CallRecord
+from rolemesh.coordinator.simulation.service import SimulatedService
 from rolemesh.coordinator.simulation.timing import RowLengths, Timing
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.identity import Identity

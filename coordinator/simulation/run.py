@@ -20,8 +20,8 @@ from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.simulation.faults import Faults
+from rolemesh.coordinator.simulation.kept import CallRecord
 from rolemesh.coordinator.simulation.mesh import Loss, SimulatedMesh
-from rolemesh.coordinator.simulation.service import CallRecord
 from rolemesh.coordinator.simulation.timing import RowLengths, Timing
 from rolemesh.coordinator.simulation.virtual_time import run_virtually
 from rolemesh.coordinator.state.memory import MemoryStateStore

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from google.protobuf import json_format
 from grpc_health.v1 import health_pb2
 
 from rolemesh.coordinator.dataflow.clock import now
-from rolemesh.coordinator.recipe.schema import role_of
-from rolemesh.coordinator.simulation.answers import columns_of, progress, reference, response_class
+from rolemesh.coordinator.simulation.answers import progress, response_class
 from rolemesh.coordinator.simulation.channel import broken
-from rolemesh.coordinator.simulation.faults import Faults
-from rolemesh.coordinator.simulation.timing import RowLengths, Timing
-from rolemesh.rpc.errors import NotFoundError, PreconditionError, UnsupportedError
+from rolemesh.coordinator.simulation.kept import CallRecord, Identity, KeptState
+from rolemesh.rpc.errors import PreconditionError, UnsupportedError
 from rolemesh.rpc.limits import HIGHEST_EPOCH
 from rolemesh.v1 import (
     cuts_pb2,
     experience_pb2,
     operation_pb2,
     rollout_pb2,
-    trainer_pb2,
-    weights_pb2,
     worker_pb2,
 )
 
@@ -39,42 +33,6 @@ _BESIDE = ("UpdateWeights", "SaveCheckpoint")
 """Calls that a service answers while it computes another one. New weights come between two tokens
 of what is being sampled, which waits for them; a checkpoint is written from a cut."""
 
-Identity = tuple[int, int, str, int]
-"""Of a call's effect: epoch, step, operation, sequence."""
-
-
-@dataclass(eq=False)
-class CallRecord:
-    """A keyed call as its service saw it. Times are virtual seconds."""
-
-    service: str
-    identity: Identity
-    started: float
-    ended: float = 0.0
-    is_answered: bool = False
-
-
-class Surroundings(Protocol):
-    """What a process knows of its mesh."""
-
-    timing: Timing
-    lengths: RowLengths
-    prompt_tokens: float
-    estimator_columns: tuple[str, ...]
-    faults: Faults
-    calls: list[CallRecord]
-    """Gets what it is asked."""
-    cuts: dict[str, dict[int, int]]
-    """Versions by service and step: they lie in shared memory."""
-    saved: dict[str, int]
-    """Versions by folder: they lie on disks."""
-
-    def at(self, address: str) -> SimulatedService | None:
-        """The process that answers at an address, if one does by now."""
-
-    def service(self, name: str) -> SimulatedService:
-        """The newest process of a service."""
-
 
 def _end(wait: asyncio.Future[None]) -> None:
     if not wait.done():
@@ -82,34 +40,17 @@ def _end(wait: asyncio.Future[None]) -> None:
 
 
 @dataclass(eq=False)
-class SimulatedService:
+class SimulatedService(KeptState):
     """One process of a service. Owner: one event loop.
 
-    Invariant: what it holds goes with it when it ends, but for cuts and checkpoints, which the mesh
-    keeps. A keyed call has its effect once.
+    Invariant: a keyed call has its effect once. Calls in flight break when the process ends.
     """
 
-    name: str
-    address: str
-    mesh: Surroundings
-    is_alive: bool = True
-    run_id: str = ""
-    spec: dict[str, Any] = field(default_factory=dict)
-    policy_version: int = 0
-    published: int | None = None
-    """Version of the weights that it keeps for samplers."""
-    is_asleep: bool = False
-    highest_epoch: int = 0
-    held: dict[str, tuple[int, float, int]] = field(default_factory=dict)
-    """Step, tokens and rows of each experience that it holds, by id."""
     _answers: dict[Identity, Any] = field(default_factory=dict)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waits: set[asyncio.Future[None]] = field(default_factory=set)
     _held_up_s: float = 0.0
     """Seconds for which sampling has waited for new weights, in all."""
-
-    def __post_init__(self) -> None:
-        self.role = role_of(self.name)
 
     def end(self) -> None:
         """The process is gone: calls in flight break."""
@@ -168,10 +109,10 @@ class SimulatedService:
                     await self._until(now() + self.mesh.timing.state_s.get(self.role, 0.0))
                     self.is_asleep = name == "Sleep"
             case "ListCuts":
-                cuts = [cuts_pb2.Cut(step=step) for step in sorted(self._cuts)]
+                cuts = [cuts_pb2.Cut(step=step) for step in sorted(self.own_cuts)]
                 return cuts_pb2.ListCutsResponse(cuts=cuts)
             case "DropCuts":
-                self._cuts.clear()
+                self.own_cuts.clear()
             case "Drain":
                 self.run_id = ""
             case _:
@@ -241,9 +182,9 @@ class SimulatedService:
                 yield made
             return
         key, method = request.key, request.key.operation.rpartition(".")[2]
-        tokens = self._tokens(request.experience) if hasattr(request, "experience") else 0.0
+        tokens = self.tokens_of(request.experience) if hasattr(request, "experience") else 0.0
         await self._until(now() + self._seconds(name, method, key, tokens))
-        yield self._result(name, request, tokens)
+        yield self.effect(name, request, tokens)
 
     def _seconds(
         self, name: str, method: str, key: operation_pb2.OperationKey, tokens: float
@@ -297,120 +238,4 @@ class SimulatedService:
     ) -> experience_pb2.ExperienceRef:
         """Holds rows that were sampled, and names them."""
         tokens = sum(lengths) + self.mesh.prompt_tokens * len(lengths)
-        return self._held(request, name, tokens, len(lengths), suffix)
-
-    def _held(
-        self, request: Any, name: str, tokens: float, num_rows: int, suffix: str = ""
-    ) -> experience_pb2.ExperienceRef:
-        key = request.key
-        # As a real one: what an earlier attempt of the step made is another experience.
-        made_by = f"{key.operation}/{key.sequence}/{key.fencing_epoch}"
-        experience_id = f"{self.name}/{key.step}/{made_by}{suffix}"
-        self.held[experience_id] = key.step, tokens, num_rows
-        columns = columns_of(self.role, name, request, self.mesh.estimator_columns)
-        return reference(
-            key,
-            columns,
-            num_rows,
-            experience_id=experience_id,
-            address=self.address,
-            role=self.role,
-        )
-
-    def _tokens(self, experience: experience_pb2.ExperienceRef) -> float:
-        """Tokens of what a call reads; raises where a process that held some of it is gone."""
-        tokens = 0.0
-        for number, group in enumerate(experience.groups):
-            for shard in group.shards:
-                holder = self.mesh.at(shard.address)
-                if holder is None or shard.experience_id not in holder.held:
-                    raise NotFoundError(
-                        f"{shard.address} holds no {shard.experience_id}",
-                        reason="EXPERIENCE_NOT_FOUND",
-                    )
-                if number == 0:
-                    tokens += holder.held[shard.experience_id][1]
-        return tokens
-
-    # --- what it answers, when its time has come ---
-
-    @property
-    def _cuts(self) -> dict[int, int]:
-        """Versions by step."""
-        return self.mesh.cuts.setdefault(self.name, {})
-
-    def _result(self, name: str, request: Any, tokens: float) -> Any:
-        report = experience_pb2.CallReport(num_tokens=round(tokens))
-        match name:
-            case "Initialize":
-                self.run_id, self.policy_version, self.is_asleep = request.key.run_id, 0, False
-                self.spec = json_format.MessageToDict(request.spec)
-                return self._initialized()
-            case "Attach":
-                if self.run_id != request.key.run_id:
-                    raise PreconditionError(f"{self.name} holds no run", reason="NOT_INITIALIZED")
-                return self._initialized()
-            case "Update":
-                self._check_version(request.expected_policy_version)
-                rows = request.experience.num_rows
-                self.policy_version += request.epochs * math.ceil(rows / request.mini_batch_rows)
-                return trainer_pb2.UpdateResult(policy_version=self.policy_version, report=report)
-            case "PublishWeights":
-                self.published = self.policy_version
-                weights = weights_pb2.WeightsRef(
-                    run_id=self.run_id, policy_version=self.policy_version, dtype=request.dtype
-                )
-                return weights_pb2.PublishWeightsResult(weights=weights, report=report)
-            case "UpdateWeights":
-                wanted = request.weights.policy_version
-                if self.mesh.service("actor").published != wanted:
-                    raise PreconditionError(
-                        f"version {wanted} is not published any more", reason="WEIGHTS_GONE"
-                    )
-                self.policy_version = wanted
-                return rollout_pb2.UpdateWeightsResult(policy_version=wanted, report=report)
-            case "SaveCut":
-                step = request.key.step
-                for old in [known for known in self._cuts if known % 2 == step % 2]:
-                    del self._cuts[old]
-                self._cuts[step] = self.policy_version
-                return cuts_pb2.CutResult(policy_version=self.policy_version)
-            case "RestoreCut":
-                if request.step not in self._cuts:
-                    raise NotFoundError(f"no cut of step {request.step}", reason="CUT_NOT_FOUND")
-                self.policy_version = self._cuts[request.step]
-                for later in [step for step in self._cuts if step > request.step]:
-                    if not request.keeps_later:
-                        del self._cuts[later]
-                return cuts_pb2.CutResult(policy_version=self.policy_version)
-            case "SaveCheckpoint" | "Export":
-                version = self.policy_version
-                if name == "SaveCheckpoint" and request.from_cut:
-                    version = self._cuts[request.key.step]
-                self.mesh.saved[request.directory] = version
-                return self._checkpoint(version, getattr(request, "from_cut", False))
-            case "LoadCheckpoint":
-                self.policy_version = self.mesh.saved[request.directory]
-                return self._checkpoint(self.policy_version, is_from_cut=False)
-            case "ForwardBackward":
-                return trainer_pb2.ForwardBackwardResult(report=report)
-            case _:
-                rows = getattr(request, "experience", None)
-                num_rows = request.rows.count if rows is None else rows.num_rows
-                made = self._held(request, name, tokens, num_rows)
-                return experience_pb2.ExperienceResult(experience=made, report=report)
-
-    def _check_version(self, expected: int) -> None:
-        if expected != self.policy_version:
-            raise PreconditionError(
-                f"the weights of {self.name} are at {self.policy_version}, not {expected}",
-                reason="VERSION_MISMATCH",
-            )
-
-    def _initialized(self) -> worker_pb2.InitializeResult:
-        return worker_pb2.InitializeResult(policy_version=self.policy_version, num_parameters=1)
-
-    def _checkpoint(self, version: int, is_from_cut: bool) -> weights_pb2.CheckpointResult:
-        return weights_pb2.CheckpointResult(
-            policy_version=version, manifest_sha256="0" * 64, from_cut=is_from_cut
-        )
+        return self.hold(request, name, tokens, len(lengths), suffix)

@@ -48,8 +48,7 @@ def ppo(
         evaluation={"num_prompts": 0},
         steps=steps,
         prompts_per_step=max(4, samplers),
-        recovery={"attempts": 20},
-        **run,
+        **{"recovery": {"attempts": 20}, **run},
     )
 
 

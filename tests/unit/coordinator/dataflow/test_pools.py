@@ -165,30 +165,32 @@ def replicas(number: int) -> Pools:
 
 async def test_the_preferred_service_is_taken_where_several_are_free() -> None:
     pools = replicas(3)
-    services = ("rollout-1", "rollout-2", "rollout-0")
-    async with (
-        pools.lease(services, (0, 0)) as (first, _),
-        pools.lease(services, (0, 1)) as (second, _),
-    ):
-        assert (first, second) == ("rollout-1", "rollout-2")
-        assert not pools.of("rollout-0").is_held
+    first = await pools.acquire("rollout-1", (0, 0), or_another=True)
+    second = await pools.acquire("rollout-1", (0, 1), or_another=True)
+    assert first is pools.of("rollout-1")
+    assert second is not first
+    assert (first.holder, second.holder) == ("rollout-1", "rollout-0")
+    assert not pools.of("rollout-2").is_held
+    for pool in (first, second):
+        pool.pass_on()
     assert not any(pools.of(f"rollout-{index}").is_held for index in range(3))
 
 
 async def test_a_call_goes_to_the_service_that_gets_free_first() -> None:
     pools, taken = replicas(2), []
 
-    async def work(order: int, first: str, other: str, until: asyncio.Event) -> None:
-        async with pools.lease((first, other), (0, order)) as (chosen, _):
-            taken.append((order, chosen))
-            await until.wait()
+    async def work(order: int, preferred: str, until: asyncio.Event) -> None:
+        pool = await pools.acquire(preferred, (0, order), or_another=True)
+        taken.append((order, pool.holder))
+        await until.wait()
+        pool.pass_on()
 
     slow, quick, late = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    tasks = [asyncio.create_task(work(0, "rollout-0", "rollout-1", slow))]
-    tasks.append(asyncio.create_task(work(1, "rollout-1", "rollout-0", quick)))
+    tasks = [asyncio.create_task(work(0, "rollout-0", slow))]
+    tasks.append(asyncio.create_task(work(1, "rollout-1", quick)))
     await settle()
     # Its own service is the slow one.
-    tasks.append(asyncio.create_task(work(2, "rollout-0", "rollout-1", late)))
+    tasks.append(asyncio.create_task(work(2, "rollout-0", late)))
     await settle()
     assert taken == [(0, "rollout-0"), (1, "rollout-1")]
     quick.set()
@@ -200,13 +202,39 @@ async def test_a_call_goes_to_the_service_that_gets_free_first() -> None:
     assert not any(pools.of(f"rollout-{index}").is_held for index in range(2))
 
 
+async def test_what_a_service_alone_can_do_comes_in_call_order_among_what_any_can() -> None:
+    pools, turns = replicas(1 + 1), []
+
+    async def work(order: int, *, or_another: bool) -> None:
+        pool = await pools.acquire("rollout-0", (order,), or_another=or_another)
+        turns.append((order, pool.holder))
+        await settle()
+        pool.pass_on()
+
+    held = [
+        await pools.of(f"rollout-{index}").acquire((0,), f"rollout-{index}") for index in (0, 1)
+    ]
+    # 3 and 5 are for rollout-0 alone: 5 has to wait for it.
+    works = [work(order, or_another=order not in (3, 5)) for order in (6, 5, 4, 3, 2)]
+    tasks = [asyncio.create_task(one) for one in works]
+    await settle()
+    held[0].pass_on()
+    await asyncio.gather(*tasks[1:])
+    assert turns[:4] == [(order, "rollout-0") for order in (2, 3, 4, 5)]
+    held[1].pass_on()
+    await asyncio.gather(*tasks)
+
+
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 4], ids=lambda n: f"after {n} turns of the loop")
 async def test_a_cancelled_waiter_for_several_services_keeps_none(num_turns: int) -> None:
     pools = replicas(2)
 
     async def work() -> None:
-        async with pools.lease(("rollout-0", "rollout-1"), (0, 0)):
+        pool = await pools.acquire("rollout-0", (0, 0), or_another=True)
+        try:
             await asyncio.sleep(3600)
+        finally:
+            pool.pass_on()
 
     waiter = asyncio.create_task(work())
     for _ in range(num_turns):
@@ -215,3 +243,6 @@ async def test_a_cancelled_waiter_for_several_services_keeps_none(num_turns: int
     await asyncio.gather(waiter, return_exceptions=True)
     await settle()
     assert not any(pools.of(f"rollout-{index}").is_held for index in range(2))
+    async with asyncio.timeout(5):
+        held = [await pools.acquire("rollout-0", (0, order), or_another=True) for order in (1, 2)]
+    assert {pool.holder for pool in held} == {"rollout-0", "rollout-1"}

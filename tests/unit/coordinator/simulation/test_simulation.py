@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from support.simulated import ROLES, SECONDS, ppo, simulated
@@ -14,6 +15,7 @@ from rolemesh.coordinator.mapping.tasks import Timeline, step_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.simulation.faults import Faults
+from rolemesh.coordinator.simulation.run import Outcome
 
 
 class _At(Faults):
@@ -121,8 +123,8 @@ def test_a_lost_judge_is_replaced_while_the_step_goes_on() -> None:
 def test_a_process_that_is_lost_while_another_one_starts_is_started_as_well() -> None:
     outcome = simulated(ppo(), faults=_At((9.0, "actor"), (10.0, "critic")), start_s=16.0)
     assert outcome.commits == (1, 2, 3, 4)
-    # One after the other: the second one is looked for when the first one is there.
-    assert [found.seconds for found in outcome.recoveries] == [32.0]
+    # Side by side: the second one is there a second after the first one.
+    assert [found.seconds for found in outcome.recoveries] == [17.0]
 
 
 def test_a_run_that_may_not_recover_ends_with_the_loss() -> None:
@@ -136,16 +138,33 @@ def test_a_run_that_may_not_recover_ends_with_the_loss() -> None:
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step_ahead", "async"])
 def test_ten_losses_are_survived_by_every_schedule(schedule: str) -> None:
-    check_losses(schedule, samplers=36, steps=6)
+    outcome = check_losses(schedule, samplers=36, steps=6)
+    assert check_losses(schedule, samplers=36, steps=6) == outcome
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ten_losses_of_a_thousand_services_are_survived() -> None:
-    check_losses("sync", samplers=996, steps=4)
+@pytest.mark.parametrize("schedule", ["sync", "one_step_ahead", "async"])
+def test_ten_losses_of_a_thousand_services_are_survived(schedule: str) -> None:
+    check_losses(schedule, samplers=996, steps=4)
 
 
-def check_losses(schedule: str, *, samplers: int, steps: int) -> None:
+def test_each_of_many_services_may_be_lost_in_a_step_as_often_as_one_alone() -> None:
+    recipe = ppo(samplers=12, steps=2, recovery={"attempts": 2, "pause_s": 1.0})
+    lost = [(0.5 + number / 8, f"rollout-{number}") for number in range(10)]
+    outcome = simulated(recipe, faults=_At(*lost))
+    assert outcome.commits == (1, 2)
+    # Each for the first time, and so at once; some had their weights, and are given them again.
+    assert {found.seconds for found in outcome.recoveries} == {16.0, 16.5}
+    assert len(outcome.recoveries) == 10
+    # One that is lost for the third time ends the run.
+    again = [(0.5 + 40.0 * number, "rollout-3") for number in range(3)]
+    slow = {**SECONDS, "rollout.generate": 200.0}
+    with pytest.raises(RunError, match=r"rollout-3 \(rollout-3:\d+\) was lost"):
+        simulated(recipe, seconds=slow, faults=_At(*again))
+
+
+def check_losses(schedule: str, *, samplers: int, steps: int) -> Outcome:
     recipe = ppo(samplers=samplers, sampler={"type": schedule}, steps=steps)
     tokens = 2.0 * 2 * recipe.run.prompts_per_step
     faults = Faults(seed=5, losses=10, within_s=steps * 8.0)
@@ -154,8 +173,7 @@ def check_losses(schedule: str, *, samplers: int, steps: int) -> None:
     assert len(outcome.losses) == 10
     assert outcome.commits == tuple(range(1, steps + 1))
     assert len(outcome.step_ends) == steps
-    again = simulated(recipe, tokens=tokens, faults=faults)
-    assert again == outcome
+    return outcome
 
 
 def test_each_sampler_waits_for_its_own_weights_alone() -> None:
@@ -164,3 +182,41 @@ def test_each_sampler_waits_for_its_own_weights_alone() -> None:
     read = {node.service: node.inputs for node in nodes if node.method == "generate"}
     assert len(read) == 3
     assert read == {service: (node_id,) for service, node_id in takes.items()}
+
+
+@pytest.mark.parametrize("schedule", ["one_step_ahead", "async"])
+def test_what_calls_wait_for_does_not_grow_with_the_number_of_samplers(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(samplers: int) -> int:
+        """Waits for answers of calls and for leases, in a run."""
+        counted = 0
+        before = asyncio.wait
+
+        async def wait(futures: Iterable[asyncio.Future[Any]], **options: Any) -> Any:
+            nonlocal counted
+            known = list(futures)
+            counted += len(known)
+            return await before(known, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "wait", wait)
+            simulated(ppo(samplers=samplers, sampler={"type": schedule}, steps=4))
+        return counted
+
+    assert waits(32) < 2.5 * waits(16)
+
+
+class _SlowInTurn(Faults):
+    """In the second step one sampler takes four times as long, in the third one another."""
+
+    def factor(self, service: str, step: int) -> float:
+        return 4.0 if (service, step) in (("rollout-0", 2), ("rollout-1", 3)) else 1.0
+
+
+def test_a_sampler_that_is_ahead_does_not_wait_for_slower_ones() -> None:
+    recipe = ppo(samplers=3, sampler={"type": "one_step_ahead"}, steps=3)
+    quick, slow = simulated(recipe), simulated(recipe, faults=_SlowInTurn())
+    # Both are slow at the same time: the second one takes its weights and begins while the first
+    # one still samples the step before. Together they cost less than one alone would.
+    assert slow.step_ends[2] < quick.step_ends[2] + 3 * 4.0

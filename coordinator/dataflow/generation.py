@@ -1,0 +1,144 @@
+"""Generation of a step as calls that are dealt out over services that sample."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind
+from rolemesh.coordinator.dataflow.graph import OnBlock
+from rolemesh.coordinator.dataflow.role_calls import PromptBatch, ServiceNodes, StepContext
+from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, SamplerSpec
+from rolemesh.engine.specs import SamplingSpec
+from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Completions of prompts, while calls make them."""
+
+    experience: ExperienceFuture
+    """Of all calls, in the order of prompts."""
+    calls: Mapping[str, Sequence[CallFuture]]
+    """By the service that makes them, or makes them where it can."""
+
+
+class GenerationCalls:
+    """Generation as calls of `batch_size` prompts each, dealt out over services."""
+
+    def __init__(self, spec: SamplerSpec, columns: tuple[str, ...]) -> None:
+        self.spec = spec
+        self.columns = columns
+
+    def may_go_to_another(self, context: StepContext) -> bool:
+        """Whether a call goes to another service that is free when its own is not.
+
+        So it is in the asynchronous schedule, where timing decides other things too.
+        """
+        return isinstance(self.spec, AsyncSamplerSpec) and not context.is_evaluation
+
+    def make(
+        self,
+        context: StepContext,
+        services: Sequence[str],
+        prompts: PromptBatch,
+        sampling: SamplingSpec,
+        before: Mapping[str, Sequence[CallFuture]],
+    ) -> Generation:
+        """Makes the calls.
+
+        A prompt goes to the same service whenever a step samples it, so that its cache serves it
+        again, and which rows are decoded together does not depend on timing, unless a call may go
+        to another service.
+
+        Args:
+            context: Of the step.
+            services: Who samples.
+            prompts: Of the step.
+            sampling: How.
+            before: By service, what its calls wait for.
+        """
+        cuts = pairwise(self._cuts(prompts.count, len(services)))
+        calls: defaultdict[str, list[CallFuture]] = defaultdict(list)
+        parts = []
+        for number, (start, stop) in enumerate(cuts):
+            # Who is asked first does not change, for the sake of caches.
+            service = services[number % len(services)]
+            part = prompts.part(start, stop - start)
+            made = self._call(context, service, part, sampling, before.get(service, ()))
+            calls[service].append(made)
+            parts.append(made)
+        whole = CallFuture(
+            nodes=tuple(node for part in parts for node in part.nodes),
+            outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
+            columns=frozenset(self.columns),
+        )
+        return Generation(ExperienceFuture(context.dataflow, (whole,)), calls)
+
+    def _cuts(self, num_prompts: int, num_services: int) -> list[int]:
+        """Where the prompts are cut into calls."""
+        if self.spec.batch_size is not None:
+            return [*range(0, num_prompts, self.spec.batch_size), num_prompts]
+        num_calls = min(num_prompts, num_services)
+        # The first ones get one more, where it does not come out even.
+        return [-(-number * num_prompts // num_calls) for number in range(num_calls + 1)]
+
+    def _call(
+        self,
+        context: StepContext,
+        preferred: str,
+        prompts: PromptBatch,
+        sampling: SamplingSpec,
+        after: Sequence[CallFuture],
+    ) -> CallFuture:
+        num_rows = prompts.count * sampling.samples_per_prompt
+        # Evaluation draws another number of samples, and waits for all of them anyway.
+        block_rows = 0 if context.is_evaluation else self.spec.block_rows
+
+        async def call(
+            chosen: ServiceNodes,
+            key: operation_pb2.OperationKey,
+            on_block: OnBlock,
+            on_progress: ProgressCallback,
+        ) -> experience_pb2.ExperienceResult:
+            service = chosen.service
+
+            def take(block: rollout_pb2.GeneratedBlock) -> None:
+                index, rows = block.index, block.experience.num_rows
+                wanted = min(block_rows, num_rows - index * block_rows)
+                if rows != wanted:
+                    raise RunError(
+                        f"step {context.step}: {service}.generate sent a block {index} of {rows} "
+                        f"rows, not {wanted}: a block holds block_rows trajectories in the order "
+                        "of prompts, as rollout.proto says"
+                    )
+                on_block(index, block.experience)
+
+            result = await chosen.client.generate(
+                key,
+                prompts.to_proto(),
+                rollout_pb2.Sampling(**sampling.model_dump()),
+                block_rows=block_rows,
+            ).result(on_progress, take)
+            made = result.experience.num_rows
+            if made != num_rows:
+                raise RunError(
+                    f"step {context.step}: {service}.generate answered with {made} trajectories, "
+                    f"not the {num_rows} that were asked for; see the log of the {service}"
+                )
+            return result
+
+        return ServiceNodes(context, preferred).sample_node(
+            NodeKind.SAMPLE,
+            "generate",
+            call,
+            num_blocks=math.ceil(num_rows / block_rows) if 0 < block_rows < num_rows else 1,
+            produces=self.columns,
+            after=after,
+            or_another=self.may_go_to_another(context),
+        )
