@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -25,13 +27,19 @@ from rolemesh.coordinator.commands.cluster_options import (
     planned_job,
 )
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
-from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
-from rolemesh.coordinator.mapping.calibration import CalibrationError
+from rolemesh.coordinator.commands.options import Json, Overrides
+from rolemesh.coordinator.mapping.calibration import (
+    Calibration,
+    CalibrationError,
+    Machine,
+    calibrated,
+)
 from rolemesh.coordinator.mapping.cluster import ClusterError
-from rolemesh.coordinator.mapping.devices import UnknownDeviceError
+from rolemesh.coordinator.mapping.devices import UnknownDeviceError, device_of
 from rolemesh.coordinator.mapping.drawing import svg_timeline, text_timeline
 from rolemesh.coordinator.mapping.job import ConstraintError, Wishes
 from rolemesh.coordinator.mapping.models import UnknownFamilyError
+from rolemesh.coordinator.mapping.recorded import RecordedRun
 from rolemesh.coordinator.mapping.report import Plan, phases, plan_of
 from rolemesh.coordinator.mapping.search import Search
 from rolemesh.coordinator.mapping.settings import plan_section, settings_of
@@ -40,6 +48,8 @@ from rolemesh.coordinator.mapping.templates import templates
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.run.calibrations import calibrations_for
+from rolemesh.coordinator.run.folder import NoRunError
+from rolemesh.coordinator.run.recorded_steps import last_settings, recorded_run
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(add_completion=False)
@@ -47,9 +57,16 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def plan(
-    recipe: Recipes,
     gpus: Gpus,
     gpu: Gpu,
+    recipe: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RECIPE...", help="YAML files; a later one wins."),
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="In their place: a run that was made on such a device."),
+    ] = None,
     per_machine: PerMachine = None,
     network: Network = None,
     prompt_tokens: PromptTokens = None,
@@ -93,10 +110,27 @@ def plan(
 
     Example: rolemesh plan recipes/gpu/ppo-1500m-4-gpus.yaml --gpus 4 --gpu a100-40 --write my.yaml
     """
+    files, changes = list(recipe or ()), list(overrides or ())
+    made: RecordedRun | None = None
     try:
+        if from_run is None and not files:
+            raise RecipeError("no recipe is given: name one, or a run with --from-run")
         measured = calibrations_for(gpu, calibration or ())
+        if from_run is not None:
+            if files or prompt_tokens is not None or completion_tokens is not None:
+                raise RecipeError(
+                    f"--from-run is {from_run}, which has a recipe and rows of its own: leave "
+                    "RECIPE, --prompt-tokens and --completion-tokens out"
+                )
+            made = recorded_run(from_run)
+            files, changes = [from_run / "config.yaml"], [*last_settings(from_run), *changes]
+            # The folder of the next run is another one.
+            changes.append("run.directory=null")
+            prompt_tokens = round(made.job.work.prompt_tokens)
+            completion_tokens = made.job.work.completions.mean
+            measured = {gpu[0]: _fitted(gpu, measured, made)}
         groups = groups_of(gpus, gpu, per_machine, network, measured)
-        loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
+        loaded = load_recipe(files, overrides=changes, environment=os.environ)
         wishes = Wishes(
             together=_pairs("--together", together),
             apart=_pairs("--apart", apart),
@@ -113,6 +147,7 @@ def plan(
         CalibrationError,
         ClusterError,
         ConstraintError,
+        NoRunError,
         UnknownDeviceError,
         UnknownFamilyError,
     ) as error:
@@ -122,6 +157,10 @@ def plan(
         fail(str(missing), EXIT_FAILED, missing, as_json=as_json)
     result = replace(plan_of(search, found), basis=basis_of(gpu, measured))
     settings = settings_of(loaded, result)
+    predicted_s = 0.0
+    if made is not None:
+        fitted = measured[gpu[0]]
+        predicted_s = made.predicted(fitted.described_device, fitted.coefficients).period
     compared: dict[str, float | None] = {}
     if schedules:
         for name, variant in templates(loaded):
@@ -130,7 +169,7 @@ def plan(
             compared[name] = plans[0].period if plans else None
     try:
         if write is not None:
-            text = _written(recipe, overrides or (), settings, result)
+            text = _written(files, changes, settings, result, made)
             write_atomically(write, text)
         if svg is not None:
             write_atomically(svg, svg_timeline(result, f"{loaded.run.name}: predicted step"))
@@ -141,8 +180,14 @@ def plan(
         text = f"{error.filename} cannot be written ({error.strerror}): name a file elsewhere"
         fail(text, EXIT_BAD_INPUT, error, as_json=as_json)
     if as_json:
-        print(json.dumps({**result.to_dict(), "settings": settings, "schedules": compared}))
+        run = None
+        if made is not None:
+            run = {"name": made.name, "measured_s": made.step_s, "predicted_s": predicted_s}
+        told = {"settings": settings, "schedules": compared, "from_run": run}
+        print(json.dumps({**result.to_dict(), **told}))
         return
+    if made is not None:
+        print(_told(made, predicted_s))
     _show(Console(), search, result, settings, explain=explain)
     for name, seconds in compared.items():
         print(f"{name}: " + ("does not fit" if seconds is None else f"{seconds:.3g} s a step"))
@@ -153,14 +198,48 @@ def plan(
             print(f"written: {path}")
 
 
+def _fitted(
+    kinds: list[str], measured: Mapping[str, Calibration], made: RecordedRun
+) -> Calibration:
+    """The cost model of a kind of device, fitted to the calls of a run that was made on it.
+
+    Raises:
+        ClusterError: There are several kinds, and no run says which one it was made on.
+        UnknownDeviceError: The kind is not known.
+    """
+    if len(set(kinds)) != 1:
+        raise ClusterError(
+            f"--gpu is {', '.join(kinds)}: a plan from a run is for the one kind of device that "
+            "the run was made on; give one"
+        )
+    known = measured.get(kinds[0])
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    machine = Machine(name=f"the machine of {made.name}", threads=1, versions={}, date=today)
+    primitives = () if known is None else known.primitives
+    machine = machine if known is None else known.machine
+    return calibrated(device_of(kinds[0]), primitives, [made], [], machine)
+
+
+def _told(made: RecordedRun, predicted_s: float) -> str:
+    return (
+        f"{made.name} as it was placed: {made.step_s:.3g} s a step measured, {predicted_s:.3g} s "
+        "predicted"
+    )
+
+
 def _written(
-    files: list[Path], overrides: list[str] | tuple[str, ...], settings: list[str], result: Plan
+    files: list[Path],
+    overrides: list[str],
+    settings: list[str],
+    result: Plan,
+    made: RecordedRun | None,
 ) -> str:
     """The recipe with the plan's settings and its prediction. It has been validated."""
     planned = load_recipe(files, overrides=[*overrides, *settings], environment=os.environ)
     section = plan_section(planned, result)
     header = [
         f"Planned by: rolemesh plan {' '.join(str(file) for file in files)}",
+        *([] if made is None else [f"The run before: {made.step_s:.3g} s a step."]),
         f"Predicted: {section.told}.",
         f"For {result.rows}.",
         "`rolemesh fit` counts what each GPU will hold.",

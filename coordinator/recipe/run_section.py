@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rolemesh.coordinator.recipe.checkpoints import CheckpointSpec, EarlyStoppingSpec
 from rolemesh.coordinator.recipe.health import HealthSpec
+from rolemesh.coordinator.recipe.tuning import TuningSpec
 from rolemesh.engine.specs import Numerics, Spec
 
 
@@ -77,6 +78,8 @@ class RunSpec(Spec):
     """Ends the run when evaluations do not get better; None: it makes all steps."""
     recovery: RecoverySpec = RecoverySpec()
     health: HealthSpec = HealthSpec()
+    tuning: TuningSpec | None = None
+    """Settings that the run tries while it goes on, to make shorter steps; None: none."""
     samples: int = Field(default=4, ge=0, le=64)
     """Trajectories of each step and evaluation that are kept for people, in samples.jsonl (32 MiB,
     the newest) and, of the newest steps, in the store; 0 keeps none."""

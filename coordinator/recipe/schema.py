@@ -28,6 +28,7 @@ from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
+from rolemesh.coordinator.recipe.tuning import check_tuning
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import (
     ActorSpec,
@@ -388,6 +389,11 @@ class Recipe(Spec):
     def _check_schedules(self) -> Self:
         for role in self.roles:
             self.sent_section(role)
+        return self
+
+    @model_validator(mode="after")
+    def _check_tuning(self) -> Self:
+        check_tuning(self)
         return self
 
     def own_functions(self) -> Mapping[str, OwnFunctionSpec]:

@@ -27,6 +27,7 @@ from rolemesh.coordinator.run.replaceable import replaceable_services
 from rolemesh.coordinator.run.run_loop import RunLoop
 from rolemesh.coordinator.run.samples import SampleTaker
 from rolemesh.coordinator.run.training import TrainingLoop
+from rolemesh.coordinator.run.tuning import RunTuning
 from rolemesh.coordinator.run.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.store import StateStore
@@ -61,6 +62,8 @@ class RunParts:
     """When a service does not answer a call, the launcher has this long to report the cause."""
     open_channel: OpenChannel = open_watched
     """Opens a channel to a service."""
+    tuning: RunTuning | None = None
+    """Chooses the settings of each attempt; None: all have the recipe's."""
 
 
 class Attempt:
@@ -138,6 +141,7 @@ class Attempt:
             events=parts.events,
             samples=self.samples,
             progress=parts.progress,
+            tuning=parts.tuning,
         )
 
     @property

@@ -146,6 +146,7 @@ class Conclusion:
                 }
             ),
             recoveries=tuple(recovered),
+            tuning=None if parts.tuning is None else parts.tuning.to_dict(),
             versions={"coordinator": coordinator_versions(), **roles},
             git_commit=self._git_commit,
             coordinator_traffic=traffic_totals(parts.traffic),

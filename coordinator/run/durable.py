@@ -65,6 +65,11 @@ class DurableCheckpoints:
         self._writing: dict[int, asyncio.Task[None]] = {}
         """By step, oldest first. What has ended stays until it was waited for, for its error."""
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(not task.done() for task in self._writing.values())
+
     async def save_cut(self, step: int) -> float:
         """Saves the cuts of a step, once no checkpoint needs those that they replace.
 

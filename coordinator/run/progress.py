@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION, LOG_OPERATION
+from rolemesh.coordinator.recipe.tuning import key_of
 from rolemesh.coordinator.run.evaluation import Evaluation
+from rolemesh.coordinator.run.turns import Turn
 from rolemesh.coordinator.state.store import REWIND_OPERATION, JournalEntry
 
 RECORD_OPERATION = "step.record"
@@ -23,6 +25,9 @@ EVALUATION_OPERATION = "run.evaluate"
 
 ROLL_BACK_OPERATION = "run.roll_back"
 """Journal entry of a run that goes back to a step, to draw those after it anew."""
+
+TURN_OPERATION = "run.turn"
+"""Journal entry of a run that tunes itself: its settings after a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,10 @@ class RunProgress:
     skipped: SkippedStep | None = None
     """The next step, if it is not to be made again. Another process makes it again, and finds the
     same."""
+    turns: list[Turn] = field(default_factory=list)
+    """Settings that the run has tried and kept, oldest first; none where it does not tune."""
+    failed_settings: set[str] = field(default_factory=set)
+    """Those that are not tried again, also where the run went back behind them."""
 
     @property
     def next_prompt(self) -> int:
@@ -111,6 +120,12 @@ class RunProgress:
         skipped, self.skipped = self.skipped, None
         return skipped if skipped is not None and skipped.step == step else None
 
+    def take_turn(self, turn: Turn) -> None:
+        """Takes settings that hold from the next step on."""
+        self.turns.append(turn)
+        if turn.verdict is not None and turn.verdict.has_failed:
+            self.failed_settings.add(key_of(turn.verdict.settings))
+
     def recorded(self, record: Mapping[str, float]) -> None:
         """Takes the whole record of the newest step."""
         self.records.append(dict(record))
@@ -147,6 +162,8 @@ class RunProgress:
         del self.actor_versions[step + 1 :]
         self.records = [record for record in self.records if record["step"] <= step]
         self.unrecorded = None
+        # A step that is made again is made as it was.
+        self.turns = [turn for turn in self.turns if turn.step <= step]
         if self.after is not None and self.after.step > step:
             self.after = None
 
@@ -163,6 +180,7 @@ class RunProgress:
             "actor_versions": self.actor_versions[: step + 1],
             "roll_backs": list(self.roll_backs),
             "before": None if self.before is None else self.before.to_dict(),
+            "turns": [turn.to_dict() for turn in self.turns if turn.step <= step],
         }
 
     @classmethod
@@ -194,6 +212,8 @@ class RunProgress:
             raise ValueError(f"step is {step}, but the lists beside it have other lengths")
         if marker["before"] is not None:
             progress.before = Evaluation.of_dict(marker["before"])
+        for turn in marker.get("turns", ()):
+            progress.take_turn(Turn.from_dict(turn))
         return progress
 
     @classmethod
@@ -227,5 +247,7 @@ class RunProgress:
                 progress.rewind(entry.step)
             elif entry.operation == ROLL_BACK_OPERATION:
                 progress.roll_back(entry.step)
+            elif entry.operation == TURN_OPERATION:
+                progress.take_turn(Turn.from_dict(result))
             progress.epoch = max(progress.epoch, entry.epoch)
         return progress

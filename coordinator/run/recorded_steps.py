@@ -18,12 +18,14 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.tuning import with_settings
 from rolemesh.coordinator.run.folder import NoRunError, read_graphs
+from rolemesh.coordinator.run.turns import read_turns
 from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
 
 
 def recorded_run(directory: Path, clock: Callable[[float], float] = float) -> RecordedRun:
-    """Reads what the steps of a run took.
+    """Reads what the steps of a run took; of one that tuned itself, those with the last settings.
 
     Args:
         directory: Folder of the run, with the recipe that it was made by.
@@ -36,7 +38,11 @@ def recorded_run(directory: Path, clock: Callable[[float], float] = float) -> Re
     config = directory / "config.yaml"
     if not config.is_file():
         raise NoRunError(f"{directory} has no config.yaml: name the folder of a run")
-    recipe = load_recipe([config])
+    recipe, turns = load_recipe([config]), read_turns(directory)
+    skipped = WARMUP_STEPS
+    if turns:
+        # Steps before its last turn were made by other settings.
+        recipe, skipped = with_settings(recipe, turns[-1].settings), turns[-1].step + 1
     _check(directory, recipe)
     records = {}
     for _, line in whole_lines(directory / METRICS_FILE):
@@ -45,11 +51,11 @@ def recorded_run(directory: Path, clock: Callable[[float], float] = float) -> Re
     graphs = [
         graph
         for graph in read_graphs(directory, None)
-        if graph[0].step > WARMUP_STEPS and graph[0].step in records
+        if graph[0].step > skipped and graph[0].step in records
     ]
     if not graphs:
         raise NoRunError(
-            f"{directory} has made {len(records)} steps, and the first {WARMUP_STEPS} do not "
+            f"{directory} has made {len(records)} steps, and the first {skipped} do not "
             "count: name a run that has made more"
         )
     first = graphs[0]
@@ -90,6 +96,13 @@ def recorded_run(directory: Path, clock: Callable[[float], float] = float) -> Re
         step_s=statistics.median(steps),
         beside_s=statistics.median(beside),
     )
+
+
+def last_settings(directory: Path) -> list[str]:
+    """Texts for `--set` that give the recipe of a run the settings that it came to by tuning."""
+    turns = read_turns(directory)
+    settings = turns[-1].settings if turns else {}
+    return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
 
 
 def _check(directory: Path, recipe: Recipe) -> None:

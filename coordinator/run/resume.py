@@ -33,6 +33,7 @@ _CHANGEABLE = (
     "run.recovery",
     "run.health",
     "run.samples",
+    "run.tuning",
     "run.directory",
     "pools",
     "services",

@@ -84,6 +84,8 @@ class RunSummary:
     """Median seconds of the newest steps, without the run's first ones; None of a shorter run."""
     recoveries: tuple[Recovered, ...] = ()
     """What the run survived, in this process."""
+    tuning: Mapping[str, Any] | None = None
+    """The settings that the run has kept, and its turns; None: it does not tune itself."""
     versions: Mapping[str, Mapping[str, str]]
     """Versions of components, by role."""
     git_commit: str | None
@@ -119,6 +121,7 @@ class RunSummary:
             "seconds_by_phase": dict(self.seconds_by_phase),
             "step_s": {"planned": self.planned_step_s, "measured": self.measured_step_s},
             "recoveries": [one.to_dict() for one in self.recoveries],
+            "tuning": None if self.tuning is None else dict(self.tuning),
             "versions": {role: dict(versions) for role, versions in self.versions.items()},
             "git_commit": self.git_commit,
             "coordinator_traffic": dict(self.coordinator_traffic),

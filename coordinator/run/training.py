@@ -53,6 +53,7 @@ from rolemesh.coordinator.run.progress import (
 from rolemesh.coordinator.run.run_loop import RunLoop
 from rolemesh.coordinator.run.samples import SampleTaker
 from rolemesh.coordinator.run.steps_ahead import StepsAhead
+from rolemesh.coordinator.run.tuning import RunTuning
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.store import RunState, StateStore
 from rolemesh.rpc.channel import MethodTraffic
@@ -91,8 +92,10 @@ class TrainingLoop(RunLoop):
         events: EventLog,
         samples: SampleTaker,
         progress: RunProgress | None = None,
+        tuning: RunTuning | None = None,
     ) -> None:
         super().__init__(wishes, progress)
+        self._tuning = tuning
         # A client makes the steps of the one other kind of section.
         assert isinstance(recipe.algorithm, AlgorithmSection)
         self._section = recipe.algorithm
@@ -169,12 +172,26 @@ class TrainingLoop(RunLoop):
             # It may have ended between a step and its checkpoint, too.
             await self.durable.save_owed()
             await self._heed_wishes()
+            if self._tuning is not None:
+                await self._tuning.begin(self._journal)
             while not (self._is_made or self.wishes.is_stop_wanted):
                 await self._make_step(self.step + 1)
                 await self.durable.save_due()
                 await self._heed_wishes()
+                await self._tune()
         finally:
             await self._ahead.drop()
+
+    async def _tune(self) -> None:
+        """Ends the attempt where the run goes on with other settings.
+
+        The next attempt begins with the cut of the newest step. A checkpoint that is being written
+        would have to be begun again: the run turns after a step without one.
+        """
+        if self._tuning is None or self._is_made or self.wishes.is_stop_wanted:
+            return
+        if self.cuts.is_on and not self.durable.is_writing:
+            await self._tuning.after_step(self._journal)
 
     def rewound(self) -> None:
         """Told that the progress went back to an earlier step, before `run`."""
@@ -233,6 +250,8 @@ class TrainingLoop(RunLoop):
 
     def lost(self, service: str) -> None:
         """Told that a service is replaced: what it has answered has to be asked for again."""
+        if self._tuning is not None:
+            self._tuning.disturbed(self.step + 1)
         newest = [] if self.dataflow is None else [self.dataflow]
         for dataflow in (*newest, *self._ahead.begun):
             dataflow.lost(service)
@@ -422,6 +441,8 @@ class TrainingLoop(RunLoop):
             record["time/cut"] = cut_seconds
         await self._commit(step, self._ahead.position(step), record)
         self._ahead.made(step)
+        if self._tuning is not None:
+            self._tuning.made(step, nodes)
         for phase, spent in phase_seconds(nodes).items():
             self.progress.seconds[phase] += spent
         return context

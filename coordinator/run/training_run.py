@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -40,6 +41,7 @@ from rolemesh.coordinator.run.replacing import Replacements
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.summary import RunSummary, git_commit
 from rolemesh.coordinator.run.training import TrainingLoop
+from rolemesh.coordinator.run.tuning import RetunedError, RunTuning
 from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.errors import StaleEpochError, StateStoreError
@@ -245,6 +247,7 @@ class TrainingRun:
             watch=self._watch_settings,
             loss_grace_s=self._loss_grace_s,
             open_channel=self._open_channel,
+            tuning=self._tuning(),
         )
         conclusion = Conclusion(parts, commit)
         attempt = await self._new_attempt(parts)
@@ -261,6 +264,12 @@ class TrainingRun:
             await self._end(parts, attempt, failure)
             summary = await conclusion.write(failure, attempt, self._recoveries.made)
         return summary
+
+    def _tuning(self) -> RunTuning | None:
+        """What tunes the run, where its recipe asks for that."""
+        if self.recipe.run.tuning is None:
+            return None
+        return RunTuning(self.recipe, self.progress, self.directory, self._observer)
 
     async def _take_over(self) -> None:
         """Fences off the coordinator before, and reads what that one has added until now."""
@@ -303,6 +312,8 @@ class TrainingRun:
             self.run_id, at_least=self._told_epoch + 1, led=self.progress.epoch or None
         )
         self.progress.epoch = epoch
+        if parts.tuning is not None:
+            parts = replace(parts, recipe=parts.tuning.recipe)
         self._attempt = Attempt(parts, epoch, self._lost.addresses)
         # What was lost since the services were started.
         for service, reason in self._lost.names.items():
@@ -323,7 +334,7 @@ class TrainingRun:
                 is_first = False
                 await attempt.make(deadlines_s, self.service_lost, self._begun)
                 return
-            except StepUndoneError:
+            except (StepUndoneError, RetunedError):
                 lost = {**self._lost.names, **await self._end_replacements()}
                 if lost:
                     await self._recover(ServiceLostError(*lost.popitem()), attempt)
@@ -344,10 +355,19 @@ class TrainingRun:
                 if isinstance(attempt.loop, TrainingLoop):
                     is_return = self._begun_by not in (None, attempt)
                     pause_s = self._budget.pause_s(error, self.progress.step, is_return=is_return)
+                    if await self._gave_up_trial(parts, attempt, error):
+                        # However it looks, the settings that were tried may be the reason.
+                        pause_s = pause_s or 0.0
                 if pause_s is None:
                     raise
                 await self._failed(error, attempt)
                 await asyncio.sleep(pause_s)
+
+    async def _gave_up_trial(self, parts: RunParts, attempt: Attempt, error: Exception) -> bool:
+        """Goes back to the best settings where others were tried; returns whether they were."""
+        if parts.tuning is None or isinstance(error, StateStoreError):
+            return False
+        return await parts.tuning.gave_up(attempt.journal, told_of(error))
 
     async def _failed(self, error: Exception, attempt: Attempt) -> None:
         """Says that the run recovers, and notes which service has to be started again."""
@@ -388,7 +408,7 @@ class TrainingRun:
 
         async def save() -> None:
             # A signal ends it, like all before it.
-            await self._aborted.cuts_short(save_last(parts, attempt, self._lost))
+            await self._aborted.cuts_short(save_last(attempt.parts, attempt, self._lost))
 
         todo: list[Callable[[], Awaitable[None]]] = [attempt.give_back]
         if failure is not None and isinstance(loop, TrainingLoop):

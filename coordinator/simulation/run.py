@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.dataflow.clock import now
@@ -75,6 +76,8 @@ class Outcome:
     """Most steps that weights which sampled were behind those that trained."""
     calls: int
     """Of services, without looks at how they are."""
+    tuning: Mapping[str, Any] | None
+    """What the summary says of it; None where the recipe asks for none."""
 
     @property
     def step_seconds(self) -> list[float]:
@@ -164,6 +167,7 @@ async def _simulate(recipe: Recipe, settings: Settings) -> Outcome:
         ),
         staleness=max((r.get("staleness/max", 0.0) for r in observer.records), default=0.0),
         calls=len(mesh.calls),
+        tuning=summary.tuning,
     )
 
 

@@ -297,10 +297,10 @@ HARMLESS = {
     "messages", "metadata", "metric", "model", "name", "options", "output", "pool", "project",
     "prompt", "prompt_input", "question_template", "reads", "rejected", "reward_key", "roles",
     "rows", "rubric", "settings", "space_id", "split", "held_out_split", "system_prompt", "task",
-    "text", "version", "workspace", "own_functions", "pools", "services",
+    "text", "version", "workspace", "own_functions", "pools", "services", "space",
 }  # fmt: skip
 """Texts that name nothing of this host and no address: columns, labels, projects of a tracker, keys
-of a mapping."""
+of a mapping. The keys of a space of tuning are a closed list, none of which names anything."""
 
 NAMED: dict[NamedKind, set[str]] = {
     "code": {"environment", "function", "tracker"},

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer.testing
 from support.mapping_jobs import LLAMAS
+from support.recorded_folders import CALLS, run_folder
 
 from rolemesh.coordinator.commands.plan import app
 from rolemesh.coordinator.mapping import from_recipe
@@ -19,6 +20,7 @@ from rolemesh.coordinator.mapping.devices import DEVICES
 from rolemesh.coordinator.mapping.layouts import Freedom
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.planning import plan_step
+from rolemesh.coordinator.run.turns import TURNS_FILE, Turn
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 QWEN = {
@@ -334,3 +336,37 @@ def test_two_kinds_of_devices_are_numbered_one_after_the_other(recipe: Path) -> 
     loaded = load_recipe([path])
     devices = [device for pool in loaded.pools.values() for device in pool.devices]
     assert len(devices) == len(set(devices))
+
+
+def test_a_plan_from_a_run_stands_on_its_calls_its_rows_and_its_settings(tmp_path: Path) -> None:
+    directory = run_folder(tmp_path, steps=9, run__directory="here")
+    settings = {"actor.model.micro_batch_tokens": 1024}
+    turn = Turn(step=3, settings=settings, best=settings, is_last=True)
+    (directory / TURNS_FILE).write_text(json.dumps(turn.to_dict()) + "\n")
+    written = tmp_path / "next.yaml"
+    shown = plan("--from-run", directory, "--gpus=2", "--gpu=cpu", f"--write={written}")
+    # The median of steps 5 to 9.
+    measured_s = 7 * (sum(CALLS) + 0.03)
+    assert f"as it was placed: {measured_s:.3g} s a step measured" in shown
+    assert "30 tokens of prompt" in shown
+    assert "8 calls of 1 runs" in shown
+    planned = load_recipe([written])
+    assert planned.run.directory is None
+    told = json.loads(plan("--from-run", directory, "--gpus=2", "--gpu=cpu", "--json"))
+    assert told["from_run"]["measured_s"] == pytest.approx(measured_s)
+    # The calls of the run are all that its predictions were fitted to.
+    assert told["from_run"]["predicted_s"] == pytest.approx(measured_s, rel=0.2)
+    assert f"The run before: {measured_s:.3g} s a step." in written.read_text()
+
+
+def test_a_plan_from_a_run_has_no_other_recipe_and_one_kind_of_device(
+    recipe: Path, tmp_path: Path
+) -> None:
+    directory = run_folder(tmp_path / "made")
+    gpus = ("--gpus=2", "--gpu=cpu")
+    shown = plan(recipe, "--from-run", directory, *gpus, code=2)
+    assert "has a recipe and rows of its own" in shown
+    assert "no recipe is given" in plan(*gpus, code=2)
+    kinds = ("--gpus=2", "--gpu=h100", "--gpus=2", "--gpu=a100-80")
+    assert "give one" in plan("--from-run", directory, *kinds, code=2)
+    assert "has no config.yaml" in plan("--from-run", tmp_path, *gpus, code=2)

@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from support.mapping_jobs import LLAMAS
-from support.mesh_runs import tiny_recipe
+from support.recorded_folders import CALLS, STEPS, run_folder
 
 from rolemesh.coordinator.api.plans import WARMUP_STEPS
-from rolemesh.coordinator.dataflow.futures import NodeState
 from rolemesh.coordinator.mapping.placed import own_layouts
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.folder import NoRunError
-from rolemesh.coordinator.run.planning import plan_step
-from rolemesh.coordinator.run.recorded_steps import recorded_run
-
-CALLS = (0.4, 0.05, 0.06, 0.01, 0.02, 0.1, 0.2)
-"""Seconds of generate, values, reference, reward, advantages, and of both updates."""
-STEPS = WARMUP_STEPS + 3
-
-
-def run_folder(folder: Path, *, steps: int = STEPS, **changes: Any) -> Path:
-    """A run of which step s took s times as long, but for the first ones: 100 times."""
-    model = folder / "model"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(LLAMAS["tiny"]))
-    directory = folder / "run"
-    directory.mkdir(exist_ok=True)
-    (directory / "config.yaml").write_text(yaml.safe_dump(tiny_recipe(model, **changes)))
-    recipe = load_recipe([directory / "config.yaml"])
-    nodes = list(asyncio.run(plan_step(recipe)))
-    graphs, records = [], []
-    for step in range(1, steps + 1):
-        now, slowness = 1000.0 * step, 100 if step <= WARMUP_STEPS else step
-        for node, seconds in zip(nodes, CALLS, strict=False):
-            node.step, node.state, node.num_rows = step, NodeState.DONE, 8
-            node.queued_at = 1000.0 * step
-            node.started_at, node.ended_at = now, now + slowness * seconds
-            # 8 rows of 30 tokens of prompt and 5 of completion.
-            node.num_tokens = 8 * 35
-            now = node.ended_at
-        graphs.append({"step": step, "nodes": [node.to_dict() for node in nodes]})
-        records.append(
-            {
-                "step": step,
-                "time/step": slowness * (sum(CALLS) + 0.03),
-                "completion_length/mean": 5.0,
-            }
-        )
-    for name, lines in (("dataflow.jsonl", graphs), ("metrics.jsonl", records)):
-        (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return directory
+from rolemesh.coordinator.run.recorded_steps import last_settings, recorded_run
+from rolemesh.coordinator.run.turns import TURNS_FILE, Turn
 
 
 def test_the_median_of_each_call_counts_without_the_first_steps(tmp_path: Path) -> None:
@@ -134,3 +92,20 @@ def test_roles_that_sleep_in_turn_are_refused(tmp_path: Path) -> None:
     pools = {"gpus": {"devices": ["cuda:0"], "roles": roles}}
     with pytest.raises(RecipeError, match=r"roles of pools\.gpus sleep in turn"):
         recorded_run(run_folder(tmp_path, pools=pools))
+
+
+def test_of_a_run_that_tuned_itself_the_steps_with_its_last_settings_count(tmp_path: Path) -> None:
+    directory = run_folder(tmp_path, steps=9)
+    key = "actor.model.micro_batch_tokens"
+    turns = [
+        Turn(step=step, settings={key: tokens}, best={key: 4096}, is_last=step == 5)
+        for step, tokens in ((4, 512), (5, 1024))
+    ]
+    lines = [json.dumps(turn.to_dict()) + "\n" for turn in turns]
+    (directory / TURNS_FILE).write_text("".join(lines))
+    found = recorded_run(directory)
+    # Steps 7 to 9: the first one with the last settings does not count.
+    assert found.step_s == pytest.approx(8 * (sum(CALLS) + 0.03))
+    assert found.layouts["actor"].micro_batch_tokens == 1024
+    assert last_settings(directory) == [f"{key}=1024"]
+    assert last_settings(run_folder(tmp_path / "untuned")) == []
