@@ -37,11 +37,12 @@ from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
 from rolemesh.services.runtime.experience.fetch import ExperienceServicer
+from rolemesh.services.runtime.hosts.interfaces import keep_to_interface, of_this_host
 from rolemesh.services.runtime.ranks.agent import as_rank, run_ranks
 from rolemesh.services.runtime.ranks.device import select_device
 from rolemesh.services.runtime.ranks.face import Face
 from rolemesh.services.runtime.ranks.loopback import stay_on_loopback
-from rolemesh.services.runtime.ranks.meeting import Meeting
+from rolemesh.services.runtime.ranks.meeting import Meeting, store_of_ranks
 from rolemesh.services.runtime.server.config import ConfigError, ServiceConfig, load_config
 from rolemesh.services.runtime.server.interceptor import ServiceInterceptor
 from rolemesh.services.runtime.server.log import set_up_logging
@@ -168,7 +169,7 @@ class ServiceServer:
         self._background.append(asyncio.create_task(self.metrics.watch_loop()))
         await server.start()
         self._server = server
-        if config.rank_store is not None and not await self._meet_ranks(config.rank_store):
+        if config.rank_store is not None and not await self._meet_ranks():
             return runtime.address
         for name in ("", LIVENESS, READINESS, *runtime.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -183,9 +184,10 @@ class ServiceServer:
             raise ServiceStartError(str(error)) from error
         logger.info("computes on %s", device)
 
-    async def _meet_ranks(self, store: Path) -> bool:
+    async def _meet_ranks(self) -> bool:
         """Returns once all ranks have met; False where this one is told to end before."""
         config, runtime = self.config, self.runtime
+        store = store_of_ranks(config, runtime.identity)
         runtime.meeting = Meeting(store, config.rank, config.world_size)
         addresses = await runtime.meeting.exchange(runtime.address, runtime.exit_requested.is_set)
         if addresses is None:
@@ -310,7 +312,8 @@ def run_service(role: Role, arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        config = load_config(role.name, arguments, os.environ)
+        config = of_this_host(load_config(role.name, arguments, os.environ))
+        keep_to_interface(config, os.environ)
     except ConfigError as error:
         print(f"{role.name}: {error}", file=sys.stderr)
         return EXIT_USAGE
