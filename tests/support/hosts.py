@@ -59,7 +59,8 @@ class HostNetwork:
             f"{self._net}.{2 + host}" if self._are_apart else f"127.0.0.{2 + host}"
             for host in range(number)
         ]
-        self.interface = "eth0" if self._are_apart else "lo"
+        self.own_address = f"{self._net}.1" if self._are_apart else "127.0.0.1"
+        """Of this machine, on which the tests run, for the hosts."""
 
     def __enter__(self) -> HostNetwork:
         if self._are_apart:
