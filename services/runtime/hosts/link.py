@@ -1,4 +1,4 @@
-"""A host's agent in the meeting of its service: it joins, looks at the others, and stays in touch."""
+"""A host's agent in the meeting of its service: it joins, looks at others, and stays in touch."""
 
 from __future__ import annotations
 
