@@ -33,8 +33,11 @@ LAYOUTS = {
     "1-2-2_to_1-2-2": ("tp=2,dp=2,fsdp=1", {"tp": 2}),
     "fsdp": ("dp=4,fsdp=4", {}),
     "2-2-1_to_1-1-4": ("pp=2,tp=2", {"tp": 1}),
+    "1-2-2_to_1-2-2_vllm": ("tp=2,dp=2,fsdp=1", {"tp": 2}),
 }
-"""The paper's names of layouts; p-t-d of training, and of generation."""
+"""The paper's names of layouts: p-t-d of training, and of generation."""
+
+VLLM = {"type": "vllm", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
 
 
 class Mesh:
@@ -60,7 +63,8 @@ class Mesh:
             *("--folder", str(self.folder.parent), "--drain-timeout-s", "2"),
         ]
 
-    def recipe(self, actor: str, layout: str, generate: dict[str, int]) -> dict[str, Any]:
+    def recipe(self, actor: str, kind: str) -> dict[str, Any]:
+        layout, generate = LAYOUTS[kind]
         sizes = {name: int(size) for name, size in (one.split("=") for one in layout.split(","))}
         recipe = tiny_recipe(
             self.model,
@@ -71,6 +75,8 @@ class Mesh:
         )
         if not generate:
             del recipe["actor"]["generate"]
+        if kind.endswith("vllm"):
+            recipe["actor"]["rollout"] = VLLM
         recipe["services"] = {"actor": {"address": actor}}
         return recipe
 
@@ -84,12 +90,13 @@ class Mesh:
                 recipe["services"][role] = {"address": address}
             yield
 
-    def host(self, number: int, layout: str, log: Path) -> HostProcess:
+    def host(self, number: int, kind: str, log: Path) -> HostProcess:
         """Starts the actor's command on a host."""
         return self.network.start(
             number,
             [
-                *(sys.executable, "-m", "rolemesh", "serve", "actor", "--layout", layout),
+                *(sys.executable, "-m", "rolemesh", "serve", "actor"),
+                *("--layout", LAYOUTS[kind][0]),
                 *("--hosts", "2", "--host-rank", str(number), "--threads", "1"),
                 *("--meet", f"{self.network.addresses[0]}:29400", "--port", str(self.port)),
                 *self.settings("actor", self.network.addresses[number]),
@@ -105,18 +112,18 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         yield Mesh(tmp_path_factory.mktemp("mesh"), network)
 
 
-def run_on_one_host(mesh: Mesh, folder: Path, layout: str, generate: dict[str, int]) -> CliRun:
-    flags = [*mesh.settings("actor", mesh.network.own_address), "--layout", layout]
+def run_on_one_host(mesh: Mesh, folder: Path, kind: str) -> CliRun:
+    flags = [*mesh.settings("actor", mesh.network.own_address), "--layout", LAYOUTS[kind][0]]
     with process_of("actor", folder, *flags) as (address, _):
-        recipe = mesh.recipe(address, layout, generate)
+        recipe = mesh.recipe(address, kind)
         with mesh.others(recipe):
             return finished(recipe, folder)
 
 
-def run_on_two_hosts(mesh: Mesh, folder: Path, layout: str, generate: dict[str, int]) -> CliRun:
-    agents = [mesh.host(number, layout, folder / f"host-{number}.log") for number in range(2)]
+def run_on_two_hosts(mesh: Mesh, folder: Path, kind: str) -> CliRun:
+    agents = [mesh.host(number, kind, folder / f"host-{number}.log") for number in range(2)]
     try:
-        recipe = mesh.recipe(f"{mesh.network.addresses[0]}:{mesh.port}", layout, generate)
+        recipe = mesh.recipe(f"{mesh.network.addresses[0]}:{mesh.port}", kind)
         with mesh.others(recipe):
             wait_for_port(recipe["services"]["actor"]["address"], agents)
             run = finished(recipe, folder)
@@ -172,7 +179,7 @@ def on_one_host(mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     @functools.cache
     def run(kind: str) -> CliRun:
-        return run_on_one_host(mesh, tmp_path_factory.mktemp("one"), *LAYOUTS[kind])
+        return run_on_one_host(mesh, tmp_path_factory.mktemp("one"), kind)
 
     return run
 
@@ -190,7 +197,7 @@ def test_two_hosts_give_the_bits_of_one(
     kind: str, mesh: Mesh, on_one_host: Callable[[str], CliRun], tmp_path: Path
 ) -> None:
     one = on_one_host(kind)
-    assert_same_bits(one, run_on_two_hosts(mesh, tmp_path, *LAYOUTS[kind]))
+    assert_same_bits(one, run_on_two_hosts(mesh, tmp_path, kind))
     # What was compared is no run that stands still.
     entropies = [step["entropy"] for step in one.metrics()]
     assert len(set(entropies)) == STEPS
@@ -204,9 +211,8 @@ def test_a_run_goes_on_after_a_host_has_vanished(
 ) -> None:
     """An engine starts the service again on all hosts; the cuts of one of them are gone."""
     kind = "1-2-2_to_1-1-2-2"
-    layout, generate = LAYOUTS[kind]
-    agents = [mesh.host(number, layout, tmp_path / f"host-{number}.log") for number in range(2)]
-    recipe = mesh.recipe(f"{mesh.network.addresses[0]}:{mesh.port}", layout, generate)
+    agents = [mesh.host(number, kind, tmp_path / f"host-{number}.log") for number in range(2)]
+    recipe = mesh.recipe(f"{mesh.network.addresses[0]}:{mesh.port}", kind)
     with mesh.others(recipe):
         try:
             wait_for_port(recipe["services"]["actor"]["address"], agents)
@@ -221,8 +227,7 @@ def test_a_run_goes_on_after_a_host_has_vanished(
                     agents[0].text,
                 ), agents[0].text
                 agents = [
-                    mesh.host(number, layout, tmp_path / f"again-{number}.log")
-                    for number in range(2)
+                    mesh.host(number, kind, tmp_path / f"again-{number}.log") for number in range(2)
                 ]
                 assert run.wait(RUN_S) == 0, f"{run.output}\n{agents[0].text}"
             finally:

@@ -96,10 +96,8 @@ def network() -> Iterator[HostNetwork]:
 
 
 @pytest.fixture(scope="module")
-def service(
-    network: HostNetwork, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[HostedService]:
-    yield HostedService(tmp_path_factory.mktemp("hosts"), network, "tp=2,dp=2")
+def service(network: HostNetwork, tmp_path_factory: pytest.TempPathFactory) -> HostedService:
+    return HostedService(tmp_path_factory.mktemp("hosts"), network, "tp=2,dp=2")
 
 
 @pytest.fixture
@@ -232,4 +230,3 @@ def test_hosts_that_are_cut_off_from_each_other_both_end(pair: HostedService) ->
         pair.network.mend(1)
     assert "has said nothing for 10 s" in pair.agents[0].text
     assert "has not answered for 10 s" in pair.agents[1].text
-

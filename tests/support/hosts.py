@@ -26,7 +26,7 @@ def are_apart() -> bool:
     """Whether hosts have namespaces: this user may make them."""
     try:
         with HostNetwork(2, are_apart=True) as network:
-            program = "import socket; socket.create_connection((%r, 9), 1)" % network.addresses[0]
+            program = f"import socket; socket.create_connection(({network.addresses[0]!r}, 9), 1)"
             tried = subprocess.run(
                 network.command(1, [sys.executable, "-c", program]),
                 capture_output=True,

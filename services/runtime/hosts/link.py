@@ -290,8 +290,8 @@ class HostLink:
             if self._heard_at > 0:
                 async with asyncio.timeout(FAREWELL_S):
                     await self._report(hosts_pb2.HOST_STATE_ENDED, failure)
-                    while self._meeting is not None and not self._meeting.has_ended:
-                        await asyncio.sleep(JOIN_S)
+                    if self._meeting is not None:
+                        await self._meeting.ended.wait()
         except (TimeoutError, HostsError) as error:
             logger.info("leaves without the others: %s", error or "they have not ended yet")
         finally:

@@ -6,6 +6,7 @@ end together: ranks that lost others are of no use.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,8 @@ class HostMeeting:
         """
         self.failure = ""
         """Why all ranks have to end; empty while they need not."""
+        self.ended = asyncio.Event()
+        """Set once the ranks of all hosts have ended, or their host is lost."""
         self._service = service
         self._timeout_s = timeout_s
         self._clock = clock
@@ -132,11 +135,10 @@ class HostMeeting:
     def look(self) -> None:
         """Notices who is lost and who has not come; to be called each second."""
         now = self._clock()
-        silent = [
-            rank
-            for rank, member in self._members.items()
-            if member.state != _ENDED and now - member.heard_at > LOST_S
-        ]
+        living = [rank for rank, member in self._members.items() if member.state != _ENDED]
+        silent = [rank for rank in living if now - self._members[rank].heard_at > LOST_S]
+        if self._members and living == silent:
+            self.ended.set()
         if self._has_met:
             for rank in silent:
                 self._fail(
@@ -156,15 +158,6 @@ class HostMeeting:
                 f"{self._timeout_s:g} s (meet_timeout_s): start the service there, with "
                 f"--host-rank {missing[0]} and the same --meet, or see its log"
             )
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the ranks of all hosts have ended, or their host is lost."""
-        now = self._clock()
-        return all(
-            member.state == _ENDED or now - member.heard_at > LOST_S
-            for member in self._members.values()
-        )
 
     def _check_fit(self, request: hosts_pb2.JoinHostsRequest) -> None:
         service = self._service

@@ -193,8 +193,8 @@ _NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "GetKeyRequest.wait_ms": (0, MAX_KEY_WAIT_MS),
     }
 )
-"""Least and greatest value of numbers by which memory or time is taken before they are compared with
-what is there."""
+"""Least and greatest value of numbers by which memory or time is taken before they are compared
+with what is there."""
 
 _JSON = ("Trajectory.metadata_json", "GivenPrompt.metadata_json")
 

@@ -181,9 +181,9 @@ def test_a_host_whose_ranks_have_ended_may_be_silent(meeting: HostMeeting, clock
     meeting.report(report(1))
     clock.now += LOST_S + 1
     assert meeting.report(report(0)).failure == ""
-    assert not meeting.has_ended
+    assert not meeting.ended.is_set()
     meeting.report(report(0, ENDED))
-    assert meeting.has_ended
+    assert meeting.ended.is_set()
 
 
 def test_the_wish_of_one_host_to_end_reaches_the_first(meeting: HostMeeting) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from support.services import ToyRole
-
 from torch.distributed import FileStore
 
 from rolemesh.services.runtime.process import ServiceServer
