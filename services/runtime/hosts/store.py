@@ -23,7 +23,7 @@ WAIT_S = 20.0
 """Longest wait of one call; longer ones are several."""
 
 
-class HostsStore(Store):  # type: ignore[misc]
+class HostsStore(Store):
     """Keys of the first host's agent. Any thread may call it, also one of torch's.
 
     torch calls `set`, `get`, `add`, `check`, `wait` and `delete_key` from C++, with bytes.
