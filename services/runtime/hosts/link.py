@@ -42,8 +42,11 @@ MAX_FAILURE_CHARACTERS = 1000
 _COMPONENTS = ("rolemesh", "torch")
 """Whose versions have to be equal on all hosts."""
 
-_HANDSHAKES = ("handshake failed", "CERTIFICATE_VERIFY_FAILED", "alert")
-"""What gRPC says of a connection that TLS refuses."""
+_NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
+"""What gRPC says of a server whose certificate is not the mesh's."""
+
+_CLOSED = "Socket closed"
+"""What it says of one that does not take the client's."""
 
 
 class HostsError(RuntimeError):
@@ -184,7 +187,7 @@ class HostLink:
             except RolemeshError as error:
                 if self._meeting is not None and self._meeting.failure:
                     raise HostsError(self._meeting.failure) from error
-                if _is_refused_by_tls(error):
+                if _NOT_TRUSTED in error.message:
                     raise HostsError(
                         f"host {config.host_rank} and the agent at {config.meet} do not trust each "
                         f"other's certificates ({error.message}): give both an identity of the "
@@ -196,6 +199,8 @@ class HostLink:
                     ) from error
                 why = error.message
             await asyncio.sleep(JOIN_S)
+        if _CLOSED in why:
+            why += ". An agent that closes connections may not trust this one's certificate"
         raise HostsError(
             f"host {config.host_rank} has not met the others at {config.meet} within "
             f"{config.meet_timeout_s:g} s (meet_timeout_s): {why}"
@@ -334,9 +339,3 @@ async def _check_leads_here(meet: str, host: str) -> None:
             f"first, takes part at {host}: give --meet that address, or --interface the network of "
             "the other"
         )
-
-
-def _is_refused_by_tls(error: RolemeshError) -> bool:
-    return isinstance(error, UnavailableError) and any(
-        word in error.message for word in _HANDSHAKES
-    )
