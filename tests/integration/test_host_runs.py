@@ -130,7 +130,9 @@ def run_on_two_hosts(mesh: Mesh, folder: Path, kind: str) -> CliRun:
         with mesh.others(recipe):
             wait_for_port(recipe["services"]["actor"]["address"], agents)
             run = finished(recipe, folder)
-        agents[0].terminate()
+        # As an engine does it: all at once.
+        for agent in agents:
+            agent.terminate()
         assert [agent.wait(END_S) for agent in agents] == [0, 0], agents[1].text
         return run
     finally:

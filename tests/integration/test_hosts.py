@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Iterator
@@ -186,6 +187,17 @@ def test_a_service_that_is_told_to_end_on_any_host_ends_well_on_all(
 
 
 @pytest.mark.slow
+def test_who_is_told_to_end_while_ranks_start_takes_the_others_along(pair: HostedService) -> None:
+    deadline = time.monotonic() + START_S
+    while "starting 1 ranks of the toy on host 1 of 2" not in pair.agents[1].text:
+        assert time.monotonic() < deadline, pair.logs
+        time.sleep(0.1)
+    pair.agents[1].terminate()
+    # Ranks that wait for others would do so for 300 s.
+    assert pair.wait(60.0) == [0, 0], pair.logs
+
+
+@pytest.mark.slow
 async def test_a_killed_rank_ends_the_service_on_all_hosts_and_is_named(
     pair: HostedService,
 ) -> None:
@@ -219,10 +231,15 @@ async def test_a_call_that_waits_for_a_host_that_vanished_fails_by_name(
 
 
 @pytest.mark.slow
-def test_hosts_that_are_cut_off_from_each_other_both_end(pair: HostedService) -> None:
+async def test_a_short_cut_is_survived_and_a_long_one_ends_both_hosts(pair: HostedService) -> None:
     if not host_support.are_apart():
         pytest.skip("loopback has no cable to pull: needs network namespaces")
-    pair.address()
+    async with open_channel(pair.address(), identity=COORDINATOR) as channel:
+        await initialize(channel, layout=pair.layout, behaviour="meet")
+        pair.network.cut(1)
+        await asyncio.sleep(4.0)
+        pair.network.mend(1)
+        assert (await values(channel)).report.num_tokens > 0, "both meet at a barrier"
     pair.network.cut(1)
     try:
         assert pair.wait() == [1, 1], pair.logs

@@ -76,8 +76,8 @@ class HostLink:
         Args:
             config: Of `of_this_host`, with several hosts.
             on_failure: Called, on another thread, with the reason why the ranks have to end.
-            on_wants_end: Called, on another thread, on the first host, when a host was told to end:
-                rank 0 shall drain and end the others.
+            on_wants_end: Called, on another thread, on the first host, each second once a host was
+                told to end: rank 0 shall drain and end the others.
         """
         self._config = config
         self._on_failure = on_failure
@@ -94,7 +94,6 @@ class HostLink:
         self._heard_at = 0.0
         """When the first host answered last, on the clock time.monotonic(); 0: never."""
         self._wants_end = False
-        self._is_end_told = False
 
     def open(self) -> None:
         """Returns once all hosts have come and reach each other.
@@ -254,8 +253,7 @@ class HostLink:
             if answer.failure:
                 self._on_failure(answer.failure)
                 return
-            if answer.wants_end and not self._is_end_told:
-                self._is_end_told = True
+            if answer.wants_end:
                 self._on_wants_end()
 
     async def _report(

@@ -38,6 +38,9 @@ MONITOR_INTERVAL_S = 0.1
 LAST_GRACE_S = 1
 """Time that the other ranks have to end before SIGKILL when one has failed."""
 
+EARLY_END = "the agent was told to end before its ranks could drain"
+"""What other hosts hear of such an end."""
+
 STORE_FILE = "ranks"
 """File in the agent's private folder through which its ranks meet."""
 
@@ -76,19 +79,25 @@ def run_ranks(config: ServiceConfig) -> int:
     if config.hosts == 1:
         return 1 if _failure_of_ranks(config, end) else 0
     link = HostLink(config, on_failure=end.lose_hosts, on_wants_end=end.drain)
-    failure = ""
+    failure = EARLY_END
     try:
         link.open()
         if config.host_rank > 0:
             end.tell = link.ask_end
         failure = _failure_of_ranks(config, end)
+        if end.is_early:
+            # Ranks of other hosts would wait for these.
+            failure = EARLY_END
     except HostsError as error:
         logger.error("the %s does not start: %s", config.role, error)
         end.lost = str(error)
     finally:
         # That others are lost is no news to those that are left.
         link.close("" if end.lost else failure)
-    return 1 if failure or end.lost else 0
+    if end.lost:
+        # Others may have gone first where all were told to.
+        return 0 if end.is_asked else 1
+    return 1 if failure and not end.is_early else 0
 
 
 def _failure_of_ranks(config: ServiceConfig, end: _End) -> str:
@@ -133,6 +142,7 @@ def _failure_of_ranks(config: ServiceConfig, end: _End) -> str:
                 return end.lost
             if end.is_asked and failure.exitcode == -signal.SIGTERM:
                 logger.info("ended while the ranks were starting")
+                end.is_early = True
                 return ""
             how = (
                 f"was killed by signal {-failure.exitcode} "
@@ -159,6 +169,8 @@ class _End:
 
     def __init__(self) -> None:
         self.is_asked = False
+        self.is_early = False
+        """Whether ranks ended when they were asked to, but before they could drain."""
         self.lost = ""
         """Why the ranks are of no use without those of other hosts."""
         self.is_over = threading.Event()
@@ -168,21 +180,24 @@ class _End:
 
     def ask(self, number: int, frame: object) -> None:
         """Handles SIGTERM and SIGINT."""
-        ranks = psutil.Process().children()
-        if not ranks:
-            raise SystemExit(0)
         if not self.is_asked and self.tell is not None:
             self.is_asked = True
             self.tell()
             return
+        ranks = psutil.Process().children()
+        if not ranks:
+            raise SystemExit(0)
         first = [] if self.is_asked else [rank for rank in ranks if _is_rank_0(rank)]
         self.is_asked = True
         _signal(first or ranks, signal.SIGTERM)
 
     def drain(self) -> None:
         """Has rank 0, which is on this host, drain and end the others. From any thread."""
-        self.is_asked = True
-        _signal([rank for rank in psutil.Process().children() if _is_rank_0(rank)], signal.SIGTERM)
+        rank_0 = [rank for rank in psutil.Process().children() if _is_rank_0(rank)]
+        # An engine tells all hosts at once, and a second time is an end without a drain.
+        if rank_0 and not self.is_asked:
+            self.is_asked = True
+            _signal(rank_0, signal.SIGTERM)
 
     def lose_hosts(self, why: str) -> None:
         """Ends the ranks: others are gone for which they may wait without end. From any thread."""
