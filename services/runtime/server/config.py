@@ -203,12 +203,14 @@ class ServiceConfig(BaseModel):
 
     def peer_address(self, bound_port: int) -> str:
         """host:port under which peers reach this process, once the port is known."""
-        if self.advertise is not None:
+        # Of several hosts each has an address of its own.
+        if self.advertise is not None and (self.rank == 0 or self.hosts == 1):
             # Other ranks have a port of their own.
             host = self.advertise.rpartition(":")[0]
             return self.advertise if self.rank == 0 else f"{host}:{bound_port}"
         host = socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
-        return f"{host}:{bound_port}"
+        bare = host.strip("[]")
+        return f"[{bare}]:{bound_port}" if ":" in bare else f"{bare}:{bound_port}"
 
 
 def parse_layout(text: str) -> dict[str, str]:

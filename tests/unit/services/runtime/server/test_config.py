@@ -150,6 +150,11 @@ def test_ranks_lie_on_hosts_in_equal_blocks() -> None:
     assert config.ranks_per_host == 4
     assert as_rank(config, {"RANK": "0"}).rank == 4
     assert (as_rank(config, {"RANK": "3"}).rank, as_rank(config, {"RANK": "3"}).port) == (7, 0)
+    flags = ["--hosts", "2", "--meet", "a:1", "--host", "127.0.0.3"]
+    told = on_hosts(*flags, "--advertise", "gpu-1:5", "--port", "5")
+    assert told.peer_address(5) == "gpu-1:5"
+    rank = as_rank(told.model_copy(update={"host_rank": 1}), {"RANK": "0"})
+    assert rank.peer_address(7) == "127.0.0.3:7", "the same line on each host"
     environment = {"ROLEMESH_SERVICE__HOSTS": "2", "ROLEMESH_SERVICE__MEET": "a:1"}
     assert load_config("actor", ["--layout", "dp=2"], environment).ranks_per_host == 1
 
