@@ -26,7 +26,7 @@ WAIT_S = 20.0
 class HostsStore(Store):
     """Keys of the first host's agent. Any thread may call it, also one of torch's.
 
-    torch calls `set`, `get`, `add`, `check`, `wait` and `delete_key` from C++, with bytes.
+    torch calls `set`, `get`, `add`, `check`, `wait`, `delete_key` and `clone` from C++, with bytes.
 
     Example::
 
@@ -98,6 +98,10 @@ class HostsStore(Store):
     def delete_key(self, key: str) -> bool:
         """Removes a key; returns whether it was there."""
         return self._thread.run(self._delete(hosts_pb2.DeleteKeyRequest(key=key)))
+
+    def clone(self) -> HostsStore:
+        """A store of the same keys that other threads may use: this one."""
+        return self
 
     def close(self) -> None:
         """Lets go of the connection; the store is of no more use."""

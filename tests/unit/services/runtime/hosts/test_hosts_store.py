@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import PrefixStore
 
 from rolemesh.rpc.errors import UnsupportedError
 from rolemesh.rpc.loop_thread import LoopThread
@@ -37,6 +38,10 @@ def test_stores_of_two_ranks_see_the_same_keys(address: str) -> None:
     assert other.check(["text", "bytes"])
     assert not other.check(["text", "none"])
     assert [one.add("n", 2), other.add("n", 3), one.add("n", -1)] == [2, 5, 4]
+    # As torch's groups call it, through C++.
+    within = PrefixStore("mesh", one)
+    within.set("a", "1")
+    assert within.clone().get("a") == other.get("mesh/a") == b"1"
     assert other.delete_key("text")
     assert not one.delete_key("text")
     one.close()
