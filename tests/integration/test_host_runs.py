@@ -37,8 +37,10 @@ LAYOUTS = {
     "fsdp": ("dp=4,fsdp=4", {}),
     "2-2-1_to_1-1-4": ("pp=2,tp=2", {"tp": 1}),
     "1-2-2_to_1-2-2_vllm": ("tp=2,dp=2,fsdp=1", {"tp": 2}),
+    "1-2-2_published": ("tp=2,dp=2,fsdp=1", {}),
 }
-"""The paper's names of layouts: p-t-d of training, and of generation."""
+"""The paper's names of layouts: p-t-d of training, and of generation. The last one publishes its
+weights to a rollout service, which samples."""
 
 VLLM = {"type": "vllm", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
 
@@ -52,7 +54,7 @@ class Mesh:
         self.network = network
         self.certificates = folder / "certs"
         self.certificates.mkdir()
-        for member in ("coordinator", "actor", *ROLES):
+        for member in ("coordinator", "actor", "rollout", *ROLES):
             written(authority.issue(member), self.certificates / f"{member}.pem")
         self.model = tiny_model(folder / "tiny")
         with socket.socket() as free:
@@ -80,6 +82,16 @@ class Mesh:
             del recipe["actor"]["generate"]
         if kind.endswith("vllm"):
             recipe["actor"]["rollout"] = VLLM
+        if kind.endswith("published"):
+            recipe["rollout"] = {
+                "model": {"path": str(self.model)},
+                **{name: recipe["actor"][name] for name in ("rollout", "data")},
+            }
+            recipe["schedule"] = {"sampler": {"type": "sync"}}
+            recipe["pools"] = {
+                "policy": {"roles": ["actor", *ROLES]},
+                "sampler": {"roles": ["rollout"]},
+            }
         recipe["services"] = {"actor": {"address": actor}}
         return recipe
 
@@ -87,7 +99,7 @@ class Mesh:
     def others(self, recipe: dict[str, Any]) -> Iterator[None]:
         """Has the services of the other roles run, on addresses that the hosts reach."""
         with contextlib.ExitStack() as ending:
-            for role in ROLES:
+            for role in (*ROLES, *(["rollout"] if "rollout" in recipe else [])):
                 flags = self.settings(role, self.network.own_address)
                 address, _ = ending.enter_context(process_of(role, self.folder, *flags))
                 recipe["services"][role] = {"address": address}
