@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,9 @@ STOP_GRACE_S = 1.0
 
 FAREWELL_S = 1.0
 """How long a service whose ranks diverged stays to answer its caller."""
+
+SAME_END_S = 1.0
+"""Signals within this time are one: Slurm signals a rank, and its agent, which passes it on."""
 
 CUT_AGE_S = 24 * 3600.0
 """Cuts that no process holds are kept this long, for a run that is started again."""
@@ -363,6 +366,7 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
     service = ServiceServer(role, config)
     runtime = service.runtime
     atexit.register(runtime.store.close)
+    request_exit = _exit_on_signal(runtime)
     if config.parent_pid is not None:
         follow_parent(
             config.parent_pid, config.drain_timeout_s + 2 * STOP_GRACE_S, runtime.store.close
@@ -370,8 +374,8 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
         # Ctrl-C reaches the whole process group; the parent decides when we end.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
     else:
-        loop.add_signal_handler(signal.SIGINT, _request_exit, runtime)
-    loop.add_signal_handler(signal.SIGTERM, _request_exit, runtime)
+        loop.add_signal_handler(signal.SIGINT, request_exit)
+    loop.add_signal_handler(signal.SIGTERM, request_exit)
     address = await service.start()
     logger.info("serving %s at %s", role.name, address)
     if config.announce is not None:
@@ -388,13 +392,23 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
             config.announce.unlink(missing_ok=True)
 
 
-def _request_exit(runtime: Runtime) -> None:
-    if runtime.exit_requested.is_set():
-        logger.warning("told to end a second time: leaving at once")
-        runtime.store.close()
-        logging.shutdown()
-        os._exit(EXIT_FAILED)
-    runtime.exit_requested.set()
+def _exit_on_signal(runtime: Runtime) -> Callable[[], None]:
+    """Handler of the signals that end a service: the first one drains it, a later one ends it."""
+    asked_at: float | None = None
+
+    def request_exit() -> None:
+        nonlocal asked_at
+        now = time.monotonic()
+        if asked_at is None:
+            asked_at = now
+            runtime.exit_requested.set()
+        elif now - asked_at >= SAME_END_S:
+            logger.warning("told to end a second time: leaving at once")
+            runtime.store.close()
+            logging.shutdown()
+            os._exit(EXIT_FAILED)
+
+    return request_exit
 
 
 def write_announcement(path: Path, announced: dict[str, Any]) -> None:

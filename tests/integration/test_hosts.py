@@ -198,6 +198,16 @@ def test_who_is_told_to_end_while_ranks_start_takes_the_others_along(pair: Hoste
 
 
 @pytest.mark.slow
+async def test_an_engine_may_tell_every_process_to_end(pair: HostedService) -> None:
+    """As Slurm does: ranks and agents of all hosts, and agents pass it on."""
+    async with open_channel(pair.address(), identity=COORDINATOR) as channel:
+        await initialize(channel, layout=pair.layout, behaviour="meet")
+    for process in [one for agent in pair.agents for one in agent.family()]:
+        process.terminate()
+    assert pair.wait(40.0) == [0, 0], pair.logs
+
+
+@pytest.mark.slow
 async def test_a_killed_rank_ends_the_service_on_all_hosts_and_is_named(
     pair: HostedService,
 ) -> None:
