@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
+import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from rolemesh.services.runtime.ranks.face import join_answers, join_reports
+from rolemesh.rpc.channel import open_channel
+from rolemesh.services.runtime.ranks import face
+from rolemesh.services.runtime.ranks.face import Face, join_answers, join_reports
 from rolemesh.v1 import experience_pb2, reward_pb2, trainer_pb2
 
 
@@ -65,3 +70,17 @@ def test_an_answer_that_only_a_later_rank_has_is_taken() -> None:
     # Only the last stage of a pipeline has scores.
     answers = [reward_pb2.Rewards(), reward_pb2.Rewards(rewards=[1.0, 0.5])]
     assert list(join_answers(answers).rewards) == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_rank_that_has_ended_has_left_and_one_that_says_nothing_has_not(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(face, "LEAVE_S", 3.0)
+    with socket.socket() as rank:
+        rank.bind(("127.0.0.1", 0))
+        if is_there:
+            rank.listen()
+        async with open_channel(f"127.0.0.1:{rank.getsockname()[1]}") as channel:
+            has_left = await Face("toy", [channel], lambda _: None).leave()
+    assert has_left != is_there
