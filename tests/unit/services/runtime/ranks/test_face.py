@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
-import pytest
+import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from rolemesh.rpc.channel import open_channel
-from rolemesh.services.runtime.ranks import face
 from rolemesh.services.runtime.ranks.face import Face, join_answers, join_reports
 from rolemesh.v1 import experience_pb2, reward_pb2, trainer_pb2
 
@@ -72,15 +69,13 @@ def test_an_answer_that_only_a_later_rank_has_is_taken() -> None:
     assert list(join_answers(answers).rewards) == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-async def test_a_rank_that_has_ended_has_left_and_one_that_says_nothing_has_not(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(face, "LEAVE_S", 3.0)
-    with socket.socket() as rank:
-        rank.bind(("127.0.0.1", 0))
-        if is_there:
-            rank.listen()
-        async with open_channel(f"127.0.0.1:{rank.getsockname()[1]}") as channel:
-            has_left = await Face("toy", [channel], lambda _: None).leave()
-    assert has_left != is_there
+async def test_a_rank_that_has_ended_has_left_and_one_that_refuses_has_not() -> None:
+    # It answers, and knows no Drain.
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        face = Face("toy", [channel], lambda _: None)
+        assert not await face.leave()
+        await server.stop(None)
+        assert await face.leave()
