@@ -166,11 +166,14 @@ def make_transport(
     *first, last = ways
     for way in first:
         try:
-            return _connected(partial(_make, way, mesh, device), mesh, timeout_s)
+            connected = _connected(partial(_make, way, mesh, device), mesh, timeout_s)
+            _LOG.info("weights move between the ranks by %s", connected.name)
+            return connected
         except TransportUnavailableError as error:
             _LOG.warning("%s cannot be used between the ranks: %s", way, error)
     # A group of the mesh's own kind: what would refuse it has refused the mesh.
     kind = GlooTransport if last == "gloo" else HostMemoryTransport
+    _LOG.info("weights move between the ranks by %s", last)
     return kind(mesh, timeout_s=timeout_s)
 
 

@@ -168,7 +168,13 @@ def write_part(
     Raises:
         CheckpointRoomError: The disk is full.
         ManifestError: Tensors are not those of their layout.
+        ValueError: This rank does not see the folder.
     """
+    if not folder.is_dir():
+        raise ValueError(
+            f"rank {rank} does not see {str(folder)!r}, which rank 0 made: the hosts of a service "
+            "write checkpoints together, so give run.directory on a disk that all of them share"
+        )
     for group in groups.values():
         group.check(rank)
     encoded_random = _encode(random[1] if random else {})

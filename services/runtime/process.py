@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,12 @@ from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
 from rolemesh.services.runtime.experience.fetch import ExperienceServicer
+from rolemesh.services.runtime.hosts.interfaces import keep_to_interface, of_this_host
 from rolemesh.services.runtime.ranks.agent import as_rank, run_ranks
 from rolemesh.services.runtime.ranks.device import select_device
 from rolemesh.services.runtime.ranks.face import Face
 from rolemesh.services.runtime.ranks.loopback import stay_on_loopback
-from rolemesh.services.runtime.ranks.meeting import Meeting
+from rolemesh.services.runtime.ranks.meeting import Meeting, store_of_ranks
 from rolemesh.services.runtime.server.config import ConfigError, ServiceConfig, load_config
 from rolemesh.services.runtime.server.interceptor import ServiceInterceptor
 from rolemesh.services.runtime.server.log import set_up_logging
@@ -58,6 +59,9 @@ STOP_GRACE_S = 1.0
 
 FAREWELL_S = 1.0
 """How long a service whose ranks diverged stays to answer its caller."""
+
+SAME_END_S = 1.0
+"""Signals within this time are one: Slurm signals a rank, and its agent, which passes it on."""
 
 CUT_AGE_S = 24 * 3600.0
 """Cuts that no process holds are kept this long, for a run that is started again."""
@@ -168,7 +172,7 @@ class ServiceServer:
         self._background.append(asyncio.create_task(self.metrics.watch_loop()))
         await server.start()
         self._server = server
-        if config.rank_store is not None and not await self._meet_ranks(config.rank_store):
+        if config.rank_store is not None and not await self._meet_ranks():
             return runtime.address
         for name in ("", LIVENESS, READINESS, *runtime.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -183,9 +187,10 @@ class ServiceServer:
             raise ServiceStartError(str(error)) from error
         logger.info("computes on %s", device)
 
-    async def _meet_ranks(self, store: Path) -> bool:
+    async def _meet_ranks(self) -> bool:
         """Returns once all ranks have met; False where this one is told to end before."""
         config, runtime = self.config, self.runtime
+        store = store_of_ranks(config, runtime.identity)
         runtime.meeting = Meeting(store, config.rank, config.world_size)
         addresses = await runtime.meeting.exchange(runtime.address, runtime.exit_requested.is_set)
         if addresses is None:
@@ -310,7 +315,8 @@ def run_service(role: Role, arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        config = load_config(role.name, arguments, os.environ)
+        config = of_this_host(load_config(role.name, arguments, os.environ))
+        keep_to_interface(config, os.environ)
     except ConfigError as error:
         print(f"{role.name}: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -360,6 +366,7 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
     service = ServiceServer(role, config)
     runtime = service.runtime
     atexit.register(runtime.store.close)
+    request_exit = _exit_on_signal(runtime)
     if config.parent_pid is not None:
         follow_parent(
             config.parent_pid, config.drain_timeout_s + 2 * STOP_GRACE_S, runtime.store.close
@@ -367,8 +374,8 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
         # Ctrl-C reaches the whole process group; the parent decides when we end.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
     else:
-        loop.add_signal_handler(signal.SIGINT, _request_exit, runtime)
-    loop.add_signal_handler(signal.SIGTERM, _request_exit, runtime)
+        loop.add_signal_handler(signal.SIGINT, request_exit)
+    loop.add_signal_handler(signal.SIGTERM, request_exit)
     address = await service.start()
     logger.info("serving %s at %s", role.name, address)
     if config.announce is not None:
@@ -385,13 +392,23 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
             config.announce.unlink(missing_ok=True)
 
 
-def _request_exit(runtime: Runtime) -> None:
-    if runtime.exit_requested.is_set():
-        logger.warning("told to end a second time: leaving at once")
-        runtime.store.close()
-        logging.shutdown()
-        os._exit(EXIT_FAILED)
-    runtime.exit_requested.set()
+def _exit_on_signal(runtime: Runtime) -> Callable[[], None]:
+    """Handler of the signals that end a service: the first one drains it, a later one ends it."""
+    asked_at: float | None = None
+
+    def request_exit() -> None:
+        nonlocal asked_at
+        now = time.monotonic()
+        if asked_at is None:
+            asked_at = now
+            runtime.exit_requested.set()
+        elif now - asked_at >= SAME_END_S:
+            logger.warning("told to end a second time: leaving at once")
+            runtime.store.close()
+            logging.shutdown()
+            os._exit(EXIT_FAILED)
+
+    return request_exit
 
 
 def write_announcement(path: Path, announced: dict[str, Any]) -> None:

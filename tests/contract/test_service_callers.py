@@ -31,6 +31,9 @@ from rolemesh.services.reference.servicers import ReferenceRole
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.rollout.servicers import RolloutRole
 from rolemesh.services.runtime.calls.role import Role
+from rolemesh.services.runtime.hosts.door import AgentDoor
+from rolemesh.services.runtime.hosts.meeting import HostedService, HostMeeting
+from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import operation_pb2
 
 AUTHORITY = Authority.make()
@@ -39,6 +42,7 @@ ROLES: dict[str, type[Role]] = {
     for kind in (ActorRole, CriticRole, ReferenceRole, RewardRole, CostRole, RolloutRole)
 }
 COORDINATOR = "coordinator"
+AGENT = "agent of an actor on two hosts"
 CLIENTS = ("client/read", "client/drive", "client/admin")
 UNREADABLE = b"\xff\xff\xff"
 """Bytes that are no message."""
@@ -60,6 +64,15 @@ async def served(kind: str, place: Path) -> AsyncIterator[tuple[str, Sequence[st
         )
         yield f"127.0.0.1:{port}", ["rolemesh.v1.CoordinatorService"]
         await server.stop(None)
+        return
+    if kind == AGENT:
+        config = ServiceConfig(
+            role="actor", layout={"dp": 2}, hosts=2, meet="127.0.0.1:1", identity=place
+        )
+        service = HostedService(role="actor", num_hosts=2, layout="", versions={})
+        door = AgentDoor(config, "agent", HostMeeting(service, DEADLINE_S))
+        yield f"127.0.0.1:{await door.open('127.0.0.1', 0)}", ["rolemesh.v1.HostsService"]
+        await door.close()
         return
     async with serving(ROLES[kind](), identity=place) as service:
         yield service.runtime.address, service.runtime.services
@@ -92,11 +105,12 @@ async def answer_to(channel: MeshChannel, method: str, sent: bytes | None) -> Ro
     return refused.value
 
 
-@pytest.mark.parametrize("kind", [*ROLES, COORDINATOR])
+@pytest.mark.parametrize("kind", [*ROLES, COORDINATOR, AGENT])
 async def test_a_method_is_for_the_members_that_its_proto_names(
     kind: str, identities: dict[str, Identity], tmp_path: Path
 ) -> None:
-    place = written(identities[kind], tmp_path / "own.pem")
+    role = "actor" if kind == AGENT else kind
+    place = written(identities[role], tmp_path / "own.pem")
     found = {True: 0, False: 0}
     async with served(kind, place) as (address, services):
         methods = {
@@ -108,7 +122,7 @@ async def test_a_method_is_for_the_members_that_its_proto_names(
         for member, identity in identities.items():
             async with open_channel(address, identity=identity) as channel:
                 for name, method in methods.items():
-                    is_let_in = is_admitted(method, member, kind)
+                    is_let_in = is_admitted(method, member, role)
                     found[is_let_in] += 1
                     if is_let_in:
                         # Past the door: what is wrong now is the request.

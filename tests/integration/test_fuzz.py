@@ -36,7 +36,11 @@ from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.rpc.references import join_references, shards_of
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.tensors import data_type_of
+from rolemesh.services.runtime.hosts.door import AgentDoor
+from rolemesh.services.runtime.hosts.meeting import HostedService, HostMeeting
+from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import rollout_pb2, worker_pb2
+from rolemesh.v1.hosts_pb2 import JoinHostsRequest, ServiceHost
 
 FEW = 8
 """Messages for each method and route in `make test`."""
@@ -254,6 +258,32 @@ async def fuzz_service(address: str, pid: int, number: int) -> None:
             await fuzzed.method(path, number)
             if figures.methods == 2:
                 figures.warm()
+    faults = figures.faults()
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+async def test_malformed_requests_leave_an_agent_of_several_hosts_unharmed() -> None:
+    config = ServiceConfig(role="actor", layout={"dp": 2}, hosts=2, meet="127.0.0.1:1")
+    service = HostedService(role="actor", num_hosts=2, layout="", versions={})
+    meeting = HostMeeting(service, 600.0)
+    door = AgentDoor(config, "agent", meeting)
+    address = f"127.0.0.1:{await door.open('127.0.0.1', 0)}"
+    figures = Figures("agent of several hosts", os.getpid())
+    host = ServiceHost(host_rank=0, incarnation="a", address="127.0.0.1:1", host_id="here")
+    request = JoinHostsRequest(host=host, role="actor", num_hosts=2)
+    async with grpc.aio.insecure_channel(address) as channel:
+        known = Known(
+            values={"host_rank": [0, 1], "key": ["a"], "role": ["actor"], "wait_ms": [0, 1]}
+        )
+        fuzzed = Fuzzed(channel, figures, Malformed(SEED, known), lambda *_: False)
+        for path in rolemesh_methods():
+            if path.split("/")[1] == "rolemesh.v1.HostsService":
+                await fuzzed.method(path, MANY)
+                if figures.methods == 2:
+                    figures.warm()
+    assert meeting.join(request) == []
+    await door.close()
     faults = figures.faults()
     assert not faults, "\n".join(faults)
 

@@ -246,3 +246,9 @@ def test_a_disk_that_fills_up_while_it_is_written_leaves_nothing(
         save(trainer, directory, tmp_path / "checkpoint")
     assert written
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_does_not_see_the_folder_of_rank_0_says_so(tmp_path: Path) -> None:
+    """As on another host, whose disk it is not."""
+    with pytest.raises(ValueError, match=r"rank 2 does not see .*on a disk that all of them share"):
+        checkpoint_writing.write_part(tmp_path / "absent", {}, rank=2)

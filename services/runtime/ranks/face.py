@@ -216,12 +216,25 @@ class Face:
 
     async def leave(self) -> bool:
         """Ends the processes of the other ranks. Returns False if one does not confirm it."""
-        try:
-            await self.tell(DRAIN_METHOD, worker_pb2.DrainRequest(exit=True), LEAVE_S)
-        except RolemeshError as error:
-            logger.warning("a rank does not end by itself: %s", error.message)
-            return False
-        return True
+        request = worker_pb2.DrainRequest(exit=True)
+        ends = await asyncio.gather(
+            *(
+                self._call(rank, channel, DRAIN_METHOD, request, LEAVE_S)
+                for rank, channel in enumerate(self._peers, start=1)
+            ),
+            return_exceptions=True,
+        )
+        has_left = True
+        for end in ends:
+            if isinstance(end, RolemeshError) and _is_gone(end):
+                # An engine may have told each rank to end; how it did, its agent knows.
+                logger.info("a rank has ended already: %s", end.message)
+            elif isinstance(end, RolemeshError):
+                logger.warning("a rank does not end by itself: %s", end.message)
+                has_left = False
+            elif isinstance(end, BaseException):
+                raise end
+        return has_left
 
     def _check_fit(self) -> None:
         if self._divergence:

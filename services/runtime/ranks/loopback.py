@@ -1,8 +1,8 @@
 """Settings that keep what libraries listen on to this host.
 
-The ranks of a service are on one host, and roles exchange nothing over process groups. Only
-weights that go by NCCL to another host need another interface, which the user names. What still
-listens is named in docs/security.md.
+Roles exchange nothing over process groups. Only a service on several hosts needs another interface
+(`hosts/interfaces.py`), and weights that go by NCCL to another host, for which the user names it.
+What still listens is named in docs/security.md.
 """
 
 from __future__ import annotations

@@ -55,6 +55,19 @@ class ServiceConfig(BaseModel):
     layout: LayoutSpec = LayoutSpec()
     """How the role's model is spread, e.g. tp=2,dp=2: one rank is started for each of its parts. A
     run's recipe must ask for the same layout."""
+    hosts: int = Field(default=1, ge=1)
+    """Hosts over which the ranks are spread, in equal blocks; on each of them one such command runs
+    with the same settings but for its own host_rank, host and interface."""
+    host_rank: int = Field(default=0, ge=0)
+    """Number of this host among them, from 0. Rank 0, which the coordinator calls, is on host 0."""
+    meet: str | None = None
+    """host:port of the first host, where the hosts of the service meet: its address there, and a
+    free port of it. Needed with several hosts, and the same on all of them."""
+    meet_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest wait for the other hosts, in seconds; then those that have not come are named."""
+    interface: str | None = None
+    """Network interface by which the other hosts reach this one, e.g. eth0. With several hosts give
+    it, or its address as host; process groups (gloo, NCCL) are kept to it."""
     rank: int = Field(default=0, ge=0)
     """Rank of this process within its service; set by the agent that starts the ranks."""
     rank_store: Path | None = None
@@ -109,6 +122,7 @@ class ServiceConfig(BaseModel):
                 f"rank is {self.rank}, but the layout has {self.world_size} ranks: leave rank to "
                 "the agent, which counts from 0"
             )
+        self._check_hosts()
         if not self.is_loopback and not self.allow_remote and self.identity is None:
             raise ValueError(
                 f"host is {self.host!r}, which others can reach, and without identity traffic is "
@@ -121,6 +135,49 @@ class ServiceConfig(BaseModel):
                 f"advertise is {self.advertise!r} with port 0: give the port that peers will reach"
             )
         return self
+
+    def _check_hosts(self) -> None:
+        if self.hosts == 1:
+            for name in ("host_rank", "meet", "interface"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f"{name} is {value!r}, but hosts is 1: give the number of hosts (--hosts), "
+                        f"or leave {name} out"
+                    )
+            return
+        if self.host_rank >= self.hosts:
+            raise ValueError(
+                f"host_rank is {self.host_rank}, but hosts is {self.hosts}: give 0 to "
+                f"{self.hosts - 1}"
+            )
+        host, _, port = (self.meet or "").rpartition(":")
+        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                f"meet is {self.meet!r}, but hosts is {self.hosts}: give host:port of the first "
+                "host, the same on all, e.g. --meet 10.0.0.2:29400"
+            )
+        if self.host in ("0.0.0.0", "::", "[::]"):
+            raise ValueError(
+                f"host is {self.host!r}, but hosts is {self.hosts}, and other hosts are told one "
+                "address: give it as --host, or its interface as --interface"
+            )
+        layout = self.layout.layout()
+        if layout.world_size % self.hosts:
+            raise ValueError(
+                f"hosts is {self.hosts}, but the layout has {layout.world_size} ranks: give a "
+                "number of hosts that divides them"
+            )
+        if self.ranks_per_host % layout.tp:
+            raise ValueError(
+                f"hosts is {self.hosts}, so that a host has {self.ranks_per_host} ranks, which tp "
+                f"{layout.tp} does not divide: tensor slices stay within a host; choose a smaller "
+                "tp, or fewer hosts"
+            )
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of the service on each host."""
+        return self.world_size // self.hosts
 
     @property
     def grant(self) -> Grant:
@@ -146,12 +203,14 @@ class ServiceConfig(BaseModel):
 
     def peer_address(self, bound_port: int) -> str:
         """host:port under which peers reach this process, once the port is known."""
-        if self.advertise is not None:
-            # Other ranks are on the same host, each with a port of its own.
+        # Of several hosts each has an address of its own.
+        if self.advertise is not None and (self.rank == 0 or self.hosts == 1):
+            # Other ranks have a port of their own.
             host = self.advertise.rpartition(":")[0]
             return self.advertise if self.rank == 0 else f"{host}:{bound_port}"
         host = socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
-        return f"{host}:{bound_port}"
+        bare = host.strip("[]")
+        return f"[{bare}]:{bound_port}" if ":" in bare else f"{bare}:{bound_port}"
 
 
 def parse_layout(text: str) -> dict[str, str]:
@@ -202,8 +261,17 @@ def load_config(
     values: dict[str, Any] = {**_from_environment(environment), **_from_flags(role, arguments)}
     if isinstance(values.get("layout"), str):
         values["layout"] = parse_layout(values["layout"])
+    return checked_config({"role": role, **values})
+
+
+def checked_config(values: Mapping[str, Any]) -> ServiceConfig:
+    """Settings of these values.
+
+    Raises:
+        ConfigError: A value is wrong; the message names it and a remedy.
+    """
     try:
-        return ServiceConfig(role=role, **values)
+        return ServiceConfig(**values)
     except ValidationError as error:
         problems = []
         for problem in error.errors():

@@ -137,6 +137,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.services.runtime.server.config.ConfigError": CatalogueEntry(
             _INVALID, "CONFIG_INVALID"
         ),
+        "rolemesh.services.runtime.hosts.link.HostsError": CatalogueEntry(
+            _PRECONDITION, "START_FAILED"
+        ),
         "rolemesh.services.runtime.process.ServiceStartError": CatalogueEntry(
             _PRECONDITION, "START_FAILED"
         ),

@@ -45,6 +45,13 @@ MAX_DIMENSIONS = 8
 MAX_TEXT_CHARACTERS = 1 << 20
 """Characters of a prompt, a completion or an answer: 131,072 tokens of 8 characters."""
 
+MAX_KEY_BYTES = 1 << 20
+"""Bytes of a value by which ranks meet. That of a rank of gloo has 170, that of NCCL 128; libraries
+may put lists of all ranks there."""
+
+MAX_KEY_WAIT_MS = 20_000
+"""Longest wait for such a value in one call, in milliseconds: within its deadline."""
+
 MAX_METADATA_BYTES = 64 << 10
 """Bytes of a row's metadata, which is sent with each of its trajectories."""
 
@@ -168,6 +175,7 @@ _CHARACTERS: Mapping[str, int] = MappingProxyType(
         "Sample.prompt": MAX_TEXT_CHARACTERS,
         "Sample.completion": MAX_TEXT_CHARACTERS,
         "Sample.answer": MAX_TEXT_CHARACTERS,
+        "SetKeyRequest.value": MAX_KEY_BYTES,
         # Their bound is one of bytes, on all of them together; see the coordinator's operations.
         "CreateRunRequest.recipe": 4 << 20,
         "CreateRunRequest.overrides": 4 << 20,
@@ -182,10 +190,11 @@ _NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "Shard.row_start": (0, MAX_ROWS),
         "Shard.num_rows": (0, MAX_ROWS),
         "PayloadHeader.num_rows": (0, MAX_ROWS),
+        "GetKeyRequest.wait_ms": (0, MAX_KEY_WAIT_MS),
     }
 )
-"""Least and greatest value of numbers by which memory is taken before they are compared with what
-is there."""
+"""Least and greatest value of numbers by which memory or time is taken before they are compared
+with what is there."""
 
 _JSON = ("Trajectory.metadata_json", "GivenPrompt.metadata_json")
 

@@ -161,6 +161,10 @@ REASONS: Mapping[str, Reason] = {
         "Published weights are of another model than the rollout service has.",
         "Give actor and rollout the same model.",
     ),
+    "MEETING_REFUSED": Reason(
+        "A host does not fit to the service that it wants to join, or its number is taken.",
+        "The message names field, value and remedy: see `--host-rank`, `--hosts` and `--meet`.",
+    ),
     "MESSAGE_MALFORMED": Reason(
         "The bytes of a request are not the message that the method takes.",
         "Send what the proto says; both ends may have different versions.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from rolemesh.services.runtime.ranks.face import join_answers, join_reports
+from rolemesh.rpc.channel import open_channel
+from rolemesh.services.runtime.ranks.face import Face, join_answers, join_reports
 from rolemesh.v1 import experience_pb2, reward_pb2, trainer_pb2
 
 
@@ -65,3 +67,15 @@ def test_an_answer_that_only_a_later_rank_has_is_taken() -> None:
     # Only the last stage of a pipeline has scores.
     answers = [reward_pb2.Rewards(), reward_pb2.Rewards(rewards=[1.0, 0.5])]
     assert list(join_answers(answers).rewards) == [1.0, 0.5]
+
+
+async def test_a_rank_that_has_ended_has_left_and_one_that_refuses_has_not() -> None:
+    # It answers, and knows no Drain.
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        face = Face("toy", [channel], lambda _: None)
+        assert not await face.leave()
+        await server.stop(None)
+        assert await face.leave()

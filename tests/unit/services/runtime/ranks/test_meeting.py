@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.services import ToyRole
+from torch.distributed import FileStore
 
 from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.services.runtime.ranks import meeting
@@ -17,8 +18,12 @@ def never() -> bool:
     return False
 
 
+def meeting_file(folder: Path, world_size: int) -> FileStore:
+    return FileStore(str(folder / "meeting"), world_size)
+
+
 async def test_each_rank_hears_the_addresses_of_all(tmp_path: Path) -> None:
-    meetings = [Meeting(tmp_path / "meeting", rank, 3) for rank in range(3)]
+    meetings = [Meeting(meeting_file(tmp_path, 3), rank, 3) for rank in range(3)]
     addresses = [f"127.0.0.1:{5000 + rank}" for rank in range(3)]
     found = await asyncio.gather(
         *(one.exchange(address, never) for one, address in zip(meetings, addresses, strict=True))
@@ -31,7 +36,7 @@ async def test_the_rank_that_does_not_come_is_named(
 ) -> None:
     monkeypatch.setattr(meeting, "MEET_TIMEOUT_S", 0.1)
     with pytest.raises(RuntimeError, match=r"rank 0: the ranks \[1\] did not come within"):
-        await Meeting(tmp_path / "meeting", 0, 2).exchange("127.0.0.1:5000", never)
+        await Meeting(meeting_file(tmp_path, 2), 0, 2).exchange("127.0.0.1:5000", never)
 
 
 async def test_a_rank_that_waits_for_others_ends_when_it_is_told_to(tmp_path: Path) -> None:

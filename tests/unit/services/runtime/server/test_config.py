@@ -139,3 +139,45 @@ def test_ranks_beside_the_face_are_reached_at_its_host_and_ports_of_their_own() 
     assert face.peer_address(50051) == "gpu7.example:50051"
     assert (other.port, other.announce, other.metrics_port) == (0, None, 9101)
     assert other.peer_address(41235) == "gpu7.example:41235"
+
+
+def on_hosts(*flags: str, layout: str = "tp=2,dp=4") -> ServiceConfig:
+    return load_config("actor", ["--layout", layout, *flags], {})
+
+
+def test_ranks_lie_on_hosts_in_equal_blocks() -> None:
+    config = on_hosts("--hosts", "2", "--host-rank", "1", "--meet", "a:1")
+    assert config.ranks_per_host == 4
+    assert as_rank(config, {"RANK": "0"}).rank == 4
+    assert (as_rank(config, {"RANK": "3"}).rank, as_rank(config, {"RANK": "3"}).port) == (7, 0)
+    flags = ["--hosts", "2", "--meet", "a:1", "--host", "127.0.0.3"]
+    told = on_hosts(*flags, "--advertise", "gpu-1:5", "--port", "5")
+    assert told.peer_address(5) == "gpu-1:5"
+    rank = as_rank(told.model_copy(update={"host_rank": 1}), {"RANK": "0"})
+    assert rank.peer_address(7) == "127.0.0.3:7", "the same line on each host"
+    environment = {"ROLEMESH_SERVICE__HOSTS": "2", "ROLEMESH_SERVICE__MEET": "a:1"}
+    assert load_config("actor", ["--layout", "dp=2"], environment).ranks_per_host == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--hosts", "2"], "meet is None, but hosts is 2: give host:port of the first host"),
+        (["--hosts", "2", "--meet", "a"], "meet is 'a', but hosts is 2"),
+        (["--hosts", "2", "--meet", "http://a:1"], "meet is 'http://a:1'"),
+        (["--hosts", "2", "--meet", "a:1", "--host-rank", "2"], "host_rank is 2, but hosts is 2"),
+        (["--hosts", "3", "--meet", "a:1"], "hosts is 3, but the layout has 8 ranks"),
+        (["--hosts", "8", "--meet", "a:1"], "a host has 1 ranks, which tp 2 does not divide"),
+        (["--meet", "a:1"], "meet is 'a:1', but hosts is 1"),
+        (["--host-rank", "1"], "host_rank is 1, but hosts is 1"),
+        (["--interface", "eth0"], "interface is 'eth0', but hosts is 1"),
+        (
+            ["--hosts", "2", "--meet", "a:1", "--host", "0.0.0.0", "--allow-remote"],
+            "host is '0.0.0.0', but hosts is 2, and other hosts are told one address",
+        ),
+    ],
+)
+def test_settings_of_hosts_that_do_not_fit_are_refused(flags: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        on_hosts(*flags)
+    assert told in str(refused.value)
