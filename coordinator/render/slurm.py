@@ -1,0 +1,346 @@
+"""A batch script of Slurm: one recipe on one node, or its services spread over several.
+
+On one node `rolemesh train` starts the services itself. On several, each service is a step of its
+own, and the coordinator's step on the first node gets their addresses once they have announced
+them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.service_flags import service_flags
+from rolemesh.coordinator.render.placement import device_ids
+
+_WORD = re.compile(r"^[\w.,:+@=/-]+$", re.ASCII)
+
+_TIME = re.compile(r"^(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})$", re.ASCII)
+"""Minutes, minutes:seconds, hours:minutes:seconds, days-hours, and so on to days-h:m:s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmOptions:
+    """What the job asks Slurm for, beside nodes and GPUs."""
+
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    """Time limit as sbatch writes it; None: that of the partition."""
+    notice_s: int = 300
+    """Seconds before the time limit at which the run is told to save."""
+    setup: Sequence[str] = ()
+    """Commands of a shell before anything else, e.g. one that activates an environment."""
+
+
+def check_options(options: SlurmOptions) -> None:
+    """Raises RecipeError for what sbatch would not take, or would read as something else."""
+    for name in ("partition", "account"):
+        value = getattr(options, name)
+        if value is not None and not _WORD.fullmatch(value):
+            raise RecipeError(f"--{name} is {value!r}: give one word, as `sinfo` or `sacctmgr` do")
+    if options.time is not None and _seconds(options.time) <= options.notice_s:
+        raise RecipeError(
+            f"--time is {options.time!r} and --notice is {options.notice_s} seconds: give a limit "
+            "that is longer than the notice before it"
+        )
+    for line in options.setup:
+        if "\n" in line or not line.strip():
+            raise RecipeError(f"--setup is {line!r}: give one line of a shell, once for each")
+
+
+def _seconds(time: str) -> int:
+    """Seconds of a limit as sbatch writes it; raises RecipeError where it is none."""
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise RecipeError(
+            f"--time is {time!r}: give minutes, hours:minutes:seconds or "
+            "days-hours:minutes:seconds, e.g. --time 1-12:00:00"
+        )
+    parts = [int(part) for part in found["parts"].split(":")]
+    if found["days"] is not None:
+        hours, minutes, seconds = parts + [0] * (3 - len(parts))
+        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(parts) < 3:
+        minutes, seconds = parts + [0] * (2 - len(parts))
+        return minutes * 60 + seconds
+    return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+
+
+def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, int]:
+    """The node of each service, by its name; empty where all share one node.
+
+    Args:
+        recipe: The recipe.
+        placed: Texts "role=node", nodes counted from 0, e.g. ["critic=1", "reference=1"], or with a
+            node for each service of a role, "rollout=1,2". Roles that are left out are on node 0.
+
+    Raises:
+        RecipeError: A role or a node is wrong, a node is left empty, or roles of a pool, which take
+            turns on its GPUs, are on different nodes.
+    """
+    if not placed:
+        return {}
+    for role in recipe.roles:
+        if recipe.service(role).address or recipe.service(role).addresses:
+            raise RecipeError(
+                f"services.{role} has an address, so that it runs elsewhere, and --on is given: "
+                "take the address out of the recipe, or leave --on out"
+            )
+    nodes = {service: 0 for role in recipe.roles for service in recipe.services_of(role)}
+    seen = set()
+    for text in placed:
+        role, equals, where = text.partition("=")
+        if role not in recipe.roles or role in seen:
+            what = "once" if role in seen else f"one of {', '.join(recipe.roles)}"
+            raise RecipeError(
+                f"--on is {text!r}: give each role of the recipe {what}, as role=node"
+            )
+        seen.add(role)
+        numbers = where.split(",")
+        services = recipe.services_of(role)
+        if not equals or not all(one.isdecimal() and int(one) < 1000 for one in numbers):
+            raise RecipeError(f"--on is {text!r}: give a node, counted from 0, e.g. {role}=1")
+        if len(numbers) not in (1, len(services)):
+            raise RecipeError(
+                f"--on is {text!r}, but the {role} has {len(services)} services: give one node for "
+                "all, or one for each"
+            )
+        for index, service in enumerate(services):
+            nodes[service] = int(numbers[index % len(numbers)])
+    for node in range(max(nodes.values())):
+        if node not in nodes.values():
+            raise RecipeError(f"--on leaves node {node} without a role: count nodes from 0")
+    for name, pool in recipe.pools.items():
+        together = [one for one in nodes if role_of(one) in pool.roles]
+        places = {nodes[one] for one in together}
+        if set(pool.devices) != {"cpu"} and len(pool.roles) > 1 and len(places) > 1:
+            raise RecipeError(
+                f"pools.{name} has {', '.join(pool.roles)}, which take turns on its GPUs, but --on "
+                "puts them on several nodes: put them on one, or give each a pool of its own"
+            )
+    return nodes
+
+
+def slurm_script(
+    recipe: Recipe,
+    command: Sequence[str],
+    nodes: Mapping[str, int],
+    options: SlurmOptions,
+    made_by: str,
+) -> str:
+    """Returns the text of the script.
+
+    Args:
+        recipe: The recipe, with its pools on GPUs or on the CPU. "cuda:0" is the first GPU of the
+            job on the node of the pool's roles.
+        command: Command of the coordinator: "train", "--restartable", files and settings.
+        nodes: Of `nodes_of`.
+        options: Of `check_options`.
+        made_by: Command that made it, for the comment at its top.
+
+    Raises:
+        RecipeError: A pool names a device that does not exist.
+    """
+    check_options(options)
+    words = list(command)
+    if any(name != role_of(name) for name in nodes):
+        # Numbered services have addresses instead.
+        words += ["--set", "services.rollout.replicas=1"]
+    parts = [
+        _filled(_HEAD, name=recipe.run.name, made_by=made_by.replace("\n", "\n# ")),
+        *(f"#SBATCH {one}\n" for one in _requests(recipe, nodes, options)),
+        _filled(_START, setup="\n".join(options.setup), name=recipe.run.name),
+    ]
+    if nodes:
+        members = ["coordinator", "client/drive", *recipe.roles]
+        parts.append(_filled(_MESH, members=" ".join(members)))
+        for service, node in nodes.items():
+            gpus = ",".join(str(int(one) + 1) for one in device_ids(recipe, service)) or "none"
+            flags = [shlex.quote(flag) for flag in service_flags(recipe, role_of(service))]
+            parts.append(f"serve {service} {node} {gpus} {' '.join(flags)} &\n")
+        parts.append(_addresses(recipe, nodes))
+    train = ["rolemesh", *words]
+    if nodes:
+        # GPUs that it sees would go to pools that name none.
+        train = ["env", "CUDA_VISIBLE_DEVICES=", *train]
+    parts.append(_filled(_COORDINATOR, train=shlex.join(train)))
+    return "".join(parts)
+
+
+def _filled(text: str, **values: str) -> str:
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _requests(recipe: Recipe, nodes: Mapping[str, int], options: SlurmOptions) -> list[str]:
+    """Options of sbatch."""
+    num_gpus = 0
+    for role in recipe.roles:
+        for service in recipe.services_of(role):
+            if recipe.address(service) is None:
+                num_gpus = max([num_gpus, *(int(one) + 1 for one in device_ids(recipe, service))])
+    requests = [
+        f"--job-name={recipe.run.name}",
+        f"--nodes={max(nodes.values(), default=0) + 1}",
+        # Whole nodes: all their cores and memory. Shared memory counts as memory of the job.
+        "--exclusive",
+        "--mem=0",
+    ]
+    for name in ("partition", "account", "time"):
+        value = getattr(options, name)
+        if value is not None:
+            requests.append(f"--{name}={value}")
+    if num_gpus:
+        requests.append(f"--gpus-per-node={num_gpus}")
+    requests += [
+        "--requeue",
+        "--open-mode=append",
+        "--output=%x-%j.log",
+        f"--signal=B:USR1@{options.notice_s}",
+    ]
+    return requests
+
+
+def _addresses(recipe: Recipe, nodes: Mapping[str, int]) -> str:
+    """Waits for all services, and says to the coordinator where they are."""
+    lines = [f"wait_for {service}\n" for service in nodes]
+    for role in recipe.roles:
+        services = recipe.services_of(role)
+        places = [f'$(<"$mesh/{service}.address")' for service in services]
+        variable = f"ROLEMESH_SERVICES__{role.upper()}__ADDRESS"
+        if len(services) == 1:
+            lines.append(f'export {variable}="{places[0]}"\n')
+        else:
+            listed = ", ".join(f"'{place}'" for place in places)
+            lines.append(f'export {variable}ES="[{listed}]"\n')
+    return "".join(lines)
+
+
+_HEAD = """\
+#!/bin/bash
+# One recipe as a job of Slurm:
+#
+#   sbatch THIS_FILE                # in a folder that all nodes share: paths count from there
+#   sbatch THIS_FILE runs/@name@-12 # goes on with the run of job 12
+#   scancel JOB                     # ends the run after its step, if KillWait is as long
+#
+# `rolemesh` has to be on the PATH of the nodes. Before the time limit, and where a step is killed
+# or a node fails, the job is queued again and goes on with its run.
+# Made by: @made_by@
+"""
+
+_START = r"""
+set -u
+umask 077
+@setup@
+# sbatch hands the environment on. Models are folders, and nothing is fetched.
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 MALLOC_ARENA_MAX=2 PYTHONUNBUFFERED=1
+run=${1:-runs/@name@-$SLURM_JOB_ID}
+run=${run%/}
+ends=  # Why the run is told to end: its time limit is near, or the job was cancelled.
+heard= # Set when a signal has come.
+
+bytes_of_steps() { stat -c %s "$run/metrics.jsonl" 2>/dev/null || echo 0; }
+at_start=$(bytes_of_steps)
+
+fail() {
+    echo "error: $1"
+    exit 1
+}
+
+# Queues the job again. One that makes no step between two starts would be queued without end.
+again() { # WHY
+    local by_hand="\`sbatch\` this file with $run goes on"
+    if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ "$(bytes_of_steps)" -le "$at_start" ]; then
+        fail "$1, and no step was made since the job was queued again: see $run/logs; $by_hand"
+    fi
+    echo "$1: the job is queued again, and goes on with $run"
+    scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not queue it again; $by_hand"
+    sleep 600 # Slurm ends this shell.
+    exit 1
+}
+
+ended() { # EXIT STATUS of the coordinator
+    case $1/$ends in
+    0/* | */cancelled) ;;
+    */near) again "the time limit is near" ;;
+    130/*) ;; # The run was told to end.
+    129/* | 13?/* | 14?/*) again "the coordinator was killed ($1)" ;;
+    esac
+    rm -rf "$run.mesh"
+    exit "$1"
+}
+
+# Ends the run after its step, with everything saved. A signal to srun would end it at once.
+tell_to_end() {
+    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%i %j" |
+        while read -r step name; do
+            [ "$name" != coordinator ] || scancel --signal=TERM "$step"
+        done
+}
+trap 'ends=near heard=1; tell_to_end' USR1
+# Of scancel, which signals all steps as well.
+trap 'ends=cancelled heard=1' TERM
+"""
+
+_MESH = r"""
+# Services of several nodes: members of one mesh, with an authority that signs for this start alone.
+mesh=$run.mesh
+rm -rf "$mesh" && mkdir -p "$mesh" "$run/logs" || fail "$run cannot be written"
+rolemesh certs init "$mesh/certs" >/dev/null &&
+    rolemesh certs issue "$mesh/certs" @members@ >/dev/null &&
+    rm "$mesh/certs/authority.pem" || fail "no certificates could be made in $mesh"
+export ROLEMESH_CERTIFICATES=$mesh/certs
+
+# One service on one node. It takes a free port, and the same again when it is started again.
+serve() { # NAME NODE GPUS SETTING...
+    local name=$1 role=${1%%-*} node=$2 gpus=$3 port=0 within=(env CUDA_VISIBLE_DEVICES=)
+    shift 3
+    # Slurm says which GPUs of the node are the job's; the service gets those at these places.
+    [ "$gpus" = none ] || within=(bash -c 'CUDA_VISIBLE_DEVICES=$(
+        cut -d, -f"$0" <<<"${CUDA_VISIBLE_DEVICES:?Slurm gives this step no GPU}"
+    ) exec "$@"' "$gpus")
+    while true; do
+        srun --overlap --nodes=1 --ntasks=1 --relative="$node" --cpu-bind=none \
+            --job-name="$name" --output="$run/logs/$name.log" --open-mode=append \
+            "${within[@]}" rolemesh serve "$role" --host 0.0.0.0 --port "$port" \
+            --identity "$mesh/certs/$role.pem" --announce "$mesh/$name.json" --folder "$run" "$@"
+        [ -s "$mesh/$name.address" ] || break
+        port=$(sed 's/.*://' "$mesh/$name.address")
+        echo "$name has ended, and is started again at port $port"
+        sleep 1
+    done
+    touch "$mesh/$name.failed" 2>/dev/null # The folder is gone where the run has ended.
+}
+
+wait_for() { # NAME
+    local deadline=$((SECONDS + 600))
+    until [ -s "$mesh/$1.json" ]; do
+        [ -z "$ends" ] || ended 130
+        [ ! -e "$mesh/$1.failed" ] || fail "$1 does not start: see $run/logs/$1.log"
+        [ "$SECONDS" -lt "$deadline" ] || fail "$1 is not ready after 600 s: see $run/logs/$1.log"
+        sleep 1
+    done
+    sed 's/.*"address": "\([^"]*\)".*/\1/' "$mesh/$1.json" >"$mesh/$1.address"
+}
+
+"""
+
+_COORDINATOR = r"""
+srun --overlap --nodes=1 --ntasks=1 --relative=0 --cpu-bind=none --job-name=coordinator \
+    @train@ --out "$run" &
+coordinator=$!
+while true; do
+    wait "$coordinator"
+    code=$?
+    [ -n "$heard" ] || break
+    heard= # A signal interrupts `wait`, which has to wait on.
+done
+ended "$code"
+"""
