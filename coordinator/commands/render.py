@@ -15,6 +15,11 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose import compose_file
+from rolemesh.coordinator.render.kubernetes import (
+    KubernetesOptions,
+    kubernetes_manifests,
+    own_pools,
+)
 from rolemesh.coordinator.render.memory import unsized_models
 from rolemesh.coordinator.render.placement import names_gpus, spread
 from rolemesh.coordinator.render.slurm import SlurmOptions, nodes_of, slurm_script
@@ -171,6 +176,101 @@ def slurm(
     except RecipeError as error:
         refuse(str(error))
     _write(text, out)
+
+
+@app.command()
+def kubernetes(
+    recipe: Recipes,
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Of the roles.")],
+    coordinator_image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Of the coordinator; that of the roles.")
+    ] = None,
+    store_image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Of the store: Valkey.")
+    ] = "valkey/valkey:9-alpine",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Before all names.")] = "rolemesh",
+    namespace: Annotated[
+        str | None, typer.Option(metavar="NAME", help="That of `kubectl apply` if left out.")
+    ] = None,
+    claim: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="PersistentVolumeClaim, shared by all nodes, with folders .models, recipes and "
+            "runs.",
+        ),
+    ] = "rolemesh",
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Gives each role with a model a GPU for each of its ranks; needed where the "
+            "recipe's pools name none.",
+        ),
+    ] = False,
+    overrides: Overrides = None,
+    out: Out = None,
+) -> None:
+    """Writes manifests for kubectl: a recipe as a Job, and a StatefulSet for each of its roles.
+
+    Example: rolemesh render kubernetes recipes/quickstart-ppo.yaml --image registry/rolemesh:gpu
+    --gpu --out mesh.yaml, then kubectl apply -f mesh.yaml
+    """
+    settings = list(overrides or ())
+    options = KubernetesOptions(
+        image=image,
+        coordinator_image=coordinator_image or image,
+        store_image=store_image,
+        name=name,
+        namespace=namespace,
+        claim=claim,
+    )
+    try:
+        loaded = load_recipe(recipe, overrides=settings)
+        if gpu:
+            _refuse_named(loaded, "--gpu")
+            settings += own_pools(loaded)
+            loaded = load_recipe(recipe, overrides=settings)
+        files = {file.name: file.read_text() for file in recipe}
+        if len(files) < len(recipe):
+            refuse("RECIPE: two files have one name: give files of different names")
+        given = [*map(str, recipe), f"--image={image}"]
+        for flag, value in (
+            ("coordinator-image", coordinator_image),
+            ("name", name),
+            ("namespace", namespace),
+            ("claim", claim),
+        ):
+            given += [] if value is None else [f"--{flag}={value}"]
+        given += ["--gpu"] * gpu + [f"--set={text}" for text in overrides or ()]
+        header = _kubernetes_header(loaded, options, given)
+        text = kubernetes_manifests(loaded, files, settings, options, header)
+    except RecipeError as error:
+        refuse(str(error))
+    _write(text, out)
+    _tell_unsized(loaded, "sizeLimit")
+
+
+def _kubernetes_header(recipe: Recipe, options: KubernetesOptions, given: list[str]) -> str:
+    start, roles = options.name, " ".join(recipe.roles)
+    return f"""\
+One recipe on Kubernetes. Once, for its certificates, passwords and files:
+
+  rolemesh certs init certs && rolemesh certs issue certs --days 366 \\
+      coordinator client/drive {roles}
+  kubectl create secret generic {start}-coordinator \\
+      --from-file=certs/coordinator.pem --from-file=certs/client-drive.pem
+  for role in {roles}; do
+      kubectl create secret generic {start}-$role --from-file=certs/$role.pem; done
+  openssl rand -hex 32 | kubectl create secret generic {start}-store --from-file=password=/dev/stdin
+  openssl rand -hex 32 | kubectl create secret generic {start}-api --from-file=token=/dev/stdin
+
+and a PersistentVolumeClaim {options.claim} (ReadWriteMany) with the folders .models, recipes and
+runs, which group 10001 may read, and write in runs. Then:
+
+  kubectl apply -f THIS_FILE && kubectl logs -f job/{start}-coordinator
+
+Made by: rolemesh render kubernetes {shlex.join(given)}"""
 
 
 def _refuse_named(recipe: Recipe, flag: str) -> None:
