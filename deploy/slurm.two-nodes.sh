@@ -1,9 +1,10 @@
 #!/bin/bash
 # One recipe as a job of Slurm:
 #
-#   sbatch THIS_FILE                # in a folder that all nodes share: paths count from there
+#   sbatch THIS_FILE                 # in a folder that all nodes share: paths count from there
 #   sbatch THIS_FILE runs/quickstart-ppo-12 # goes on with the run of job 12
-#   scancel JOB                     # ends the run after its step, if KillWait is as long
+#   scancel --batch --signal=INT JOB # ends the run after its step, with everything saved
+#   scancel JOB                      # ends it at once; what was saved before stays
 #
 # `rolemesh` has to be on the PATH of the nodes. Before the time limit, and where a step is killed
 # or a node fails, the job is queued again and goes on with its run.
@@ -59,16 +60,18 @@ ended() { # EXIT STATUS of the coordinator
     exit "$1"
 }
 
-# Ends the run after its step, with everything saved. A signal to srun would end it at once.
+# Ends the run after its step, with everything saved. Signals of Slurm go to services as well.
 tell_to_end() {
-    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%i %j" |
-        while read -r step name; do
-            [ "$name" != coordinator ] || scancel --signal=TERM "$step"
-        done
+    (
+        until [ -s "$pid" ]; do sleep 1; done
+        kill -TERM "$(<"$pid")"
+    ) &
 }
 trap 'ends=near heard=1; tell_to_end' USR1
-# Of scancel, which signals all steps as well.
-trap 'ends=cancelled heard=1' TERM
+trap 'ends=cancelled heard=1; tell_to_end' INT
+trap 'ends=cancelled heard=1' TERM # Of scancel, which ends all.
+pid=$(mktemp) # Of the coordinator, whose step is on the node of this shell.
+trap 'rm -f "$pid"' EXIT
 
 # Services of several nodes: members of one mesh, with an authority that signs for this start alone.
 mesh=$run.mesh
@@ -102,7 +105,6 @@ serve() { # NAME NODE GPUS SETTING...
 wait_for() { # NAME
     local deadline=$((SECONDS + 600))
     until [ -s "$mesh/$1.json" ]; do
-        [ -z "$ends" ] || ended 130
         [ ! -e "$mesh/$1.failed" ] || fail "$1 does not start: see $run/logs/$1.log"
         [ "$SECONDS" -lt "$deadline" ] || fail "$1 is not ready after 600 s: see $run/logs/$1.log"
         sleep 1
@@ -124,7 +126,7 @@ export ROLEMESH_SERVICES__REFERENCE__ADDRESS="$(<"$mesh/reference.address")"
 export ROLEMESH_SERVICES__REWARD__ADDRESS="$(<"$mesh/reward.address")"
 
 srun --overlap --nodes=1 --ntasks=1 --relative=0 --cpu-bind=none --job-name=coordinator \
-    env CUDA_VISIBLE_DEVICES= rolemesh train --restartable recipes/quickstart-ppo.yaml --set 'pools={actor: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"', '"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [actor]}, reward: {devices: [cpu], roles: [reward]}, critic: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"'], roles: [critic]}, reference: {devices: ['"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [reference]}}' --set actor.train.dp=8 --set critic.train.dp=4 --set reference.layout.dp=4 --out "$run" &
+    bash -c 'echo $$ >"$0"; exec "$@"' "$pid" env CUDA_VISIBLE_DEVICES= rolemesh train --restartable recipes/quickstart-ppo.yaml --set 'pools={actor: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"', '"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [actor]}, reward: {devices: [cpu], roles: [reward]}, critic: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"'], roles: [critic]}, reference: {devices: ['"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [reference]}}' --set actor.train.dp=8 --set critic.train.dp=4 --set reference.layout.dp=4 --out "$run" &
 coordinator=$!
 while true; do
     wait "$coordinator"

@@ -226,9 +226,10 @@ _HEAD = """\
 #!/bin/bash
 # One recipe as a job of Slurm:
 #
-#   sbatch THIS_FILE                # in a folder that all nodes share: paths count from there
+#   sbatch THIS_FILE                 # in a folder that all nodes share: paths count from there
 #   sbatch THIS_FILE runs/@name@-12 # goes on with the run of job 12
-#   scancel JOB                     # ends the run after its step, if KillWait is as long
+#   scancel --batch --signal=INT JOB # ends the run after its step, with everything saved
+#   scancel JOB                      # ends it at once; what was saved before stays
 #
 # `rolemesh` has to be on the PATH of the nodes. Before the time limit, and where a step is killed
 # or a node fails, the job is queued again and goes on with its run.
@@ -277,16 +278,18 @@ ended() { # EXIT STATUS of the coordinator
     exit "$1"
 }
 
-# Ends the run after its step, with everything saved. A signal to srun would end it at once.
+# Ends the run after its step, with everything saved. Signals of Slurm go to services as well.
 tell_to_end() {
-    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%i %j" |
-        while read -r step name; do
-            [ "$name" != coordinator ] || scancel --signal=TERM "$step"
-        done
+    (
+        until [ -s "$pid" ]; do sleep 1; done
+        kill -TERM "$(<"$pid")"
+    ) &
 }
 trap 'ends=near heard=1; tell_to_end' USR1
-# Of scancel, which signals all steps as well.
-trap 'ends=cancelled heard=1' TERM
+trap 'ends=cancelled heard=1; tell_to_end' INT
+trap 'ends=cancelled heard=1' TERM # Of scancel, which ends all.
+pid=$(mktemp) # Of the coordinator, whose step is on the node of this shell.
+trap 'rm -f "$pid"' EXIT
 """
 
 _MESH = r"""
@@ -322,7 +325,6 @@ serve() { # NAME NODE GPUS SETTING...
 wait_for() { # NAME
     local deadline=$((SECONDS + 600))
     until [ -s "$mesh/$1.json" ]; do
-        [ -z "$ends" ] || ended 130
         [ ! -e "$mesh/$1.failed" ] || fail "$1 does not start: see $run/logs/$1.log"
         [ "$SECONDS" -lt "$deadline" ] || fail "$1 is not ready after 600 s: see $run/logs/$1.log"
         sleep 1
@@ -334,7 +336,7 @@ wait_for() { # NAME
 
 _COORDINATOR = r"""
 srun --overlap --nodes=1 --ntasks=1 --relative=0 --cpu-bind=none --job-name=coordinator \
-    @train@ --out "$run" &
+    bash -c 'echo $$ >"$0"; exec "$@"' "$pid" @train@ --out "$run" &
 coordinator=$!
 while true; do
     wait "$coordinator"

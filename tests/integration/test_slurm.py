@@ -24,7 +24,7 @@ from rolemesh.coordinator.commands.cli import app
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 16
+STEPS = 24
 
 
 def ask(*command: str) -> str:
@@ -115,7 +115,7 @@ class SlurmJob:
 def recipe(tmp_path: Path) -> dict[str, Any]:
     if idle_nodes() < 2:
         pytest.skip("no Slurm with two idle nodes answers here")
-    changes = {"run__steps": STEPS, "run__checkpoint": {"every_steps": 2}}
+    changes = {"run__steps": STEPS, "run__checkpoint": {"every_steps": 0}}
     return tiny_recipe(tiny_model(tmp_path / "model"), **changes)
 
 
@@ -128,7 +128,18 @@ def jobs() -> Iterator[list[SlurmJob]]:
         subprocess.run(["scancel", job.id], capture_output=True, timeout=60, check=False)
 
 
-def test_a_job_whose_step_is_killed_is_queued_again_and_goes_on(
+def come_near_to_limit(job: SlurmJob, restarts: int) -> None:
+    """What --signal of the script has Slurm do before the time limit."""
+    ask("scancel", "--batch", "--signal=USR1", job.id)
+    job.wait_until(lambda: job.fact("Restarts") == str(restarts))
+    assert "the time limit is near: the job is queued again" in job.log
+    kept = job.steps()[-1]
+    assert kept < STEPS, job.log
+    # Nothing but this end saves: the next start may be on other nodes.
+    assert (job.run / "checkpoints" / f"step-{kept:08}").is_dir(), job.log
+
+
+def test_a_job_whose_step_is_killed_or_whose_limit_is_near_goes_on(
     recipe: dict[str, Any], jobs: list[SlurmJob], tmp_path: Path
 ) -> None:
     job = SlurmJob(tmp_path, recipe)
@@ -138,6 +149,8 @@ def test_a_job_whose_step_is_killed_is_queued_again_and_goes_on(
     job.wait_until(lambda: job.fact("Restarts") == "1")
     kept = len(job.steps())
     assert 3 <= kept < STEPS, job.log
+    job.wait_until(lambda: len(job.steps()) > kept + 1)
+    come_near_to_limit(job, restarts=2)
     assert job.wait() == "COMPLETED", job.log
     # One run: each step once, also those from before the kill.
     assert job.steps() == list(range(1, STEPS + 1))
@@ -157,14 +170,7 @@ def test_services_on_two_nodes_outlive_a_kill_and_a_limit(
     # In its place, while the job goes on.
     job.wait_until(lambda: len(job.steps()) > kept + 1)
     assert job.fact("Restarts") == "0"
-    # What --signal of the script has Slurm do before the time limit.
-    ask("scancel", "--batch", "--signal=USR1", job.id)
-    job.wait_until(lambda: job.fact("Restarts") == "1")
-    assert "the time limit is near: the job is queued again" in job.log
-    kept = job.steps()[-1]
-    assert kept < STEPS, job.log
-    # The newest step was saved, so that the next start may be on other nodes.
-    assert (job.run / "checkpoints" / f"step-{kept:08}").is_dir()
+    come_near_to_limit(job, restarts=1)
     assert job.wait() == "COMPLETED", job.log
     assert job.steps() == list(range(1, STEPS + 1))
     assert not Path(f"{job.run}.mesh").exists()

@@ -15,8 +15,6 @@ _PROGRAMS = {
     "srun": 'while [[ $1 == --* ]]; do o+=" $1"; shift; done\n'
     'echo "srun$o" >> calls\nexport CUDA_VISIBLE_DEVICES=8,9,10,11,12,13,14,15\nexec "$@"',
     "scontrol": 'echo "scontrol $*" >> calls',
-    "squeue": 'printf "7.0 actor\\n7.3 coordinator\\n7.batch batch\\n"',
-    "scancel": 'echo "scancel $*" >> calls; touch end',
     "sleep": "exec /bin/sleep 0.05",
     "rolemesh": """
 case $1 in
@@ -39,6 +37,7 @@ train)
     echo "train gpus=$CUDA_VISIBLE_DEVICES $*" >> calls
     mkdir -p "${@: -1}"
     [ ! -e steps ] || cat steps >> "${@: -1}/metrics.jsonl"
+    trap 'echo "told to end" >> calls; touch end' TERM
     touch trains
     until [ -e end ]; do /bin/sleep 0.05; done
     exit "$(cat end code 2>/dev/null)" ;;

@@ -182,18 +182,24 @@ def test_only_a_killed_coordinator_is_queued_again(
     assert ("no step was made" in output) == (code == 137 and not is_again)
 
 
-def test_before_its_limit_the_run_saves_and_the_job_is_queued_again(
-    job: Start, tmp_path: Path
+@pytest.mark.parametrize("is_early", [False, True], ids=["in-a-step", "before-it-runs"])
+@pytest.mark.parametrize(
+    ("number", "is_again"), [(signal.SIGUSR1, True), (signal.SIGINT, False)], ids=["near", "asked"]
+)
+def test_a_run_that_is_told_to_end_saves_and_only_a_limit_queues_it_again(
+    job: Start, number: signal.Signals, is_again: bool, is_early: bool
 ) -> None:
-    (tmp_path / "steps").write_text("{}\n")
-    fake = job(code=130)
-    fake.wait_until(lambda: fake.has("trains"))
+    fake = job("--on", "critic=1", code=130)
+    early = "certs init" if is_early else "train "
+    fake.wait_until(lambda: any(one.startswith(early) for one in fake.calls))
     assert fake.process is not None
-    fake.process.send_signal(signal.SIGUSR1)
-    _, output = fake.wait()
-    # The coordinator's step alone, and not srun.
-    assert [one for one in fake.calls if one.startswith("scancel")] == ["scancel --signal=TERM 7.3"]
-    assert is_queued_again(fake), output
+    if not is_early:
+        fake.wait_until(lambda: fake.has("trains"))
+    fake.process.send_signal(number)
+    status, output = fake.wait()
+    # The coordinator alone: Slurm's own signals would end the services of its step.
+    assert fake.calls.count("told to end") == 1 or status == 143, output
+    assert is_queued_again(fake) == is_again, output
 
 
 def test_a_cancelled_job_is_not_queued_again(job: Start) -> None:
