@@ -81,18 +81,37 @@ rolemesh certs init "$mesh/certs" >/dev/null &&
     rm "$mesh/certs/authority.pem" || fail "no certificates could be made in $mesh"
 export ROLEMESH_CERTIFICATES=$mesh/certs
 
-# One service on one node. It takes a free port, and the same again when it is started again.
-serve() { # NAME NODE GPUS SETTING...
-    local name=$1 role=${1%%-*} node=$2 gpus=$3 port=0 within=(env CUDA_VISIBLE_DEVICES=)
-    shift 3
+# On each of several nodes of a service: they meet at the first one's address, at a port there.
+on_hosts='
+meet=$0.meet address=$(hostname)
+if [ "$SLURM_PROCID" = 0 ]; then
+    port=$((20000 + RANDOM % 12000))
+    while (exec 3<>"/dev/tcp/$address/$port") 2>/dev/null; do port=$((20000 + RANDOM % 12000)); done
+    echo "$address:$port" >"$meet.new"
+    mv "$meet.new" "$meet"
+fi
+until [ -s "$meet" ]; do sleep 1; done
+exec "$@" --host "$address" --hosts "$SLURM_NTASKS" --host-rank "$SLURM_PROCID" \
+    --meet "$(<"$meet")"'
+
+# One service. It takes a free port, and the same again when it is started again.
+serve() { # NAME FIRST-NODE NODES GPUS SETTING...
+    local name=$1 role=${1%%-*} node=$2 number=$3 gpus=$4 port=0
+    local within=(env CUDA_VISIBLE_DEVICES=) listen=(--host 0.0.0.0)
+    shift 4
     # Slurm says which GPUs of the node are the job's; the service gets those at these places.
     [ "$gpus" = none ] || within=(bash -c 'CUDA_VISIBLE_DEVICES=$(
         cut -d, -f"$0" <<<"${CUDA_VISIBLE_DEVICES:?Slurm gives this step no GPU}"
     ) exec "$@"' "$gpus")
+    if [ "$number" -gt 1 ]; then
+        within+=(bash -c "$on_hosts" "$mesh/$name")
+        listen=()
+    fi
     while true; do
-        srun --overlap --nodes=1 --ntasks=1 --relative="$node" --cpu-bind=none \
+        rm -f "$mesh/$name.meet"
+        srun --overlap --nodes="$number" --ntasks="$number" --relative="$node" --cpu-bind=none \
             --job-name="$name" --output="$run/logs/$name.log" --open-mode=append \
-            "${within[@]}" rolemesh serve "$role" --host 0.0.0.0 --port "$port" \
+            "${within[@]}" rolemesh serve "$role" "${listen[@]}" --port "$port" \
             --identity "$mesh/certs/$role.pem" --announce "$mesh/$name.json" --folder "$run" "$@"
         [ -s "$mesh/$name.address" ] || break
         port=$(sed 's/.*://' "$mesh/$name.address")
@@ -112,10 +131,10 @@ wait_for() { # NAME
     sed 's/.*"address": "\([^"]*\)".*/\1/' "$mesh/$1.json" >"$mesh/$1.address"
 }
 
-serve actor 0 1,2,3,4,5,6,7,8 --layout pp=1,tp=1,dp=8,fsdp=8,order=tp-pp-dp --experience-capacity-bytes 1073741824 --folder=.models/SmolLM2-135M-Instruct &
-serve critic 1 1,2,3,4 --layout pp=1,tp=1,dp=4,fsdp=4,order=tp-pp-dp --experience-capacity-bytes 1073741824 --folder=.models/SmolLM2-135M-Instruct &
-serve reference 1 5,6,7,8 --layout pp=1,tp=1,dp=4,fsdp=4,order=tp-pp-dp --experience-capacity-bytes 1073741824 --folder=.models/SmolLM2-135M-Instruct &
-serve reward 0 none --layout pp=1,tp=1,dp=1,fsdp=1,order=tp-pp-dp --experience-capacity-bytes 1073741824 &
+serve actor 0 1 1,2,3,4,5,6,7,8 --layout pp=1,tp=1,dp=8,fsdp=8,order=tp-pp-dp --experience-capacity-bytes 1073741824 --folder=.models/SmolLM2-135M-Instruct &
+serve critic 1 1 1,2,3,4 --layout pp=1,tp=1,dp=4,fsdp=4,order=tp-pp-dp --experience-capacity-bytes 1073741824 --folder=.models/SmolLM2-135M-Instruct &
+serve reference 1 1 5,6,7,8 --layout pp=1,tp=1,dp=4,fsdp=4,order=tp-pp-dp --experience-capacity-bytes 1073741824 --folder=.models/SmolLM2-135M-Instruct &
+serve reward 0 1 none --layout pp=1,tp=1,dp=1,fsdp=1,order=tp-pp-dp --experience-capacity-bytes 1073741824 &
 wait_for actor
 wait_for critic
 wait_for reference
@@ -126,7 +145,7 @@ export ROLEMESH_SERVICES__REFERENCE__ADDRESS="$(<"$mesh/reference.address")"
 export ROLEMESH_SERVICES__REWARD__ADDRESS="$(<"$mesh/reward.address")"
 
 srun --overlap --nodes=1 --ntasks=1 --relative=0 --cpu-bind=none --job-name=coordinator \
-    bash -c 'echo $$ >"$0"; exec "$@"' "$pid" env CUDA_VISIBLE_DEVICES= rolemesh train --restartable recipes/quickstart-ppo.yaml --set 'pools={actor: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"', '"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [actor]}, reward: {devices: [cpu], roles: [reward]}, critic: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"'], roles: [critic]}, reference: {devices: ['"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [reference]}}' --set actor.train.dp=8 --set critic.train.dp=4 --set reference.layout.dp=4 --out "$run" &
+    bash -c 'echo $$ >"$0"; exec "$@"' "$pid" env CUDA_VISIBLE_DEVICES= rolemesh train --restartable recipes/quickstart-ppo.yaml --set 'pools={critic: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"'], roles: [critic]}, reference: {devices: ['"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [reference]}, actor: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"', '"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [actor]}, reward: {devices: [cpu], roles: [reward]}}' --set critic.train.dp=4 --set reference.layout.dp=4 --set actor.train.dp=8 --out "$run" &
 coordinator=$!
 while true; do
     wait "$coordinator"

@@ -22,7 +22,7 @@ from rolemesh.coordinator.render.kubernetes import (
 )
 from rolemesh.coordinator.render.memory import unsized_models
 from rolemesh.coordinator.render.placement import names_gpus, spread
-from rolemesh.coordinator.render.slurm import SlurmOptions, nodes_of, slurm_script
+from rolemesh.coordinator.render.slurm import SlurmOptions, nodes_of, roles_of_nodes, slurm_script
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(
@@ -111,9 +111,9 @@ def slurm(
         typer.Option(
             "--on",
             metavar="ROLE=NODE",
-            help="Puts a role on a node, counted from 0; of several rollout services, "
-            "rollout=1,2 puts each on one. May be repeated; roles that are left out are on node 0. "
-            "Without it, all are on one node.",
+            help="Puts a role on a node, counted from 0, or its ranks on several, as actor=0,1; of "
+            "several rollout services, rollout=1,2 puts each on one. May be repeated; roles that "
+            "are left out are on node 0. Without it, all are on one node.",
         ),
     ] = None,
     gpus: Gpus = None,
@@ -122,6 +122,14 @@ def slurm(
     time: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Limit of each start of the job, e.g. 1-12:00:00."),
+    ] = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Network interface by which nodes of one role reach each other, e.g. ib0; that of "
+            "their host names.",
+        ),
     ] = None,
     notice: Annotated[
         int,
@@ -151,11 +159,21 @@ def slurm(
     """
     settings = list(overrides or ())
     options = SlurmOptions(
-        partition=partition, account=account, time=time, notice_s=notice, setup=setup or ()
+        partition=partition,
+        account=account,
+        time=time,
+        interface=interface,
+        notice_s=notice,
+        setup=setup or (),
     )
     given = [f"--on={text}" for text in on or ()]
     given += [] if gpus is None else [f"--gpus={gpus}"]
-    for name, value in (("partition", partition), ("account", account), ("time", time)):
+    for name, value in (
+        ("partition", partition),
+        ("account", account),
+        ("time", time),
+        ("interface", interface),
+    ):
         given += [] if value is None else [f"--{name}={value}"]
     given += [f"--notice={notice}", *(f"--setup={line}" for line in setup or ())]
     given += [f"--set={text}" for text in overrides or ()]
@@ -163,14 +181,9 @@ def slurm(
         loaded = load_recipe(recipe, overrides=settings)
         nodes = nodes_of(loaded, on or ())
         if gpus is not None:
-            number = max(nodes.values(), default=0) + 1
-            hosts = [
-                [role for role in loaded.roles if nodes.get(loaded.services_of(role)[0], 0) == node]
-                for node in range(number)
-            ]
+            hosts = roles_of_nodes(loaded, nodes)
             settings += _spread(loaded, gpus, hosts)
             loaded = load_recipe(recipe, overrides=settings)
-            nodes = nodes_of(loaded, on or ())
         made_by = f"rolemesh render slurm {shlex.join([*map(str, recipe), *given])}"
         text = slurm_script(loaded, _command(recipe, settings), nodes, options, made_by)
     except RecipeError as error:
@@ -282,7 +295,9 @@ def _refuse_named(recipe: Recipe, flag: str) -> None:
         )
 
 
-def _spread(recipe: Recipe, gpus: int, hosts: list[list[str]] | None = None) -> list[str]:
+def _spread(
+    recipe: Recipe, gpus: int, hosts: list[tuple[list[str], int]] | None = None
+) -> list[str]:
     _refuse_named(recipe, "--gpus")
     return spread(recipe, gpus, hosts)
 

@@ -73,19 +73,21 @@ def device_ids(recipe: Recipe, service: str, devices: Sequence[str] | None = Non
 
 
 def spread(
-    recipe: Recipe, num_gpus: int, hosts: Sequence[Collection[str]] | None = None
+    recipe: Recipe, num_gpus: int, hosts: Sequence[tuple[Collection[str], int]] | None = None
 ) -> list[str]:
     """Settings that place a recipe's roles on GPUs so that no GPU is idle, if its layouts allow.
 
     On each host, each role with a model gets its own GPUs while there are enough. The remaining
     GPUs go to roles whose layout is one rank, actor first, as data parallelism: their number of
     ranks doubles while there is room. With too few GPUs, the actor keeps its own and the others
-    take turns on the last one. On a single GPU all roles take turns.
+    take turns on the last one. On a single GPU all roles take turns. A role of several services
+    does not grow.
 
     Args:
         recipe: A recipe in which no pool names a GPU.
         num_gpus: GPUs of each host.
-        hosts: Roles of each host, each role once; None: one host with all of them.
+        hosts: Roles that share hosts, and the number of these hosts; each role once. None: one host
+            with all roles.
 
     Returns:
         Texts for `--set`, e.g. ["pools={actor: {devices: ['cuda:0', 'cuda:1'], roles: [actor]},
@@ -96,18 +98,19 @@ def spread(
     """
     pools: list[str] = []
     settings: list[str] = []
-    for roles in hosts or [recipe.roles]:
-        _spread_on_host(recipe, roles, num_gpus, pools, settings)
+    for roles, number in hosts or [(recipe.roles, 1)]:
+        _spread_on_hosts(recipe, roles, number * num_gpus, pools, settings)
     return [f"pools={{{', '.join(pools)}}}", *settings]
 
 
-def _spread_on_host(
+def _spread_on_hosts(
     recipe: Recipe, roles: Collection[str], num_gpus: int, pools: list[str], settings: list[str]
 ) -> None:
-    """Adds the pools and layouts of the roles of one host."""
+    """Adds the pools and layouts of roles that share hosts."""
     models = [role for role in _LAYOUTS if role in roles and needs_gpu(recipe, role)]
     others = [role for role in recipe.roles if role in roles and role not in models]
-    ranks = {role: recipe.layout(role).world_size for role in models}
+    services = {role: len(recipe.services_of(role)) for role in models}
+    ranks = {role: recipe.layout(role).world_size * services[role] for role in models}
     if len(models) <= num_gpus:
         groups = [[role] for role in models]
     elif num_gpus == 1:
@@ -123,7 +126,11 @@ def _spread_on_host(
             f"--gpus is {num_gpus}, but the recipe's layouts want {sum(sizes)}: {wanted}; lower a "
             "layout, or give pools in the recipe whose roles share GPUs"
         )
-    grows = [index for index, group in enumerate(groups) if len(group) == 1 and sizes[index] == 1]
+    grows = [
+        index
+        for index, group in enumerate(groups)
+        if len(group) == 1 and sizes[index] == services[group[0]] == 1
+    ]
     while fits := [index for index in grows if sum(sizes) + sizes[index] <= num_gpus]:
         # The role with the fewest ranks first; of equals the first in order (actor, critic, ...).
         sizes[min(fits, key=lambda index: sizes[index])] *= 2

@@ -1,8 +1,8 @@
 """A batch script of Slurm: one recipe on one node, or its services spread over several.
 
 On one node `rolemesh train` starts the services itself. On several, each service is a step of its
-own, and the coordinator's step on the first node gets their addresses once they have announced
-them.
+own, also one whose ranks lie on several nodes, and the coordinator's step on the first node gets
+their addresses once they have announced them.
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ class SlurmOptions:
     account: str | None = None
     time: str | None = None
     """Time limit as sbatch writes it; None: that of the partition."""
+    interface: str | None = None
+    """Network interface by which nodes of one service reach each other; None: what their host names
+    lead to."""
     notice_s: int = 300
     """Seconds before the time limit at which the run is told to save."""
     setup: Sequence[str] = ()
     """Commands of a shell before anything else, e.g. one that activates an environment."""
 
 
-def check_options(options: SlurmOptions) -> None:
+def _check_options(options: SlurmOptions) -> None:
     """Raises RecipeError for what sbatch would not take, or would read as something else."""
-    for name in ("partition", "account"):
+    for name in ("partition", "account", "interface"):
         value = getattr(options, name)
         if value is not None and not _WORD.fullmatch(value):
-            raise RecipeError(f"--{name} is {value!r}: give one word, as `sinfo` or `sacctmgr` do")
+            raise RecipeError(f"--{name} is {value!r}: give one word, e.g. main")
     if options.time is not None and _seconds(options.time) <= options.notice_s:
         raise RecipeError(
             f"--time is {options.time!r} and --notice is {options.notice_s} seconds: give a limit "
@@ -71,17 +74,17 @@ def _seconds(time: str) -> int:
     return (parts[0] * 60 + parts[1]) * 60 + parts[2]
 
 
-def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, int]:
-    """The node of each service, by its name; empty where all share one node.
+def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The nodes of each service, by its name; empty where all share one node.
 
     Args:
         recipe: The recipe.
-        placed: Texts "role=node", nodes counted from 0, e.g. ["critic=1", "reference=1"], or with a
-            node for each service of a role, "rollout=1,2". Roles that are left out are on node 0.
+        placed: Texts "role=node", nodes counted from 0, e.g. ["critic=1", "reference=1"]; with a
+            node for each service of a role, "rollout=1,2"; or with several nodes over which the
+            ranks of one service lie, "actor=0,1". Roles that are left out are on node 0.
 
     Raises:
-        RecipeError: A role or a node is wrong, a node is left empty, or roles of a pool, which take
-            turns on its GPUs, are on different nodes.
+        RecipeError: A role or a node is wrong, or a node is left empty.
     """
     if not placed:
         return {}
@@ -91,7 +94,7 @@ def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, int]:
                 f"services.{role} has an address, so that it runs elsewhere, and --on is given: "
                 "take the address out of the recipe, or leave --on out"
             )
-    nodes = {service: 0 for role in recipe.roles for service in recipe.services_of(role)}
+    nodes = {service: (0,) for role in recipe.roles for service in recipe.services_of(role)}
     seen = set()
     for text in placed:
         role, equals, where = text.partition("=")
@@ -101,35 +104,85 @@ def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, int]:
                 f"--on is {text!r}: give each role of the recipe {what}, as role=node"
             )
         seen.add(role)
-        numbers = where.split(",")
-        services = recipe.services_of(role)
-        if not equals or not all(one.isdecimal() and int(one) < 1000 for one in numbers):
+        words = where.split(",")
+        if not equals or not all(one.isdecimal() and int(one) < 1000 for one in words):
             raise RecipeError(f"--on is {text!r}: give a node, counted from 0, e.g. {role}=1")
+        nodes |= _nodes_of_role(recipe, role, tuple(map(int, words)), text)
+    used = {node for own in nodes.values() for node in own}
+    for node in range(max(used)):
+        if node not in used:
+            raise RecipeError(f"--on leaves node {node} without a role: count nodes from 0")
+    return nodes
+
+
+def _nodes_of_role(
+    recipe: Recipe, role: str, numbers: tuple[int, ...], text: str
+) -> dict[str, tuple[int, ...]]:
+    services = recipe.services_of(role)
+    if len(services) > 1:
         if len(numbers) not in (1, len(services)):
             raise RecipeError(
                 f"--on is {text!r}, but the {role} has {len(services)} services: give one node for "
                 "all, or one for each"
             )
-        for index, service in enumerate(services):
-            nodes[service] = int(numbers[index % len(numbers)])
-    for node in range(max(nodes.values())):
-        if node not in nodes.values():
-            raise RecipeError(f"--on leaves node {node} without a role: count nodes from 0")
+        return {service: (numbers[index % len(numbers)],) for index, service in enumerate(services)}
+    if numbers != tuple(range(numbers[0], numbers[0] + len(numbers))):
+        raise RecipeError(f"--on is {text!r}: give nodes that follow each other, e.g. {role}=0,1")
+    return {role: numbers}
+
+
+def _check_nodes(recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises RecipeError where layouts or pools do not go with the nodes of services."""
+    for service, own in nodes.items():
+        layout = recipe.layout(role_of(service))
+        if len(own) > 1 and layout.world_size % (len(own) * layout.tp):
+            raise RecipeError(
+                f"--on puts the {service} on {len(own)} nodes, but its layout has "
+                f"{layout.world_size} ranks with tp {layout.tp}: each node gets as many ranks, and "
+                "whole tensor slices"
+            )
+    on_gpus = {
+        service: own
+        for service, own in nodes.items()
+        if any(
+            role_of(service) in pool.roles and set(pool.devices) != {"cpu"}
+            for pool in recipe.pools.values()
+        )
+    }
     for name, pool in recipe.pools.items():
-        together = [one for one in nodes if role_of(one) in pool.roles]
-        places = {nodes[one] for one in together}
-        if set(pool.devices) != {"cpu"} and len(pool.roles) > 1 and len(places) > 1:
+        places = {own for service, own in on_gpus.items() if role_of(service) in pool.roles}
+        if len(pool.roles) > 1 and len(places) > 1:
             raise RecipeError(
                 f"pools.{name} has {', '.join(pool.roles)}, which take turns on its GPUs, but --on "
                 "puts them on several nodes: put them on one, or give each a pool of its own"
             )
-    return nodes
+    for service, own in on_gpus.items():
+        for other, theirs in on_gpus.items():
+            if len(own) > 1 and other != service and set(own) & set(theirs):
+                raise RecipeError(
+                    f"--on puts the {service} on several nodes, and the {other} on one of them: a "
+                    "role over several nodes has their GPUs for itself"
+                )
+
+
+def roles_of_nodes(
+    recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[list[str], int]]:
+    """Roles that share nodes, and the number of these nodes."""
+    groups: list[tuple[list[str], set[int]]] = []
+    for role in recipe.roles:
+        own = {node for service in recipe.services_of(role) for node in nodes.get(service, (0,))}
+        sharing = [group for group in groups if group[1] & own]
+        groups = [group for group in groups if not group[1] & own]
+        roles = [one for names, _ in sharing for one in names] + [role]
+        groups.append((roles, own.union(*(places for _, places in sharing))))
+    return [(roles, len(places)) for roles, places in groups]
 
 
 def slurm_script(
     recipe: Recipe,
     command: Sequence[str],
-    nodes: Mapping[str, int],
+    nodes: Mapping[str, tuple[int, ...]],
     options: SlurmOptions,
     made_by: str,
 ) -> str:
@@ -140,13 +193,15 @@ def slurm_script(
             job on the node of the pool's roles.
         command: Command of the coordinator: "train", "--restartable", files and settings.
         nodes: Of `nodes_of`.
-        options: Of `check_options`.
+        options: What else the job asks for.
         made_by: Command that made it, for the comment at its top.
 
     Raises:
-        RecipeError: A pool names a device that does not exist.
+        RecipeError: An option is wrong, a pool names a device that does not exist, or layouts or
+            pools do not go with the nodes.
     """
-    check_options(options)
+    _check_options(options)
+    _check_nodes(recipe, nodes)
     words = list(command)
     if any(name != role_of(name) for name in nodes):
         # Numbered services have addresses instead.
@@ -158,11 +213,12 @@ def slurm_script(
     ]
     if nodes:
         members = ["coordinator", "client/drive", *recipe.roles]
-        parts.append(_filled(_MESH, members=" ".join(members)))
-        for service, node in nodes.items():
-            gpus = ",".join(str(int(one) + 1) for one in device_ids(recipe, service)) or "none"
+        parts.append(_filled(_MESH, members=" ".join(members), address=_address(options)))
+        for service, own in nodes.items():
+            places = [str(index + 1) for index in _gpus_of(recipe, service, len(own))]
+            gpus = ",".join(places) or "none"
             flags = [shlex.quote(flag) for flag in service_flags(recipe, role_of(service))]
-            parts.append(f"serve {service} {node} {gpus} {' '.join(flags)} &\n")
+            parts.append(f"serve {service} {own[0]} {len(own)} {gpus} {' '.join(flags)} &\n")
         parts.append(_addresses(recipe, nodes))
     train = ["rolemesh", *words]
     if nodes:
@@ -172,22 +228,38 @@ def slurm_script(
     return "".join(parts)
 
 
+def _address(options: SlurmOptions) -> str:
+    """Command of a shell that prints the address of a node."""
+    if options.interface is None:
+        return "hostname"
+    return f'ip -4 -o addr show dev {options.interface} | sed "s|.* inet \\([0-9.]*\\)/.*|\\1|"'
+
+
 def _filled(text: str, **values: str) -> str:
     for name, value in values.items():
         text = text.replace(f"@{name}@", value)
     return text
 
 
-def _requests(recipe: Recipe, nodes: Mapping[str, int], options: SlurmOptions) -> list[str]:
+def _gpus_of(recipe: Recipe, service: str, num_nodes: int) -> list[int]:
+    """GPUs of a service on each of its nodes, of those that the job has there, from 0."""
+    ids = [int(one) for one in device_ids(recipe, service)]
+    return ids if num_nodes == 1 else list(range(len(ids) // num_nodes))
+
+
+def _requests(
+    recipe: Recipe, nodes: Mapping[str, tuple[int, ...]], options: SlurmOptions
+) -> list[str]:
     """Options of sbatch."""
     num_gpus = 0
     for role in recipe.roles:
         for service in recipe.services_of(role):
             if recipe.address(service) is None:
-                num_gpus = max([num_gpus, *(int(one) + 1 for one in device_ids(recipe, service))])
+                own = _gpus_of(recipe, service, len(nodes.get(service, (0,))))
+                num_gpus = max([num_gpus, *(index + 1 for index in own)])
     requests = [
         f"--job-name={recipe.run.name}",
-        f"--nodes={max(nodes.values(), default=0) + 1}",
+        f"--nodes={max((own[-1] for own in nodes.values()), default=0) + 1}",
         # Whole nodes: all their cores and memory. Shared memory counts as memory of the job.
         "--exclusive",
         "--mem=0",
@@ -207,7 +279,7 @@ def _requests(recipe: Recipe, nodes: Mapping[str, int], options: SlurmOptions) -
     return requests
 
 
-def _addresses(recipe: Recipe, nodes: Mapping[str, int]) -> str:
+def _addresses(recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]) -> str:
     """Waits for all services, and says to the coordinator where they are."""
     lines = [f"wait_for {service}\n" for service in nodes]
     for role in recipe.roles:
@@ -301,18 +373,37 @@ rolemesh certs init "$mesh/certs" >/dev/null &&
     rm "$mesh/certs/authority.pem" || fail "no certificates could be made in $mesh"
 export ROLEMESH_CERTIFICATES=$mesh/certs
 
-# One service on one node. It takes a free port, and the same again when it is started again.
-serve() { # NAME NODE GPUS SETTING...
-    local name=$1 role=${1%%-*} node=$2 gpus=$3 port=0 within=(env CUDA_VISIBLE_DEVICES=)
-    shift 3
+# On each of several nodes of a service: they meet at the first one's address, at a port there.
+on_hosts='
+meet=$0.meet address=$(@address@)
+if [ "$SLURM_PROCID" = 0 ]; then
+    port=$((20000 + RANDOM % 12000))
+    while (exec 3<>"/dev/tcp/$address/$port") 2>/dev/null; do port=$((20000 + RANDOM % 12000)); done
+    echo "$address:$port" >"$meet.new"
+    mv "$meet.new" "$meet"
+fi
+until [ -s "$meet" ]; do sleep 1; done
+exec "$@" --host "$address" --hosts "$SLURM_NTASKS" --host-rank "$SLURM_PROCID" \
+    --meet "$(<"$meet")"'
+
+# One service. It takes a free port, and the same again when it is started again.
+serve() { # NAME FIRST-NODE NODES GPUS SETTING...
+    local name=$1 role=${1%%-*} node=$2 number=$3 gpus=$4 port=0
+    local within=(env CUDA_VISIBLE_DEVICES=) listen=(--host 0.0.0.0)
+    shift 4
     # Slurm says which GPUs of the node are the job's; the service gets those at these places.
     [ "$gpus" = none ] || within=(bash -c 'CUDA_VISIBLE_DEVICES=$(
         cut -d, -f"$0" <<<"${CUDA_VISIBLE_DEVICES:?Slurm gives this step no GPU}"
     ) exec "$@"' "$gpus")
+    if [ "$number" -gt 1 ]; then
+        within+=(bash -c "$on_hosts" "$mesh/$name")
+        listen=()
+    fi
     while true; do
-        srun --overlap --nodes=1 --ntasks=1 --relative="$node" --cpu-bind=none \
+        rm -f "$mesh/$name.meet"
+        srun --overlap --nodes="$number" --ntasks="$number" --relative="$node" --cpu-bind=none \
             --job-name="$name" --output="$run/logs/$name.log" --open-mode=append \
-            "${within[@]}" rolemesh serve "$role" --host 0.0.0.0 --port "$port" \
+            "${within[@]}" rolemesh serve "$role" "${listen[@]}" --port "$port" \
             --identity "$mesh/certs/$role.pem" --announce "$mesh/$name.json" --folder "$run" "$@"
         [ -s "$mesh/$name.address" ] || break
         port=$(sed 's/.*://' "$mesh/$name.address")

@@ -13,7 +13,11 @@ from pathlib import Path
 _PROGRAMS = {
     # Runs the command of a step, on a node whose last eight GPUs are the job's.
     "srun": 'while [[ $1 == --* ]]; do o+=" $1"; shift; done\n'
-    'echo "srun$o" >> calls\nexport CUDA_VISIBLE_DEVICES=8,9,10,11,12,13,14,15\nexec "$@"',
+    'echo "srun$o" >> calls\nexport CUDA_VISIBLE_DEVICES=8,9,10,11,12,13,14,15\n'
+    "export SLURM_NTASKS=${o#*--ntasks=}; SLURM_NTASKS=${SLURM_NTASKS%% *}\n"
+    'for ((i = 1; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i $0-task "$@" & done\n'
+    'SLURM_PROCID=0 exec "$@"',
+    "srun-task": 'exec "$@"',
     "scontrol": 'echo "scontrol $*" >> calls',
     "sleep": "exec /bin/sleep 0.05",
     "rolemesh": """
@@ -24,9 +28,10 @@ serve)
     while [ $# -gt 0 ]; do
         [ "$1" != --port ] || port=$2
         [ "$1" != --announce ] || file=$2
+        [[ $1 != --host* && $1 != --meet ]] || where+=" $1=$2"
         shift
     done
-    echo "serve $role gpus=$CUDA_VISIBLE_DEVICES port=$port" >> calls
+    echo "serve $role gpus=$CUDA_VISIBLE_DEVICES port=$port$where" >> calls
     [ ! -e "$role.broken" ] || exit 2
     [ "$port" != 0 ] || port=4$$
     echo "{\\"address\\": \\"$role-host:$port\\", \\"rank\\": 0}" > "$file"

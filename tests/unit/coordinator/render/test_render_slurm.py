@@ -88,7 +88,7 @@ def test_each_node_has_the_roles_that_are_put_there_on_all_of_its_gpus() -> None
     script = rendered(PPO, *TWO_NODES)
     assert "--nodes=2" in requests(script)
     served = {
-        words[1]: (words[2], words[3], words[words.index("--layout") + 1])
+        words[1]: (words[2], words[4], words[words.index("--layout") + 1])
         for words in (line.split() for line in script.splitlines() if line.startswith("serve "))
     }
     sizes = {role: layout.split(",")[2] for role, (_, _, layout) in served.items()}
@@ -122,7 +122,14 @@ def test_no_argument_leaves_the_comment_at_the_top() -> None:
         (["--on", "critic=1", "--on", "critic=0"], "give each role of the recipe once"),
         (["--on", "critic"], "give a node, counted from 0"),
         (["--on", "critic=one"], "give a node, counted from 0"),
-        (["--on", "critic=0,1"], "but the critic has 1 services"),
+        (["--on", "critic=0,1"], "its layout has 1 ranks with tp 1"),
+        (["--on", "critic=1,0"], "give nodes that follow each other"),
+        (["--on", "actor=0,1", "--set", "actor.train={tp: 2, dp: 1}"], "2 ranks with tp 2"),
+        (
+            ["--on", "actor=0,1", "--on", "critic=1", "--gpus", "2"],
+            "has their GPUs for itself",
+        ),
+        (["--interface", "a b"], "--interface is 'a b'"),
         (
             ["--on", "critic=1", "--set", "services.actor.address=far:50051"],
             "services.actor has an address",
@@ -258,8 +265,8 @@ def test_a_service_that_dies_is_started_again_where_it_was(job: Start) -> None:
     address = next(
         line for line in (fake.folder / "addresses").read_text().splitlines() if "CRITIC" in line
     )
-    assert starts()[0].endswith("port=0")
-    assert starts()[1].endswith(f"port={address.rpartition(':')[2]}")
+    ports = [one.partition("port=")[2].split()[0] for one in starts()]
+    assert ports == ["0", address.rpartition(":")[2]]
 
 
 def test_a_service_that_never_starts_ends_the_job(job: Start) -> None:
@@ -268,6 +275,27 @@ def test_a_service_that_never_starts_ends_the_job(job: Start) -> None:
     assert status == 1
     assert "critic does not start" in output
     assert not is_queued_again(fake)
+
+
+def test_a_role_over_several_nodes_meets_at_the_first_one(job: Start) -> None:
+    fake = job("--gpus", "4", "--on", "actor=0,1", "--on", "critic=2", "--on", "reference=2")
+    fake.wait_until(lambda: fake.has("trains"))
+    served = sorted(one for one in fake.calls if one.startswith("serve actor"))
+    assert len(served) == 2
+    settings = [dict(word.split("=", 1) for word in one.split() if "=" in word) for one in served]
+    assert [one["--host-rank"] for one in settings] == ["0", "1"]
+    assert {one["--hosts"] for one in settings} == {"2"}
+    (meet,) = {one["--meet"] for one in settings}
+    host, _, port = meet.rpartition(":")
+    assert (host, 20000 <= int(port) < 32000) == (settings[0]["--host"], True)
+    # All of both nodes: eight ranks, four on each.
+    assert {one["gpus"] for one in settings} == {"8,9,10,11"}
+    script = (fake.folder / "job.sh").read_text()
+    assert "dp=8" in next(line for line in script.splitlines() if line.startswith("serve actor"))
+    assert {"--nodes=3", "--gpus-per-node=4"} <= requests(script)
+    (critic,) = [one for one in fake.calls if one.startswith("serve critic")]
+    assert "--host=0.0.0.0" in critic
+    assert "--hosts" not in critic
 
 
 def test_rollout_services_may_be_on_nodes_of_their_own(tmp_path: Path) -> None:
