@@ -15,14 +15,12 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose import compose_file
-from rolemesh.coordinator.render.kubernetes import (
-    KubernetesOptions,
-    kubernetes_manifests,
-    own_pools,
-)
+from rolemesh.coordinator.render.kubernetes import kubernetes_manifests
+from rolemesh.coordinator.render.kubernetes_options import KubernetesOptions, hosts_of, own_pools
 from rolemesh.coordinator.render.memory import unsized_models
 from rolemesh.coordinator.render.placement import names_gpus, spread
-from rolemesh.coordinator.render.slurm import SlurmOptions, nodes_of, roles_of_nodes, slurm_script
+from rolemesh.coordinator.render.slurm import SlurmOptions, slurm_script
+from rolemesh.coordinator.render.slurm_nodes import nodes_of, roles_of_nodes
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(
@@ -213,6 +211,15 @@ def kubernetes(
             "runs.",
         ),
     ] = "rolemesh",
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--hosts",
+            metavar="ROLE=N",
+            help="Puts the ranks of a role on N pods, by a LeaderWorkerSet, which the cluster has "
+            "to know. May be repeated.",
+        ),
+    ] = None,
     gpu: Annotated[
         bool,
         typer.Option(
@@ -230,20 +237,21 @@ def kubernetes(
     --gpu --out mesh.yaml, then kubectl apply -f mesh.yaml
     """
     settings = list(overrides or ())
-    options = KubernetesOptions(
-        image=image,
-        coordinator_image=coordinator_image or image,
-        store_image=store_image,
-        name=name,
-        namespace=namespace,
-        claim=claim,
-    )
     try:
         loaded = load_recipe(recipe, overrides=settings)
         if gpu:
             _refuse_named(loaded, "--gpu")
             settings += own_pools(loaded)
             loaded = load_recipe(recipe, overrides=settings)
+        options = KubernetesOptions(
+            image=image,
+            coordinator_image=coordinator_image or image,
+            store_image=store_image,
+            name=name,
+            namespace=namespace,
+            claim=claim,
+            hosts=hosts_of(loaded, hosts or ()),
+        )
         files = {file.name: file.read_text() for file in recipe}
         if len(files) < len(recipe):
             refuse("RECIPE: two files have one name: give files of different names")
@@ -255,6 +263,7 @@ def kubernetes(
             ("claim", claim),
         ):
             given += [] if value is None else [f"--{flag}={value}"]
+        given += [f"--hosts={text}" for text in hosts or ()]
         given += ["--gpu"] * gpu + [f"--set={text}" for text in overrides or ()]
         header = _kubernetes_header(loaded, options, given)
         text = kubernetes_manifests(loaded, files, settings, options, header)

@@ -6,20 +6,18 @@ shared memory of its own, so rows travel by the network.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables
 from rolemesh.coordinator.render.compose import granted_settings
+from rolemesh.coordinator.render.kubernetes_options import KubernetesOptions, check_options
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
-from rolemesh.coordinator.render.placement import device_ids, needs_gpu
+from rolemesh.coordinator.render.placement import device_ids
 from rolemesh.coordinator.render.pods import (
     CONFINED,
     ROLE_USERS,
@@ -31,13 +29,10 @@ from rolemesh.coordinator.render.pods import (
     store_manifests,
 )
 
-_NAME = re.compile(r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")
-_CLAIM = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")
-_IMAGE = re.compile(r"^[\w.:/@-]+$", re.ASCII)
-
 _PORT = 50051
 _METRICS_PORT = 9100
-_HEALTH_CHECK = ["python", "/mesh/deploy/health_check.py", f"127.0.0.1:{_PORT}"]
+_MEETING_PORT = 29400
+_HEALTH_CHECK = ["python", "/mesh/deploy/health_check.py"]
 
 _ANSWERS_BYTES = 1 << 30
 """Shared memory of reward and cost: the default of docker-compose.yml."""
@@ -45,21 +40,6 @@ _ANSWERS_BYTES = 1 << 30
 _JUDGES = ("reward", "cost")
 
 _RECIPE_FOLDER = "/mesh/recipe"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesOptions:
-    """Where the mesh is to be, and of what it is made."""
-
-    image: str
-    """Of the roles."""
-    coordinator_image: str
-    store_image: str
-    name: str
-    """Prefix of all names."""
-    namespace: str | None
-    claim: str
-    """PersistentVolumeClaim with the folders .models, recipes and runs."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -75,22 +55,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 
 _Dumper.add_representer(str, _text)
-
-
-def own_pools(recipe: Recipe) -> list[str]:
-    """Settings that give each role with a model a GPU for each rank, which no other role has.
-
-    Args:
-        recipe: A recipe in which no pool names a GPU.
-    """
-    pools = []
-    for role in recipe.roles:
-        number = recipe.layout(role).world_size * len(recipe.services_of(role))
-        devices = [f"'cuda:{index}'" for index in range(number)]
-        if not needs_gpu(recipe, role):
-            devices = ["cpu"]
-        pools.append(f"{role}: {{devices: [{', '.join(devices)}], roles: [{role}]}}")
-    return [f"pools={{{', '.join(pools)}}}"]
 
 
 def kubernetes_manifests(
@@ -112,7 +76,7 @@ def kubernetes_manifests(
     Raises:
         RecipeError: An option is no name, a role has an address, or roles share GPUs.
     """
-    _check(recipe, options)
+    check_options(recipe, options)
     documents = [_config_map(files, options)]
     documents += network_policies(options.name)
     documents += store_manifests(options.name, options.store_image)
@@ -127,38 +91,6 @@ def kubernetes_manifests(
     head = "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines())
     bodies = [yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=100) for one in documents]
     return head + "".join(f"---\n{body}" for body in bodies)
-
-
-def _check(recipe: Recipe, options: KubernetesOptions) -> None:
-    for flag, value, pattern in (
-        ("--name", options.name, _NAME),
-        ("--namespace", options.namespace, _NAME),
-        ("--claim", options.claim, _CLAIM),
-        ("--image", options.image, _IMAGE),
-        ("--coordinator-image", options.coordinator_image, _IMAGE),
-        ("--store-image", options.store_image, _IMAGE),
-    ):
-        if value is not None and not pattern.fullmatch(value):
-            raise RecipeError(
-                f"{flag} is {value!r}: give a name of Kubernetes, in lower-case letters, digits "
-                "and hyphens"
-                if pattern is not _IMAGE
-                else f"{flag} is {value!r}: give an image, e.g. registry.example/rolemesh:gpu"
-            )
-    for role in recipe.roles:
-        if any(recipe.address(service) for service in recipe.services_of(role)):
-            raise RecipeError(
-                f"services.{role} has an address, but a rendered mesh has all roles, and lets none "
-                "of them out: take it out of the recipe"
-            )
-    for name, pool in recipe.pools.items():
-        sharing = [role for role in pool.roles if role in recipe.roles]
-        if set(pool.devices) != {"cpu"} and len(sharing) > 1:
-            raise RecipeError(
-                f"pools.{name} has {', '.join(sharing)}, which take turns on its GPUs, but GPUs of "
-                "a pod are its own: give each of them a pool, or take the devices out of the "
-                "recipe's pools and give --gpu"
-            )
 
 
 def _labels(options: KubernetesOptions, component: str) -> dict[str, str]:
@@ -199,7 +131,8 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
     is_trained = role in trained_models(recipe)
     is_judge = role in _JUDGES and not is_trained
     services = recipe.services_of(role)
-    num_gpus = max(len(device_ids(recipe, service)) for service in services)
+    num_pods = options.hosts.get(role, 1)
+    num_gpus = max(len(device_ids(recipe, service)) for service in services) // num_pods
     volumes = Volumes(options.name, options.claim)
     identity = _identity(volumes, role, [f"{role}.pem"], options.image)
     volumes.add_memory("shm", _ANSWERS_BYTES if is_judge else shared_memory_bytes(recipe))
@@ -218,16 +151,28 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
         "ROLEMESH_SERVICE__DRAIN_TIMEOUT_S": "120",
         **granted_settings(recipe, role),
     }
+    if num_pods > 1:
+        # Each pod is called at an address of its own. LeaderWorkerSet sets its variables first.
+        del environment["ROLEMESH_SERVICE__ADVERTISE"]
+        environment |= {
+            "ROLEMESH_SERVICE__HOST": "$(POD_IP)",
+            "ROLEMESH_SERVICE__HOSTS": str(num_pods),
+            "ROLEMESH_SERVICE__HOST_RANK": "$(LWS_WORKER_INDEX)",
+            "ROLEMESH_SERVICE__MEET": f"$(LWS_LEADER_ADDRESS):{_MEETING_PORT}",
+        }
     if num_gpus:
         environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", "NCCL_DEBUG": "WARN"}
-    # Before those that name it.
-    pod_name = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    # Before those that name them.
+    pod_facts = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in (("POD_NAME", "metadata.name"), ("POD_IP", "status.podIP"))
+    ]
     container: dict[str, Any] = {
         "name": role,
         "image": options.image,
         "args": ["serve", role],
         "env": [
-            pod_name,
+            *pod_facts,
             *({"name": name, "value": value} for name, value in environment.items()),
             *_variables(recipe, role, options),
         ],
@@ -242,33 +187,57 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
             {"name": "tmp", "mountPath": "/tmp"},
             *volumes.folders(writes_runs=is_trained),
         ],
-        **_probes(),
     }
     if num_gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": num_gpus}}
     user = ROLE_USERS["actor" if is_trained else role]
+    template = {
+        "metadata": {"labels": {**_labels(options, role), "rolemesh/member": "role"}},
+        "spec": {
+            **pod_security(user),
+            # Longer than the drain.
+            "terminationGracePeriodSeconds": 130,
+            "affinity": _near_each_other(options),
+            "initContainers": [identity],
+            "containers": [{**container, **_probes(is_one_pod=num_pods == 1)}],
+            "volumes": volumes.listed,
+        },
+    }
+    metadata = {"name": f"{options.name}-{role}", "labels": _labels(options, role)}
+    if num_pods > 1:
+        followers = {**template, "spec": {**template["spec"], "containers": [container]}}
+        return _leader_worker_set(metadata, num_pods, template, followers)
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": {"name": f"{options.name}-{role}", "labels": _labels(options, role)},
+        "metadata": metadata,
         "spec": {
             "serviceName": f"{options.name}-{role}",
             "replicas": len(services),
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": _labels(options, role)},
-            "template": {
-                "metadata": {
-                    "labels": {**_labels(options, role), "rolemesh/member": "role"},
-                },
-                "spec": {
-                    **pod_security(user),
-                    # Longer than the drain.
-                    "terminationGracePeriodSeconds": 130,
-                    "affinity": _near_each_other(options),
-                    "initContainers": [identity],
-                    "containers": [container],
-                    "volumes": volumes.listed,
-                },
+            "template": template,
+        },
+    }
+
+
+def _leader_worker_set(
+    metadata: dict[str, Any], size: int, first: dict[str, Any], followers: dict[str, Any]
+) -> dict[str, Any]:
+    """A service on several pods, which start and end together (leaderworkerset.sigs.k8s.io)."""
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata,
+        "spec": {
+            "replicas": 1,
+            # The first pod is ready only once it has met the others.
+            "startupPolicy": "LeaderCreated",
+            "leaderWorkerTemplate": {
+                "size": size,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": first,
+                "workerTemplate": followers,
             },
         },
     }
@@ -285,15 +254,20 @@ def _variables(recipe: Recipe, role: str, options: KubernetesOptions) -> list[di
     ]
 
 
-def _probes() -> dict[str, Any]:
+def _probes(*, is_one_pod: bool) -> dict[str, Any]:
     """The health check of docker-compose.yml; it shows the role's own identity.
 
-    A service answers while it computes. One that does not for minutes is started again.
+    A service answers while it computes. One that does not for minutes is started again. Of several
+    pods the first one answers, at its address alone.
     """
+    check = [*_HEALTH_CHECK, f"127.0.0.1:{_PORT}"]
+    if not is_one_pod:
+        text = f'exec {" ".join(_HEALTH_CHECK)} "$POD_IP:{_PORT}" "$@"'
+        check = ["sh", "-c", text, "sh"]
 
     def probe(entry: str, period_s: int, failures: int) -> dict[str, Any]:
         return {
-            "exec": {"command": [*_HEALTH_CHECK, *([entry] if entry else [])]},
+            "exec": {"command": [*check, *([entry] if entry else [])]},
             "periodSeconds": period_s,
             "timeoutSeconds": 30,
             "failureThreshold": failures,
@@ -358,6 +332,7 @@ def _coordinator(
     }
     for role in recipe.roles:
         base = f"{options.name}-{role}"
+        # Also of the first pod of several.
         addresses = [
             f"{base}-{index}.{base}:{_PORT}" for index in range(len(recipe.services_of(role)))
         ]

@@ -176,3 +176,16 @@ def test_services_on_two_nodes_outlive_a_kill_and_a_limit(
     assert job.wait() == "COMPLETED", job.log
     assert job.steps() == list(range(1, STEPS + 1))
     assert not Path(f"{job.run}.mesh").exists()
+
+
+def test_a_role_whose_ranks_lie_on_two_nodes_trains(
+    recipe: dict[str, Any], jobs: list[SlurmJob], tmp_path: Path
+) -> None:
+    recipe["run"]["steps"] = 3
+    recipe["actor"]["train"] = {"dp": 2}
+    job = SlurmJob(tmp_path, recipe, "--on", "actor=0,1", "--on", "critic=1")
+    jobs.append(job)
+    assert job.wait() == "COMPLETED", job.log
+    assert job.steps() == [1, 2, 3]
+    log = (job.run / "logs" / "actor.log").read_text()
+    assert "all ranks on host 1 of 2 have ended" in log

@@ -288,6 +288,38 @@ def test_probes_and_store_are_those_of_compose() -> None:
     assert chosen == {"actor", "critic", "reference", "reward"}
 
 
+def test_a_role_on_several_pods_is_a_group_that_meets_at_its_first_pod() -> None:
+    layout = ("--set", "actor.train={tp: 2, dp: 2}")
+    documents = rendered(PPO, "--gpu", *layout, "--hosts", "actor=2")
+    assert "StatefulSet/rolemesh-actor" not in documents
+    spec = documents["LeaderWorkerSet/rolemesh-actor"]["spec"]
+    group = spec["leaderWorkerTemplate"]
+    assert (spec["replicas"], group["size"]) == (1, 2)
+    # The first pod is ready once the others have come, and one that ends takes all with it.
+    assert spec["startupPolicy"] == "LeaderCreated"
+    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    first, follower = (
+        group[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate")
+    )
+    assert first["resources"] == follower["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+    names = [one["name"] for one in first["env"]]
+    values = {one["name"]: one.get("value") for one in first["env"]}
+    assert values["ROLEMESH_SERVICE__HOSTS"] == "2"
+    assert values["ROLEMESH_SERVICE__HOST_RANK"] == "$(LWS_WORKER_INDEX)"
+    assert values["ROLEMESH_SERVICE__MEET"] == "$(LWS_LEADER_ADDRESS):29400"
+    assert values["ROLEMESH_SERVICE__HOST"] == "$(POD_IP)"
+    # Kubernetes fills in what stands before.
+    assert names.index("POD_IP") < names.index("ROLEMESH_SERVICE__HOST")
+    assert "ROLEMESH_SERVICE__ADVERTISE" not in values
+    # A follower's ranks are asked by the first pod alone.
+    assert "$POD_IP:50051" in first["livenessProbe"]["exec"]["command"][2]
+    assert not [name for name in follower if name.endswith("Probe")]
+    assert group["leaderTemplate"]["metadata"] == group["workerTemplate"]["metadata"]
+    assert trained(documents).address("actor") == "rolemesh-actor-0.rolemesh-actor:50051"
+    selected = documents["Service/rolemesh-actor"]["spec"]["selector"]
+    assert selected.items() <= group["leaderTemplate"]["metadata"]["labels"].items()
+
+
 def test_rollout_services_are_replicas_of_one_set() -> None:
     replicas = "services.rollout.replicas=2"
     model = "rollout.model.path=.models/SmolLM2-135M-Instruct"
@@ -317,6 +349,10 @@ def test_rollout_services_are_replicas_of_one_set() -> None:
             ],
             "pools.a has actor, critic, which take turns on its GPUs",
         ),
+        (["--hosts", "judge=2"], "one of actor, critic, reference, reward"),
+        (["--hosts", "actor=1"], "give a number of pods from 2"),
+        (["--hosts", "actor=2"], "1 ranks with tp 1"),
+        (["--hosts", "actor=2", "--set", "actor.train.tp=2"], "2 ranks with tp 2"),
         (["--gpu", "--set", "pools.laptop.devices=['cuda:0']"], "name GPUs already"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:40],
