@@ -280,9 +280,13 @@ def test_a_service_that_never_starts_ends_the_job(job: Start) -> None:
 def test_a_role_over_several_nodes_meets_at_the_first_one(job: Start) -> None:
     fake = job("--gpus", "4", "--on", "actor=0,1", "--on", "critic=2", "--on", "reference=2")
     fake.wait_until(lambda: fake.has("trains"))
-    served = sorted(one for one in fake.calls if one.startswith("serve actor"))
-    assert len(served) == 2
-    settings = [dict(word.split("=", 1) for word in one.split() if "=" in word) for one in served]
+
+    def served() -> list[str]:
+        return sorted(one for one in fake.calls if one.startswith("serve actor"))
+
+    # The coordinator waits for the first one alone.
+    fake.wait_until(lambda: len(served()) == 2)
+    settings = [dict(word.split("=", 1) for word in one.split() if "=" in word) for one in served()]
     assert [one["--host-rank"] for one in settings] == ["0", "1"]
     assert {one["--hosts"] for one in settings} == {"2"}
     (meet,) = {one["--meet"] for one in settings}
