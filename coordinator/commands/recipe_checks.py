@@ -22,13 +22,13 @@ from rolemesh.coordinator.commands.findings import Finding, Level
 from rolemesh.coordinator.commands.placing import start_cautions
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.service_flags import named_variables
 from rolemesh.coordinator.run.cautions import cautions
 from rolemesh.coordinator.run.evaluation import can_evaluate
 from rolemesh.coordinator.run.folder import RUNS_FOLDER
 from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
 from rolemesh.coordinator.run.host_gpus import HostGpus
 from rolemesh.coordinator.run.installation import INSTALL
-from rolemesh.coordinator.run.launch import named_variables
 from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.run.records import check_directory_is_free
 from rolemesh.coordinator.run.start_checks import check_start, services_in

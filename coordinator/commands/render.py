@@ -15,8 +15,12 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose import compose_file
+from rolemesh.coordinator.render.kubernetes import kubernetes_manifests
+from rolemesh.coordinator.render.kubernetes_options import KubernetesOptions, hosts_of, own_pools
 from rolemesh.coordinator.render.memory import unsized_models
 from rolemesh.coordinator.render.placement import names_gpus, spread
+from rolemesh.coordinator.render.slurm import SlurmOptions, slurm_script
+from rolemesh.coordinator.render.slurm_nodes import nodes_of, roles_of_nodes
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(
@@ -29,19 +33,25 @@ def _group() -> None:
     """A group of commands, of however few."""
 
 
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=64,
+        help="Spreads the roles over so many GPUs of a host; needed where the recipe's pools name "
+        "none.",
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Writes there, not to the screen.")
+]
+
+
 @app.command()
 def compose(
     recipe: Recipes,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=64,
-            help="Spreads the roles over so many GPUs of this host; needed where the recipe's "
-            "pools name none.",
-        ),
-    ] = None,
+    gpus: Gpus = None,
     devices: Annotated[
         str | None,
         typer.Option(
@@ -50,9 +60,7 @@ def compose(
         ),
     ] = None,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Writes there, not to the screen.")
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Writes a file to add to docker-compose.yml: GPUs, layouts and shared memory of a recipe.
 
@@ -68,12 +76,7 @@ def compose(
     try:
         loaded = load_recipe(recipe, overrides=settings)
         if gpus is not None:
-            if names_gpus(loaded):
-                refuse(
-                    "--gpus is given, but the recipe's pools name GPUs already: leave it out, or "
-                    "take the devices out of the recipe's pools"
-                )
-            settings += spread(loaded, gpus)
+            settings += _spread(loaded, gpus)
             loaded = load_recipe(recipe, overrides=settings)
         elif ids is not None and not names_gpus(loaded):
             refuse("--devices is given, but no pool of the recipe names a GPU: give --gpus")
@@ -84,20 +87,238 @@ def compose(
         text = compose_file(loaded, _command(recipe, settings), ids, header)
     except RecipeError as error:
         refuse(str(error))
-    if out is None:
-        sys.stdout.write(text)
-    else:
-        try:
-            write_atomically(out, text)
-        except OSError as error:
-            refuse(f"--out {out} cannot be written ({error.strerror}): name a file elsewhere")
+    _write(text, out)
     if gpus is not None:
         _tell_idle(loaded, gpus)
-    for folder in dict.fromkeys(unsized_models(loaded)):
+    _tell_unsized(loaded, "shm_size")
+
+
+def _tell_unsized(recipe: Recipe, size: str) -> None:
+    for folder in dict.fromkeys(unsized_models(recipe)):
         sys.stderr.write(
-            f"{folder} holds no *.safetensors here, so shm_size does not count the cuts of its "
-            "training (run.recovery.cuts): run this where the model is, or raise shm_size\n"
+            f"{folder} holds no *.safetensors here, so {size} does not count the cuts of its "
+            f"training (run.recovery.cuts): run this where the model is, or raise {size}\n"
         )
+
+
+@app.command()
+def slurm(
+    recipe: Recipes,
+    on: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--on",
+            metavar="ROLE=NODE",
+            help="Puts a role on a node, counted from 0, or its ranks on several, as actor=0,1; of "
+            "several rollout services, rollout=1,2 puts each on one. May be repeated; roles that "
+            "are left out are on node 0. Without it, all are on one node.",
+        ),
+    ] = None,
+    gpus: Gpus = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Of the cluster.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="That pays.")] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Limit of each start of the job, e.g. 1-12:00:00."),
+    ] = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Network interface by which nodes of one role reach each other, e.g. ib0; that of "
+            "their host names.",
+        ),
+    ] = None,
+    notice: Annotated[
+        int,
+        typer.Option(
+            metavar="SECONDS",
+            min=60,
+            max=65535,
+            help="How long before the limit the run is told to save: longer than a step and its "
+            "checkpoint.",
+        ),
+    ] = 300,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LINE",
+            help="A line of the shell before all else, e.g. '. .venv/bin/activate'. May be "
+            "repeated.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    out: Out = None,
+) -> None:
+    """Writes a job for sbatch: a recipe on one node, or with roles on several.
+
+    Example: rolemesh render slurm recipes/quickstart-ppo.yaml --gpus 8 --on critic=1 --on
+    reference=1 --time 12:00:00 --out job.sh, then sbatch job.sh
+    """
+    settings = list(overrides or ())
+    options = SlurmOptions(
+        partition=partition,
+        account=account,
+        time=time,
+        interface=interface,
+        notice_s=notice,
+        setup=setup or (),
+    )
+    given = [f"--on={text}" for text in on or ()]
+    given += [] if gpus is None else [f"--gpus={gpus}"]
+    for name, value in (
+        ("partition", partition),
+        ("account", account),
+        ("time", time),
+        ("interface", interface),
+    ):
+        given += [] if value is None else [f"--{name}={value}"]
+    given += [f"--notice={notice}", *(f"--setup={line}" for line in setup or ())]
+    given += [f"--set={text}" for text in overrides or ()]
+    try:
+        loaded = load_recipe(recipe, overrides=settings)
+        nodes = nodes_of(loaded, on or ())
+        if gpus is not None:
+            hosts = roles_of_nodes(loaded, nodes)
+            settings += _spread(loaded, gpus, hosts)
+            loaded = load_recipe(recipe, overrides=settings)
+        made_by = f"rolemesh render slurm {shlex.join([*map(str, recipe), *given])}"
+        text = slurm_script(loaded, _command(recipe, settings), nodes, options, made_by)
+    except RecipeError as error:
+        refuse(str(error))
+    _write(text, out)
+
+
+@app.command()
+def kubernetes(
+    recipe: Recipes,
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Of the roles.")],
+    coordinator_image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Of the coordinator; that of the roles.")
+    ] = None,
+    store_image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Of the store: Valkey.")
+    ] = "valkey/valkey:9-alpine",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Before all names.")] = "rolemesh",
+    namespace: Annotated[
+        str | None, typer.Option(metavar="NAME", help="That of `kubectl apply` if left out.")
+    ] = None,
+    claim: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="PersistentVolumeClaim, shared by all nodes, with folders .models, recipes and "
+            "runs.",
+        ),
+    ] = "rolemesh",
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--hosts",
+            metavar="ROLE=N",
+            help="Puts the ranks of a role on N pods, by a LeaderWorkerSet, which the cluster has "
+            "to know. May be repeated.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Gives each role with a model a GPU for each of its ranks; needed where the "
+            "recipe's pools name none.",
+        ),
+    ] = False,
+    overrides: Overrides = None,
+    out: Out = None,
+) -> None:
+    """Writes manifests for kubectl: a recipe as a Job, and a StatefulSet for each of its roles.
+
+    Example: rolemesh render kubernetes recipes/quickstart-ppo.yaml --image registry/rolemesh:gpu
+    --gpu --out mesh.yaml, then kubectl apply -f mesh.yaml
+    """
+    settings = list(overrides or ())
+    try:
+        loaded = load_recipe(recipe, overrides=settings)
+        if gpu:
+            _refuse_named(loaded, "--gpu")
+            settings += own_pools(loaded)
+            loaded = load_recipe(recipe, overrides=settings)
+        options = KubernetesOptions(
+            image=image,
+            coordinator_image=coordinator_image or image,
+            store_image=store_image,
+            name=name,
+            namespace=namespace,
+            claim=claim,
+            hosts=hosts_of(loaded, hosts or ()),
+        )
+        files = {file.name: file.read_text() for file in recipe}
+        if len(files) < len(recipe):
+            refuse("RECIPE: two files have one name: give files of different names")
+        given = [*map(str, recipe), f"--image={image}"]
+        for flag, value in (
+            ("coordinator-image", coordinator_image),
+            ("name", name),
+            ("namespace", namespace),
+            ("claim", claim),
+        ):
+            given += [] if value is None else [f"--{flag}={value}"]
+        given += [f"--hosts={text}" for text in hosts or ()]
+        given += ["--gpu"] * gpu + [f"--set={text}" for text in overrides or ()]
+        header = _kubernetes_header(loaded, options, given)
+        text = kubernetes_manifests(loaded, files, settings, options, header)
+    except RecipeError as error:
+        refuse(str(error))
+    _write(text, out)
+    _tell_unsized(loaded, "sizeLimit")
+
+
+def _kubernetes_header(recipe: Recipe, options: KubernetesOptions, given: list[str]) -> str:
+    start, roles = options.name, " ".join(recipe.roles)
+    return f"""\
+One recipe on Kubernetes. Once, for its certificates, passwords and files:
+
+  rolemesh certs init certs && rolemesh certs issue certs --days 366 \\
+      coordinator client/drive {roles}
+  kubectl create secret generic {start}-coordinator \\
+      --from-file=certs/coordinator.pem --from-file=certs/client-drive.pem
+  for role in {roles}; do
+      kubectl create secret generic {start}-$role --from-file=certs/$role.pem; done
+  openssl rand -hex 32 | kubectl create secret generic {start}-store --from-file=password=/dev/stdin
+  openssl rand -hex 32 | kubectl create secret generic {start}-api --from-file=token=/dev/stdin
+
+and a PersistentVolumeClaim {options.claim} (ReadWriteMany) with the folders .models, recipes and
+runs, which group 10001 may read, and write in runs. Then:
+
+  kubectl apply -f THIS_FILE && kubectl logs -f job/{start}-coordinator
+
+Made by: rolemesh render kubernetes {shlex.join(given)}"""
+
+
+def _refuse_named(recipe: Recipe, flag: str) -> None:
+    """Ends the command where the recipe says itself where its roles are."""
+    if names_gpus(recipe):
+        refuse(
+            f"{flag} is given, but the recipe's pools name GPUs already: leave it out, or take the "
+            "devices out of the recipe's pools"
+        )
+
+
+def _spread(
+    recipe: Recipe, gpus: int, hosts: list[tuple[list[str], int]] | None = None
+) -> list[str]:
+    _refuse_named(recipe, "--gpus")
+    return spread(recipe, gpus, hosts)
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        sys.stdout.write(text)
+        return
+    try:
+        write_atomically(out, text)
+    except OSError as error:
+        refuse(f"--out {out} cannot be written ({error.strerror}): name a file elsewhere")
 
 
 def _command(files: list[Path], settings: list[str]) -> list[str]:

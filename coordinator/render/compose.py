@@ -16,6 +16,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
+from rolemesh.coordinator.render.placement import device_ids
 from rolemesh.engine.specs import named_in
 
 _OPTIONAL_ROLES = ("cost", "rollout")
@@ -100,14 +101,10 @@ def compose_file(
                 "ROLEMESH_SERVICE__EXPERIENCE_CAPACITY_BYTES": str(capacity),
             }
         }
-        for kind, setting in _GRANTED_BY.items():
-            named = named_in(recipe.sent_section(role))
-            values = dict.fromkeys(one.value for one in named if one.kind == kind)
-            if values:
-                service["environment"][setting] = ",".join(values)
+        service["environment"] |= granted_settings(recipe, role)
         if role in _OPTIONAL_ROLES:
             service["profiles"] = _Reset()
-        ids = _device_ids(recipe, role, devices)
+        ids = device_ids(recipe, role, devices)
         if ids:
             _add_gpus(service, ids)
         services[role] = service
@@ -120,29 +117,19 @@ def compose_file(
     return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + "\n" + body
 
 
+def granted_settings(recipe: Recipe, role: str) -> dict[str, str]:
+    """Settings of a service that let a run name the code and variables that the recipe does."""
+    settings = {}
+    for kind, setting in _GRANTED_BY.items():
+        named = named_in(recipe.sent_section(role))
+        values = dict.fromkeys(one.value for one in named if one.kind == kind)
+        if values:
+            settings[setting] = ",".join(values)
+    return settings
+
+
 def _add_gpus(service: dict[str, Any], ids: Sequence[str]) -> None:
     service["environment"] |= _GPU_ENVIRONMENT
     service |= _GPU_CONTAINER
     reservation = {"driver": "nvidia", "device_ids": list(ids), "capabilities": ["gpu"]}
     service["deploy"] = {"resources": {"reservations": {"devices": [reservation]}}}
-
-
-def _device_ids(recipe: Recipe, role: str, devices: Sequence[str] | None) -> list[str]:
-    """One GPU for each rank of a role: the first GPUs of its pool."""
-    name, pool = next((n, p) for n, p in recipe.pools.items() if role in p.roles)
-    if set(pool.devices) == {"cpu"}:
-        return []
-    ids = []
-    for device in pool.devices[: recipe.layout(role).world_size]:
-        kind, _, index = device.partition(":")
-        if kind != "cuda" or not index.isdecimal():
-            raise RecipeError(
-                f'pools.{name}.devices has {device!r}: give ["cpu"], or GPUs as ["cuda:0", ...]'
-            )
-        if devices is not None and int(index) >= len(devices):
-            raise RecipeError(
-                f"pools.{name}.devices has {device!r}, but --devices names {len(devices)}: name "
-                "more, or fewer in the pool"
-            )
-        ids.append(index if devices is None else devices[int(index)])
-    return ids

@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import Self
 
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.service_flags import named_variables, service_flags
 from rolemesh.coordinator.state import bound_process
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.engine.specs import named_in
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.tracing import trace_environment
 
@@ -45,10 +45,6 @@ _GROUP_END_S = 10.0
 
 _DRAIN_TIMEOUT_S = 5.0
 """How long a service works on by itself after its coordinator is gone."""
-
-_GRANTED_BY = {"code": "--code-name", "path": "--folder", "variable": "--variable"}
-"""Flags of a service, by what they let a run name."""
-_NETWORK_FLAG = "--function-network"
 
 _ANNOUNCE_POLL_S = 0.05
 _TAIL_BYTES = 16384
@@ -133,7 +129,6 @@ def service_commands(
             "--announce": str(announce),
             "--parent-pid": str(os.getpid()),
             "--drain-timeout-s": str(_DRAIN_TIMEOUT_S),
-            "--experience-capacity-bytes": str(spec.experience_capacity_mib * 2**20),
         }
         identity = (identities or {}).get(service)
         if identity is not None:
@@ -171,32 +166,19 @@ def service_commands(
         }
         if recipe.tracing is not None:
             environment |= trace_environment(recipe.tracing.endpoint, recipe.tracing.sample_ratio)
-        layout = recipe.layout(role)
-        # All sizes are given, also for one rank: neither defaults nor a variable that is set here
-        # for another service may change them.
-        flags["--layout"] = layout.flag()
         if spec.threads is not None:
-            flags["--threads"] = str(spec.threads)
             environment["OMP_NUM_THREADS"] = str(spec.threads)
         arguments += [word for flag, value in flags.items() for word in (flag, value)]
-        # In one word each: what a recipe names may look like a flag.
+        # In one word: a folder's name may look like a flag.
         arguments.append(f"--folder={directory.absolute()}")
-        for named in named_in(recipe.sent_section(role)):
-            if named.kind in _GRANTED_BY:
-                arguments.append(f"{_GRANTED_BY[named.kind]}={named.value}")
-            elif named.kind == "network" and _NETWORK_FLAG not in arguments:
-                arguments.append(_NETWORK_FLAG)
+        arguments += service_flags(recipe, role)
         return ServiceCommand(
-            arguments=arguments, environment=environment, num_ranks=layout.world_size
+            arguments=arguments,
+            environment=environment,
+            num_ranks=recipe.layout(role).world_size,
         )
 
     return make
-
-
-def named_variables(recipe: Recipe, role: str) -> tuple[str, ...]:
-    """Environment variables that the recipe names for a role: its own, and those of its rewards."""
-    named = (one.value for one in named_in(recipe.sent_section(role)) if one.kind == "variable")
-    return (*recipe.service(role).variables, *named)
 
 
 def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) -> str:

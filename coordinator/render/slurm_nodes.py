@@ -1,0 +1,115 @@
+"""Nodes of a Slurm job, as a user puts roles on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
+
+
+def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The nodes of each service, by its name; empty where all share one node.
+
+    Args:
+        recipe: The recipe.
+        placed: Texts "role=node", nodes counted from 0, e.g. ["critic=1", "reference=1"]; with a
+            node for each service of a role, "rollout=1,2"; or with several nodes over which the
+            ranks of one service lie, "actor=0,1". Roles that are left out are on node 0.
+
+    Raises:
+        RecipeError: A role or a node is wrong, or a node is left empty.
+    """
+    if not placed:
+        return {}
+    for role in recipe.roles:
+        if recipe.service(role).address or recipe.service(role).addresses:
+            raise RecipeError(
+                f"services.{role} has an address, so that it runs elsewhere, and --on is given: "
+                "take the address out of the recipe, or leave --on out"
+            )
+    nodes: dict[str, tuple[int, ...]] = {
+        service: (0,) for role in recipe.roles for service in recipe.services_of(role)
+    }
+    seen = set()
+    for text in placed:
+        role, equals, where = text.partition("=")
+        if role not in recipe.roles or role in seen:
+            what = "once" if role in seen else f"one of {', '.join(recipe.roles)}"
+            raise RecipeError(
+                f"--on is {text!r}: give each role of the recipe {what}, as role=node"
+            )
+        seen.add(role)
+        words = where.split(",")
+        if not equals or not all(one.isdecimal() and int(one) < 1000 for one in words):
+            raise RecipeError(f"--on is {text!r}: give a node, counted from 0, e.g. {role}=1")
+        nodes |= _nodes_of_role(recipe, role, tuple(map(int, words)), text)
+    used = {node for own in nodes.values() for node in own}
+    for node in range(max(used)):
+        if node not in used:
+            raise RecipeError(f"--on leaves node {node} without a role: count nodes from 0")
+    return nodes
+
+
+def _nodes_of_role(
+    recipe: Recipe, role: str, numbers: tuple[int, ...], text: str
+) -> dict[str, tuple[int, ...]]:
+    services = recipe.services_of(role)
+    if len(services) > 1:
+        if len(numbers) not in (1, len(services)):
+            raise RecipeError(
+                f"--on is {text!r}, but the {role} has {len(services)} services: give one node for "
+                "all, or one for each"
+            )
+        return {service: (numbers[index % len(numbers)],) for index, service in enumerate(services)}
+    if numbers != tuple(range(numbers[0], numbers[0] + len(numbers))):
+        raise RecipeError(f"--on is {text!r}: give nodes that follow each other, e.g. {role}=0,1")
+    return {role: numbers}
+
+
+def check_nodes(recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises RecipeError where layouts or pools do not go with the nodes of services."""
+    for service, own in nodes.items():
+        layout = recipe.layout(role_of(service))
+        if len(own) > 1 and layout.world_size % (len(own) * layout.tp):
+            raise RecipeError(
+                f"--on puts the {service} on {len(own)} nodes, but its layout has "
+                f"{layout.world_size} ranks with tp {layout.tp}: each node gets as many ranks, and "
+                "whole tensor slices"
+            )
+    on_gpus = {
+        service: own
+        for service, own in nodes.items()
+        if any(
+            role_of(service) in pool.roles and set(pool.devices) != {"cpu"}
+            for pool in recipe.pools.values()
+        )
+    }
+    for name, pool in recipe.pools.items():
+        places = {own for service, own in on_gpus.items() if role_of(service) in pool.roles}
+        if len(pool.roles) > 1 and len(places) > 1:
+            raise RecipeError(
+                f"pools.{name} has {', '.join(pool.roles)}, which take turns on its GPUs, but --on "
+                "puts them on several nodes: put them on one, or give each a pool of its own"
+            )
+    for service, own in on_gpus.items():
+        for other, theirs in on_gpus.items():
+            if len(own) > 1 and other != service and set(own) & set(theirs):
+                raise RecipeError(
+                    f"--on puts the {service} on several nodes, and the {other} on one of them: a "
+                    "role over several nodes has their GPUs for itself"
+                )
+
+
+def roles_of_nodes(
+    recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[list[str], int]]:
+    """Roles that share nodes, and the number of these nodes."""
+    groups: list[tuple[list[str], set[int]]] = []
+    for role in recipe.roles:
+        own = {node for service in recipe.services_of(role) for node in nodes.get(service, (0,))}
+        sharing = [group for group in groups if group[1] & own]
+        groups = [group for group in groups if not group[1] & own]
+        roles = [one for names, _ in sharing for one in names] + [role]
+        groups.append((roles, own.union(*(places for _, places in sharing))))
+    return [(roles, len(places)) for roles, places in groups]
