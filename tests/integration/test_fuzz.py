@@ -265,13 +265,15 @@ async def fuzz_service(address: str, pid: int, number: int) -> None:
 @pytest.mark.slow
 async def test_malformed_requests_leave_an_agent_of_several_hosts_unharmed() -> None:
     config = ServiceConfig(role="actor", layout={"dp": 2}, hosts=2, meet="127.0.0.1:1")
-    service = HostedService(role="actor", num_hosts=2, layout="", versions={})
+    # No message that is drawn takes a place.
+    versions = {"torch": "none that is drawn"}
+    service = HostedService(role="actor", num_hosts=2, layout="", versions=versions)
     meeting = HostMeeting(service, 600.0)
     door = AgentDoor(config, "agent", meeting)
     address = f"127.0.0.1:{await door.open('127.0.0.1', 0)}"
     figures = Figures("agent of several hosts", os.getpid())
     host = ServiceHost(host_rank=0, incarnation="a", address="127.0.0.1:1", host_id="here")
-    request = JoinHostsRequest(host=host, role="actor", num_hosts=2)
+    request = JoinHostsRequest(host=host, role="actor", num_hosts=2, versions=versions)
     async with grpc.aio.insecure_channel(address) as channel:
         known = Known(
             values={"host_rank": [0, 1], "key": ["a"], "role": ["actor"], "wait_ms": [0, 1]}
