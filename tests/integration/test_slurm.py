@@ -99,9 +99,9 @@ class SlurmJob:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.log
-            # It waits two minutes otherwise. Within a second, nodes would still refuse the job that
-            # they have just ended.
-            if self.fact("JobState") == "PENDING":
+            if self.fact("Reason") == "BeginTime":
+                # It waits two minutes otherwise. Within a second, nodes would still refuse the job
+                # that they have just ended.
                 time.sleep(3)
                 ask("scontrol", "update", f"JobId={self.id}", "StartTime=now")
             time.sleep(0.3)
