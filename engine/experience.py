@@ -303,6 +303,62 @@ def payload_layout(batch: Experience) -> PayloadLayout:
     )
 
 
+def selected_layout(batch: Experience, rows: Sequence[int]) -> PayloadLayout:
+    """The layout of some rows of a batch, in the given order, without copying them."""
+    if isinstance(rows, range) and rows.step == 1:
+        return payload_layout(batch.slice(rows.start, rows.stop))
+    index = torch.tensor(list(rows), dtype=torch.int64)
+    return plan_payload(
+        len(rows),
+        (
+            (
+                name,
+                column.kind.value,
+                str(column.values.dtype).removeprefix("torch."),
+                int(column.lengths()[index].sum()),
+            )
+            for name, column in batch.columns.items()
+        ),
+    )
+
+
+def selected_arrays(
+    batch: Experience,
+    rows: Sequence[int],
+    layout: PayloadLayout,
+    start: int,
+    stop: int,
+    window_bytes: int,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The arrays of `selected_layout` that reach into bytes start to stop - 1.
+
+    Args:
+        batch: The columns.
+        rows: The rows, in order.
+        layout: Theirs.
+        start: First byte wanted.
+        stop: One past the last.
+        window_bytes: Values are gathered so many bytes at a time, or a row if it has more.
+
+    Yields:
+        First byte and content of pieces, in ascending order.
+    """
+    index = torch.tensor(list(rows), dtype=torch.int64)
+    for placed in layout.columns:
+        column = batch[placed.name]
+        offsets = offsets_of(column.lengths()[index])
+        if placed.offsets_at is not None:
+            yield placed.offsets_at, offsets
+        edges = placed.values_at + offsets * column.values.itemsize
+        first = max(0, int(torch.searchsorted(edges, start, right=True)) - 1)
+        last = min(len(rows), int(torch.searchsorted(edges, stop)))
+        while first < last:
+            reached = int(torch.searchsorted(edges, edges[first] + window_bytes, right=True)) - 1
+            until = min(max(reached, first + 1), last)
+            yield int(edges[first]), column.select(index[first:until]).values
+            first = until
+
+
 def write_payload(batch: Experience, layout: PayloadLayout, buffer: memoryview) -> None:
     """Copies the batch into a writable buffer of layout.num_bytes bytes."""
     if layout.num_bytes == 0:

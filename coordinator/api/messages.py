@@ -122,6 +122,7 @@ def to_dataflow(
                 phases=node.phases,
                 after=[names[known] for known in node.inputs],
                 policy_version=node.policy_version,
+                pulled_bytes=node.pulled_bytes,
             )
             for node in nodes
         ],

@@ -71,6 +71,8 @@ class Node:
     num_tokens: int = 0
     num_bytes: int = 0
     """Bytes of experience that the service pulled for it."""
+    pulled_bytes: dict[str, int] = field(default_factory=dict)
+    """The same by the way that they took, e.g. "shm" or "grpc"."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase inside the service."""
     peak_bytes: dict[str, dict[int, int]] = field(default_factory=dict)

@@ -294,13 +294,15 @@ class WeightUpdates:
 
         async def fetch(source: int) -> FetchedBoxes:
             nonlocal done
+            address = ref.addresses[source]
             found = await fetch_boxes(
-                self._runtime.peer(ref.addresses[source]),
+                self._runtime.peer(address),
                 ref,
                 source,
                 taking.copies[source],
                 self._runtime.host_id,
             )
+            self._runtime.count_pulled(address, found.transport, found.num_bytes)
             done += 1
             call.progress("fetch weights", done, len(taking.copies))
             return found

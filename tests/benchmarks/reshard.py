@@ -1,7 +1,7 @@
 """Resharding of an actor, against a plain copy of the same bytes and against full gather and slice.
 
     python tests/benchmarks/reshard.py [--transport memory] [--repetitions 7] [--train 1-4-1]
-        [--generate 1-2] [--scale 1]
+        [--generate 1-2] [--scale 1] [--hosts 2 [--link 10:1]]
 
 Four processes, one decoder of some 40 MB in float32 (--scale 3: 220), from the training layout to
 vLLM's fused generation layout:
@@ -14,20 +14,24 @@ vLLM's fused generation layout:
 Ways alternate, so that a slow moment of the machine meets all; a barrier stands before and after
 each, and the slowest rank counts. Processor time is that of all ranks, which other work on the
 machine changes less. Every way's tensors are compared with the weights first. Bytes
-are counted at the transport. Prints one JSON line.
+are counted at the transport. With --hosts the ranks lie in equal blocks on that many hosts, which
+are network namespaces (needs root), joined by a switch or, two of them, by a cable of so many Gb/s
+and ms of round trip. Prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
+import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.cables import Cable
+from support.hosts import HostNetwork
 from support.rank_processes import RankContext, RankPool
 from support.transport_ranks import process_transport
 from support.weight_ranks import assert_equal, cut, random_weights
@@ -50,6 +56,7 @@ from rolemesh.engine.weights.transfer import WeightTransfer
 
 TIMEOUT_S = 120.0
 WARM_UP = 1
+CLONE_NEWNET = 0x40000000
 WAYS = ("reshard", "full", "vanilla", "copy", "build")
 
 
@@ -152,6 +159,37 @@ def measure(
         }
 
 
+def enter(context: RankContext, spaces: list[str], interface: str) -> None:
+    """Puts this thread of a rank on its host: what it opens from now on lies there."""
+    # The store of the benchmark's process stays open.
+    context.store()
+    with open(f"/run/netns/{spaces[context.rank * len(spaces) // context.world_size]}") as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns failed")
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def measure_on_hosts(
+    context: RankContext, spaces: list[str], interface: str, *arguments: Any
+) -> dict[str, Any]:
+    """`measure`, by ranks that lie on hosts."""
+    enter(context, spaces, interface)
+    return measure(context, *arguments)
+
+
+@contextmanager
+def hosts(number: int, link: str) -> Iterator[tuple[list[str], str]]:
+    """Names of the hosts' namespaces, and of the interface by which they reach each other."""
+    with ExitStack() as stack:
+        network = stack.enter_context(HostNetwork(number))
+        interface = "eth0"
+        if link:
+            gigabits, round_trip_ms = map(float, link.split(":"))
+            cable = Cable(network, bits_per_s=gigabits * 1e9, round_trip_s=round_trip_ms / 1e3)
+            interface = stack.enter_context(cable).interface
+        yield [network.space(host) for host in range(number)], interface
+
+
 def sizes(text: str, count: int) -> list[int]:
     numbers = [int(part) for part in text.split("-")]
     if len(numbers) != count:
@@ -174,16 +212,23 @@ def main() -> None:
     parser.add_argument("--bucket-kib", type=int, default=2048)
     parser.add_argument("--scale", type=int, default=1, help="of all widths of the model")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--link", default="", help="Gb/s:ms between two hosts")
     options = parser.parse_args()
+    if (options.hosts > 1) > (options.transport == "gloo") or (options.link and options.hosts != 2):
+        parser.error("--hosts needs --transport gloo, and --link needs --hosts 2")
     pp, tp, dp = sizes(options.train, 3)
     pp_g, tp_g = sizes(options.generate, 2)
     train, generate = TrainLayout(pp=pp, tp=tp, dp=dp), GenerateLayout(pp=pp_g, tp=tp_g)
     layout = HybridLayout(train, generate)
     shape = decoder(options.scale)
-    with RankPool(layout.world_size) as pool:
+    with RankPool(layout.world_size) as pool, ExitStack() as stack:
+        place: tuple[Any, ...] = (measure, layout.world_size)
+        if options.hosts > 1:
+            place = (measure_on_hosts, layout.world_size,
+                     *stack.enter_context(hosts(options.hosts, options.link)))  # fmt: skip
         ranks = pool.run(
-            measure,
-            layout.world_size,
+            *place,
             options.transport,
             train,
             generate,
@@ -217,6 +262,8 @@ def main() -> None:
                 "benchmark": "reshard",
                 "config": {
                     "transport": options.transport,
+                    "hosts": options.hosts,
+                    "link": options.link,
                     "train": options.train,
                     "generate": options.generate,
                     "d_g": layout.micro_dp,

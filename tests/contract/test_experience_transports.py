@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import pytest
 import torch
+from prometheus_client import generate_latest
 from support.service_calls import RecordingCall
 from support.services import assert_same, make_experience, operation_key, serving
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience, payload_layout
 from rolemesh.engine.transport.shm import Segment
+from rolemesh.rpc import pull
 from rolemesh.rpc.channel import CHUNK_BYTES, open_channel
 from rolemesh.rpc.errors import (
     InvalidRequestError,
@@ -22,7 +24,7 @@ from rolemesh.rpc.errors import (
 )
 from rolemesh.rpc.references import join_parts, row_tokens
 from rolemesh.services.runtime.calls.runtime import Share
-from rolemesh.services.runtime.experience.fetch import Fetched, fetch_rows
+from rolemesh.services.runtime.experience.fetch import ExperienceServicer, Fetched, fetch_rows
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc, tensor_pb2
@@ -289,6 +291,54 @@ async def test_a_rank_sends_only_the_rows_that_were_asked_for() -> None:
         await consumer.runtime.pull(ref, ["tokens"], call, rows=[7, 300])  # type: ignore[arg-type]
     expected = batch.require(["tokens"]).select(torch.tensor([7, 300])).num_bytes
     assert call.fetched == {"grpc": expected}
+
+
+@pytest.mark.parametrize("rows", [range(5, 380), [7, *range(390, 100, -1), 3]], ids=["range", "single"])
+async def test_what_is_large_comes_over_connections_of_its_own(
+    rows: Sequence[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pull, "FIRST_PART_BYTES", 5_000)
+    monkeypatch.setattr(pull, "LEAST_PART_BYTES", 1_000)
+    peers: set[str] = set()
+    answer = ExperienceServicer.fetch
+
+    async def noted(self: ExperienceServicer, request: object, context: object) -> AsyncIterator[bytes]:
+        peers.add(context.peer())  # type: ignore[attr-defined]
+        async for message in answer(self, request, context):  # type: ignore[arg-type]
+            yield message
+
+    monkeypatch.setattr(ExperienceServicer, "fetch", noted)
+    batch = make_experience(400, seed=3)
+    async with serving(shared_memory=False) as server, serving() as consumer:
+        ref = server.runtime.publish(operation_key(), batch)
+        call = RecordingCall()
+        names = list(batch.columns)
+        with caplog.at_level("INFO"):
+            for _ in range(2):
+                pulled = await consumer.runtime.pull(ref, names, call, rows=rows)  # type: ignore[arg-type]
+        counted = generate_latest(consumer.runtime.metrics.registry).decode()
+    expected = batch.select(torch.tensor([*rows]))
+    assert_same(pulled, expected)
+    assert call.fetched == {"grpc_4": 2 * expected.num_bytes}
+    assert len(peers) == pull.MAX_CONNECTIONS, "connections are kept for the next pull"
+    # Each pair of ranks shows its way: in the log once, and in the metrics.
+    address = server.runtime.address
+    assert caplog.text.count(f"bytes of {address} come by grpc_4") == 1
+    (line,) = [one for one in counted.splitlines() if one.startswith("rolemesh_pulled_bytes_total")]
+    assert f'peer="{address}"' in line
+    assert 'way="grpc_4"' in line
+    assert float(line.split()[-1]) == 2 * expected.num_bytes
+
+
+async def test_fetch_refuses_a_part_beyond_the_end(producer: ServiceServer) -> None:
+    reference = producer.runtime.publish(operation_key(), make_experience(4))
+    request = experience_pb2.FetchRequest(
+        experience_id=reference.groups[0].shards[0].experience_id, row_stop=4, byte_start=1 << 40
+    )
+    async with open_channel(producer.runtime.address) as channel:
+        with pytest.raises(OutOfRangeError, match="bytes 1099511627776 to 0"):
+            async for _ in experience_pb2_grpc.ExperienceServiceStub(channel).Fetch(request):
+                pass
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole runs whose actor is on two hosts: the curve, the weights, and a host that vanishes."""
+"""Whole runs whose actor is on several hosts: the curve, the weights, and a host that vanishes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,19 @@ END_S = 120.0
 STEPS = 3
 
 LAYOUTS = {
-    "1-2-2_to_1-1-2-2": ("tp=2,dp=2,fsdp=1", {"tp": 1}),
-    "fsdp": ("dp=4,fsdp=4", {}),
-    "2-2-1_to_1-1-4": ("pp=2,tp=2", {"tp": 1}),
-    "1-2-2_to_1-2-2_vllm": ("tp=2,dp=2,fsdp=1", {"tp": 2}),
-    "1-2-2_published": ("tp=2,dp=2,fsdp=1", {}),
+    "1-2-2_to_1-1-2-2": (2, "tp=2,dp=2,fsdp=1", {"tp": 1}),
+    "fsdp": (2, "dp=4,fsdp=4", {}),
+    "2-2-1_to_1-1-4": (2, "pp=2,tp=2", {"tp": 1}),
+    "1-2-2_to_1-2-2_vllm": (2, "tp=2,dp=2,fsdp=1", {"tp": 2}),
+    "1-2-2_published": (2, "tp=2,dp=2,fsdp=1", {}),
+    "1-2-4_to_1-1-2-4": (4, "tp=2,dp=4,fsdp=1", {"tp": 1}),
+    "fsdp_of_8": (4, "dp=8,fsdp=8", {}),
+    "2-2-2_to_1-1-4-2": (4, "pp=2,tp=2,dp=2,fsdp=1", {"tp": 1}),
+    "2-2-2_to_1-2-2-2": (4, "pp=2,tp=2,dp=2,fsdp=2", {"tp": 2}),
+    "1-2-4_published": (4, "tp=2,dp=4,fsdp=1", {}),
 }
-"""The paper's names of layouts: p-t-d of training, and of generation. The last one publishes its
-weights to a rollout service, which samples."""
+"""Number of hosts, with two ranks each, and layouts by the paper's names: p-t-d of training, and of
+generation. Those that are published have a rollout service sample."""
 
 VLLM = {"type": "vllm", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
 
@@ -68,7 +73,7 @@ class Mesh:
         ]
 
     def recipe(self, actor: str, kind: str) -> dict[str, Any]:
-        layout, generate = LAYOUTS[kind]
+        number, layout, generate = LAYOUTS[kind]
         sizes = {name: int(size) for name, size in (one.split("=") for one in layout.split(","))}
         recipe = tiny_recipe(
             self.model,
@@ -77,6 +82,9 @@ class Mesh:
             actor__generate=generate,
             certificates=str(self.certificates),
         )
+        if number == 4:
+            # Each of eight ranks has rows.
+            recipe["run"]["prompts_per_step"] = recipe["algorithm"]["mini_batch_rows"] = 8
         if not generate:
             del recipe["actor"]["generate"]
         if kind.endswith("vllm"):
@@ -110,8 +118,9 @@ class Mesh:
             number,
             [
                 *(sys.executable, "-m", "rolemesh", "serve", "actor"),
-                *("--layout", LAYOUTS[kind][0]),
-                *("--hosts", "2", "--host-rank", str(number), "--threads", "1"),
+                *("--layout", LAYOUTS[kind][1]),
+                *("--hosts", str(LAYOUTS[kind][0]), "--host-rank", str(number)),
+                *("--threads", "1"),
                 *("--meet", f"{self.network.addresses[0]}:29400", "--port", str(self.port)),
                 *self.settings("actor", self.network.addresses[number]),
             ],
@@ -122,20 +131,22 @@ class Mesh:
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with HostNetwork(2) as network:
+    with HostNetwork(4) as network:
         yield Mesh(tmp_path_factory.mktemp("mesh"), network)
 
 
 def run_on_one_host(mesh: Mesh, folder: Path, kind: str) -> CliRun:
-    flags = [*mesh.settings("actor", mesh.network.own_address), "--layout", LAYOUTS[kind][0]]
+    flags = [*mesh.settings("actor", mesh.network.own_address), "--layout", LAYOUTS[kind][1]]
     with process_of("actor", folder, *flags) as (address, _):
         recipe = mesh.recipe(address, kind)
         with mesh.others(recipe):
             return finished(recipe, folder)
 
 
-def run_on_two_hosts(mesh: Mesh, folder: Path, kind: str) -> CliRun:
-    agents = [mesh.host(number, kind, folder / f"host-{number}.log") for number in range(2)]
+def run_on_hosts(mesh: Mesh, folder: Path, kind: str) -> CliRun:
+    agents = [
+        mesh.host(number, kind, folder / f"host-{number}.log") for number in range(LAYOUTS[kind][0])
+    ]
     try:
         recipe = mesh.recipe(f"{mesh.network.addresses[0]}:{mesh.port}", kind)
         with mesh.others(recipe):
@@ -144,7 +155,7 @@ def run_on_two_hosts(mesh: Mesh, folder: Path, kind: str) -> CliRun:
         # As an engine does it: all at once.
         for agent in agents:
             agent.terminate()
-        assert [agent.wait(END_S) for agent in agents] == [0, 0], agents[1].text
+        assert {agent.wait(END_S) for agent in agents} == {0}, agents[1].text
         return run
     finally:
         for agent in agents:
@@ -209,11 +220,11 @@ def assert_same_bits(one: CliRun, other: CliRun) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_two_hosts_give_the_bits_of_one(
+def test_several_hosts_give_the_bits_of_one(
     kind: str, mesh: Mesh, on_one_host: Callable[[str], CliRun], tmp_path: Path
 ) -> None:
     one = on_one_host(kind)
-    assert_same_bits(one, run_on_two_hosts(mesh, tmp_path, kind))
+    assert_same_bits(one, run_on_hosts(mesh, tmp_path, kind))
     # What was compared is no run that stands still.
     entropies = [step["entropy"] for step in one.metrics()]
     assert len(set(entropies)) == STEPS

@@ -77,12 +77,16 @@ class HostNetwork:
         if self._are_apart:
             self._remove()
 
+    def space(self, host: int) -> str:
+        """Name of the network namespace of a host."""
+        return f"{self._name}-{host}"
+
     def command(self, host: int, arguments: Sequence[str]) -> list[str]:
         """The command that runs another one on a host, and takes it along when it ends."""
         if not self._are_apart:
             return list(arguments)
         return [
-            *("nsenter", f"--net=/run/netns/{self._name}-{host}"),
+            *("nsenter", f"--net=/run/netns/{self.space(host)}"),
             *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
             *("sh", "-c", _WITHIN, "sh", *arguments),
         ]
@@ -104,11 +108,11 @@ class HostNetwork:
 
     def cut(self, host: int) -> None:
         """Pulls the cable of a host: nothing passes, and no connection is told."""
-        _ip("-n", self._switch, "link", "set", f"host{host}", "down")
+        run_ip("-n", self._switch, "link", "set", f"host{host}", "down")
 
     def mend(self, host: int) -> None:
         """Puts the cable of a host in again."""
-        _ip("-n", self._switch, "link", "set", f"host{host}", "up")
+        run_ip("-n", self._switch, "link", "set", f"host{host}", "up")
 
     @property
     def _switch(self) -> str:
@@ -116,31 +120,31 @@ class HostNetwork:
         return f"{self._name}-switch"
 
     def _make(self) -> None:
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "bridge0", "up")
+        run_ip("netns", "add", self._switch)
+        run_ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+        run_ip("-n", self._switch, "link", "set", "bridge0", "up")
         self._plug("here", self._name)
-        _ip("address", "add", f"{self._net}.1/24", "dev", self._name)
-        _ip("link", "set", self._name, "up")
+        run_ip("address", "add", f"{self._net}.1/24", "dev", self._name)
+        run_ip("link", "set", self._name, "up")
         for host, address in enumerate(self.addresses):
-            space = f"{self._name}-{host}"
-            _ip("netns", "add", space)
+            space = self.space(host)
+            run_ip("netns", "add", space)
             self._plug(f"host{host}", "eth0", space)
-            _ip("-n", space, "address", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", space, "link", "set", "eth0", "up")
+            run_ip("-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+            run_ip("-n", space, "link", "set", "eth0", "up")
 
     def _plug(self, plug: str, interface: str, space: str | None = None) -> None:
         """A cable from the switch to an interface, of a host or of this machine."""
         where = () if space is None else ("netns", space)
         cable = ("type", "veth", "peer", "name", plug, "netns", self._switch)
-        _ip("link", "add", "name", interface, *where, *cable)
-        _ip("-n", self._switch, "link", "set", plug, "master", "bridge0", "up")
+        run_ip("link", "add", "name", interface, *where, *cable)
+        run_ip("-n", self._switch, "link", "set", plug, "master", "bridge0", "up")
 
     def _remove(self) -> None:
-        _ip("link", "del", self._name, check=False)
+        run_ip("link", "del", self._name, check=False)
         for host in range(self._number):
-            _ip("netns", "del", f"{self._name}-{host}", check=False)
-        _ip("netns", "del", self._switch, check=False)
+            run_ip("netns", "del", self.space(host), check=False)
+        run_ip("netns", "del", self._switch, check=False)
 
 
 @dataclass
@@ -192,5 +196,6 @@ def end_host_process(process: subprocess.Popen[bytes]) -> None:
     process.wait(30)
 
 
-def _ip(*arguments: str, check: bool = True) -> None:
+def run_ip(*arguments: str, check: bool = True) -> None:
+    """Runs `ip`."""
     subprocess.run(["ip", *arguments], check=check, capture_output=True, timeout=30)

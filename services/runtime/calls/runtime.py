@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from rolemesh.services.runtime.server.metrics import ServiceMetrics
 from rolemesh.v1 import experience_pb2, operation_pb2
 
 __all__ = ["Call", "Context", "Runtime"]
+
+logger = logging.getLogger(__name__)
 
 LAST_CALLS_S = 120.0
 """How long calls in progress may take on a channel that is given up for others: as a Fetch may."""
@@ -231,6 +234,7 @@ class Runtime(KeyedCalls):
             return rows
         fetched = await fetch_rows(self.peer(shard.address), shard, names, positions, self.host_id)
         call.add_fetched(fetched.transport, fetched.num_bytes)
+        self.count_pulled(shard.address, fetched.transport, fetched.num_bytes)
         return fetched.experience
 
     def publish(
@@ -291,11 +295,17 @@ class Runtime(KeyedCalls):
             )
         self._channels.move_to_end(address)
         if len(self._channels) > MAX_PEERS:
-            _, unused = self._channels.popitem(last=False)
+            gone, unused = self._channels.popitem(last=False)
+            self.metrics.forget_peer(gone)
             closing = asyncio.create_task(unused.close(LAST_CALLS_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         return channel
+
+    def count_pulled(self, address: str, way: str, num_bytes: int) -> None:
+        """Counts bytes that a peer gave, and logs each way between the two once."""
+        if self.metrics.pulled(address, way, num_bytes):
+            logger.info("bytes of %s come by %s", address, way)
 
     async def close_channels(self) -> None:
         """Closes the channels to peers."""

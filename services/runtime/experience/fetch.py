@@ -7,19 +7,32 @@ otherwise raw chunks of 1 MiB follow, without protobuf's copies.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 import torch
 
-from rolemesh.engine.experience import Column, Experience, payload_layout, read_payload
+from rolemesh.engine.experience import (
+    Column,
+    Experience,
+    payload_layout,
+    read_payload,
+    selected_arrays,
+    selected_layout,
+)
 from rolemesh.engine.layout.payload import PayloadLayout
 from rolemesh.engine.transport.shm import open_segment
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.errors import InvalidRequestError, NotFoundError, OutOfRangeError
-from rolemesh.rpc.payload import header_of, layout_of, payload_chunks
+from rolemesh.rpc.payload import (
+    header_of,
+    layout_of,
+    part_asked_for,
+    part_chunks,
+    placed_arrays,
+)
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, encode_header
 from rolemesh.rpc.pull import Answer, fetch_request, pull_rows
 from rolemesh.services.runtime.experience.store import ExperienceStore, Held
@@ -28,6 +41,9 @@ from rolemesh.v1 import experience_pb2
 
 SERVICE_NAME = "rolemesh.v1.ExperienceService"
 """Full name of the service."""
+
+GATHERED_BYTES = 8 << 20
+"""Scattered rows are copied next to each other so many bytes at a time."""
 
 MAX_PAYLOAD_BYTES = 64 << 30
 """A header that announces more is refused before anything is allocated."""
@@ -102,10 +118,13 @@ class ExperienceServicer:
             header.row_start, header.row_stop = in_place.start, in_place.stop
             yield encode_header(header)
             return
-        batch = take_rows(held.experience.require(names), rows)
-        layout = payload_layout(batch)
-        yield encode_header(header_of(layout))
-        for pieces in payload_chunks(layout, arrays_of(batch)):
+        batch = held.experience.require(names)
+        layout = selected_layout(batch, rows)
+        start, stop = part_asked_for(request.byte_start, request.byte_stop, layout.num_bytes)
+        header = header_of(layout)
+        header.byte_stop = stop
+        yield encode_header(header)
+        for pieces in part_chunks(_placed(batch, rows, layout, start, stop), start, stop):
             yield encode_chunk(pieces)
 
     async def release(
@@ -120,6 +139,21 @@ class ExperienceServicer:
         if self._release_others is not None:
             released += await self._release_others(request)
         return experience_pb2.ReleaseResponse(released_bytes=released)
+
+
+def _placed(
+    batch: Experience, rows: Sequence[int], layout: PayloadLayout, start: int, stop: int
+) -> Iterable[tuple[int, memoryview]]:
+    """What lies at bytes start to stop - 1 of the payload of some rows: first bytes and contents.
+
+    Neighbours are views. Others are gathered a few MiB at a time, as they are sent.
+    """
+    if isinstance(rows, range):
+        return placed_arrays(layout, arrays_of(take_rows(batch, rows)))
+    return (
+        (at, bytes_of(values))
+        for at, values in selected_arrays(batch, rows, layout, start, stop, GATHERED_BYTES)
+    )
 
 
 def arrays_of(batch: Experience) -> dict[str, list[memoryview]]:
@@ -188,7 +222,7 @@ class Fetched:
 
     experience: Experience
     transport: str
-    """ "shm" or "grpc"."""
+    """ "shm", "grpc", or "grpc_4" when it came over four connections."""
     num_bytes: int
     """Bytes of the rows and columns that were taken."""
 
@@ -226,9 +260,9 @@ async def fetch_rows(
             experience = await asyncio.to_thread(_copy_rows, layout, payload, wanted)
             return Fetched(experience, "shm", experience.num_bytes)
         payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        await answer.read_into(payload.numpy().data)
+        transport = await answer.read_into(payload.numpy().data)
         experience = read_payload(layout, payload)
-        return Fetched(experience, "grpc", experience.num_bytes)
+        return Fetched(experience, transport, experience.num_bytes)
 
     return await pull_rows(channel, shard, request, take)
 

@@ -32,7 +32,7 @@ from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.limits import exceeded
-from rolemesh.rpc.payload import ChunkCutter
+from rolemesh.rpc.payload import ChunkCutter, part_asked_for
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
 from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, pull
 from rolemesh.rpc.tensors import data_type_of
@@ -181,7 +181,8 @@ async def answer_fetch(
             most_bytes,
             "ask for each part of the publication once",
         )
-    header = weights_pb2.FetchWeightsHeader(total_bytes=total_bytes)
+    start, stop = part_asked_for(request.byte_start, request.byte_stop, total_bytes)
+    header = weights_pb2.FetchWeightsHeader(total_bytes=total_bytes, byte_stop=stop)
     is_mapped = publication.segment is not None and request.host_id == host_id != ""
     if is_mapped and publication.segment is not None:
         header.shared_memory_path = str(SHM_DIRECTORY / publication.segment.name)
@@ -195,11 +196,14 @@ async def answer_fetch(
     yield weights_pb2.FetchWeightsResponse(header=header).SerializeToString()
     if is_mapped:
         return
-    cutter = ChunkCutter()
+    cutter, end = ChunkCutter(), 0
     for view in views:
+        begin, end = end, end + view.nbytes
+        if end <= start or begin >= stop:
+            continue
         # A box cut out of columns is copied, which must not hold up the loop.
         rest = view if view.is_contiguous() else await asyncio.to_thread(view.contiguous)
-        for pieces in cutter.add(bytes_of(rest)):
+        for pieces in cutter.add(bytes_of(rest)[max(0, start - begin) : stop - begin]):
             yield encode_chunk(pieces)
     for pieces in cutter.rest():
         yield encode_chunk(pieces)
@@ -219,7 +223,7 @@ class FetchedBoxes:
     boxes: Sequence[torch.Tensor]
     """In the order asked for, shaped; views of one buffer, or of the publisher's segment."""
     transport: str
-    """ "shm" or "grpc"."""
+    """ "shm", "grpc", or "grpc_4" when they came over four connections."""
     num_bytes: int
     """Bytes of the boxes."""
 
@@ -292,12 +296,12 @@ async def take_boxes(
     if answer.segment is not None:
         return FetchedBoxes(_mapped(header, request, dtype), "shm", header.total_bytes)
     payload = torch.empty(header.total_bytes, dtype=torch.uint8)
-    await answer.read_into(payload.numpy().data)
+    transport = await answer.read_into(payload.numpy().data)
     boxes = [
         flat.view(dtype).view(shape)
         for flat, shape in zip(torch.split(payload, sizes), shapes, strict=True)
     ]
-    return FetchedBoxes(boxes, "grpc", header.total_bytes)
+    return FetchedBoxes(boxes, transport, header.total_bytes)
 
 
 def _mapped(

@@ -50,6 +50,13 @@ class ServiceMetrics:
             registry=self.registry,
             buckets=LATENCY_BUCKETS_S,
         )
+        self._pulled = Counter(
+            "rolemesh_pulled_bytes",
+            "Bytes of rows and weights that came from a peer, by the way that they took.",
+            [*self._labels, "peer", "way"],
+            registry=self.registry,
+        )
+        self._ways: dict[str, set[str]] = {}
         self.experience_bytes = self._gauge("experience_bytes", "Experience held.")
         self.policy_version = self._gauge("policy_version", "Version of the weights held.")
         self.resident_bytes = self._gauge("resident_bytes", "Resident memory of the process.")
@@ -75,6 +82,28 @@ class ServiceMetrics:
             in_flight.dec()
             self._seconds.labels(**labels).observe(time.monotonic() - started)
             self._calls.labels(**labels, code=outcome[0]).inc()
+
+    def pulled(self, peer: str, way: str, num_bytes: int) -> bool:
+        """Counts bytes that came from a peer.
+
+        Args:
+            peer: Its address.
+            way: "shm", "grpc", or "grpc_4" over four connections.
+            num_bytes: What came.
+
+        Returns:
+            Whether they are the first that came this way.
+        """
+        self._pulled.labels(**self._labels, peer=peer, way=way).inc(num_bytes)
+        ways = self._ways.setdefault(peer, set())
+        is_first = way not in ways
+        ways.add(way)
+        return is_first
+
+    def forget_peer(self, peer: str) -> None:
+        """Shows nothing of a peer any more."""
+        for way in self._ways.pop(peer, ()):
+            self._pulled.remove(*self._labels.values(), peer, way)
 
     def reward_request(self, name: str, outcome: str, seconds: float) -> None:
         """Counts a request to an outside reward; from any thread.

@@ -8,6 +8,7 @@ using aio interceptors: those add a task and two hops to each call, and see no b
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -187,14 +188,23 @@ def open_channel(
         options |= dict(WATCHED_OPTIONS)
     if retries:
         options["grpc.service_config"] = _service_config()
-    if identity is None:
-        channel = grpc.aio.insecure_channel(address, options=tuple(options.items()))
-    else:
+    credentials = None
+    if identity is not None:
         options |= dict(identity.channel_options)
-        channel = grpc.aio.secure_channel(
-            address, identity.channel_credentials(), options=tuple(options.items())
-        )
-    return MeshChannel(channel, address, traffic or ChannelTraffic())
+        credentials = identity.channel_credentials()
+
+    def connect(**further: int) -> grpc.aio.Channel:
+        chosen = tuple((options | further).items())
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=chosen)
+        return grpc.aio.secure_channel(address, credentials, options=chosen)
+
+    counted = traffic or ChannelTraffic()
+    # Channels with equal options share a connection unless they are told not to.
+    apart = {"grpc.use_local_subchannel_pool": 1}
+    return MeshChannel(
+        connect(), address, counted, lambda: MeshChannel(connect(**apart), address, counted)
+    )
 
 
 def _service_config() -> str:
@@ -216,10 +226,29 @@ class MeshChannel(grpc.aio.Channel):
         channel.traffic.total.calls == 1
     """
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, traffic: ChannelTraffic) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        traffic: ChannelTraffic,
+        open_another: Callable[[], MeshChannel] | None = None,
+    ) -> None:
         self._channel = channel
         self.address = address
         self.traffic = traffic
+        self._open_another = open_another
+        self._others: list[MeshChannel] = []
+
+    def connections(self, number: int) -> list[MeshChannel]:
+        """This channel and others to the same service, each with a connection of its own.
+
+        They are opened on first use, and kept until this one is closed. A long link is not filled
+        by one connection: the sender's kernel keeps 4 MiB of it at most, by default, until the
+        far end has them.
+        """
+        while self._open_another is not None and len(self._others) < number - 1:
+            self._others.append(self._open_another())
+        return [self, *self._others[: number - 1]]
 
     async def __aenter__(self) -> MeshChannel:
         """Returns the channel."""
@@ -231,7 +260,8 @@ class MeshChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         """Ends calls in flight after `grace` seconds and closes the connection."""
-        await self._channel.close(grace)
+        others, self._others = self._others, []
+        await asyncio.gather(*(one.close(grace) for one in (self._channel, *others)))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """State of the connection."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rolemesh.engine.layout.payload import ColumnLayout, PayloadLayout, plan_payload
 from rolemesh.rpc.channel import CHUNK_BYTES
+from rolemesh.rpc.errors import OutOfRangeError
 from rolemesh.rpc.payload_stream import PayloadMalformedError
 from rolemesh.rpc.tensors import NAMES, data_type_of
 from rolemesh.v1 import experience_pb2
@@ -134,15 +135,64 @@ def payload_chunks(
         arrays: By column its values and, unless it is a row column, its offsets; as bytes.
         chunk_bytes: Of each chunk but the last.
     """
-    starts = [
-        (at, array)
-        for column in layout.columns
-        for (at, _), array in zip(layout.extents(column), arrays[column.name], strict=True)
-    ]
-    cutter, end = ChunkCutter(chunk_bytes), 0
-    for at, array in sorted(starts, key=lambda start: start[0]):
-        yield from cutter.add(bytes(at - end))
-        yield from cutter.add(array)
-        end = at + len(array)
-    yield from cutter.add(bytes(layout.num_bytes - end))
+    return part_chunks(placed_arrays(layout, arrays), 0, layout.num_bytes, chunk_bytes)
+
+
+def placed_arrays(
+    layout: PayloadLayout, arrays: Mapping[str, Sequence[memoryview]]
+) -> list[tuple[int, memoryview]]:
+    """First byte and content of each array of a payload, in their order there."""
+    return sorted(
+        (
+            (at, array)
+            for column in layout.columns
+            for (at, _), array in zip(layout.extents(column), arrays[column.name], strict=True)
+        ),
+        key=lambda placed: placed[0],
+    )
+
+
+def part_chunks(
+    placed: Iterable[tuple[int, memoryview]],
+    start: int,
+    stop: int,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Iterator[list[memoryview]]:
+    """Cuts bytes start to stop - 1 of a payload into chunks of views, with zeros in its gaps.
+
+    Args:
+        placed: First byte and content, in ascending order; what lies outside is passed over.
+        start: First byte.
+        stop: One past the last byte.
+        chunk_bytes: Of each chunk but the last.
+    """
+    cutter, end = ChunkCutter(chunk_bytes), start
+    for at, content in placed:
+        inside = content[max(0, start - at) : max(0, stop - at)]
+        if inside:
+            begin = max(at, start)
+            yield from cutter.add(bytes(begin - end))
+            yield from cutter.add(inside)
+            end = begin + len(inside)
+    yield from cutter.add(bytes(stop - end))
     yield from cutter.rest()
+
+
+def part_asked_for(start: int, stop: int, num_bytes: int) -> tuple[int, int]:
+    """First byte, and one past the last, of the part of a payload that a request names.
+
+    Args:
+        start: `byte_start` of the request.
+        stop: Its `byte_stop`; 0 and what lies beyond the end mean the end.
+        num_bytes: Of the payload.
+
+    Raises:
+        OutOfRangeError: BYTES_OUT_OF_RANGE.
+    """
+    end = min(stop or num_bytes, num_bytes)
+    if not 0 <= start <= end:
+        raise OutOfRangeError(
+            f"bytes {start} to {stop} were asked for of a payload of {num_bytes}",
+            reason="BYTES_OUT_OF_RANGE",
+        )
+    return start, end

@@ -7,11 +7,13 @@ asks once more, without a host, and gets the chunks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -23,12 +25,31 @@ from google.protobuf.message import Message
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.payload_stream import PayloadMalformedError, collect_chunks, decode_part
+from rolemesh.rpc.together import together
 from rolemesh.v1 import experience_pb2, weights_pb2
 
 logger = logging.getLogger(__name__)
 
+GRPC = "grpc"
+"""Name of the way of bytes that came over one connection."""
+
+FIRST_PART_BYTES = 4 << 20
+"""What is asked for first. More than this comes over several connections, once its size is known
+and memory is not shared."""
+
+LEAST_PART_BYTES = 8 << 20
+"""Each connection but the first brings so much, or is not opened."""
+
+MAX_CONNECTIONS = 4
+"""Of one pull."""
+
 Header = TypeVar("Header", experience_pb2.PayloadHeader, weights_pb2.FetchWeightsHeader)
 Result = TypeVar("Result")
+
+
+def grpc_over(connections: int) -> str:
+    """Name of the way of bytes that came over so many connections."""
+    return GRPC if connections == 1 else f"{GRPC}_{connections}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +62,15 @@ class PullMethod(Generic[Header]):
     """Type of its answer's messages."""
     segment_of: Callable[[Header], str | None]
     """What a header says of shared memory; None when chunks follow."""
+    size_of: Callable[[Header], int]
+    """Bytes that a header announces."""
 
 
 FETCH: PullMethod[experience_pb2.PayloadHeader] = PullMethod(
     "/rolemesh.v1.ExperienceService/Fetch",
     experience_pb2.FetchResponse,
     lambda header: header.shared_memory_name if header.HasField("shared_memory_name") else None,
+    lambda header: header.num_bytes,
 )
 """Columns of experience."""
 
@@ -54,6 +78,7 @@ FETCH_WEIGHTS: PullMethod[weights_pb2.FetchWeightsHeader] = PullMethod(
     "/rolemesh.v1.WeightsService/FetchWeights",
     weights_pb2.FetchWeightsResponse,
     lambda header: header.shared_memory_path or None,
+    lambda header: header.total_bytes,
 )
 """Boxes of published weights."""
 
@@ -66,8 +91,9 @@ class Answer(Generic[Header]):
     """Not yet checked."""
     segment: str | None
     """Shared memory that has the bytes, if this side offered to map it; None: chunks follow."""
-    read_into: Callable[[bytearray | memoryview], Awaitable[None]]
-    """Fills as many bytes as the header announces; raises PayloadMalformedError if others come."""
+    read_into: Callable[[bytearray | memoryview], Awaitable[str]]
+    """Fills as many bytes as the header announces; raises PayloadMalformedError if others come.
+    Returns how they came: GRPC, or `grpc_over` several connections."""
 
 
 async def pull(
@@ -101,16 +127,49 @@ async def pull(
         OSError: Shared memory failed though none was offered.
     """
 
-    async def ask() -> Result:
-        call = channel.unary_stream(
+    @contextlib.contextmanager
+    def stream(over: MeshChannel, part: Any) -> Iterator[AsyncIterator[bytes]]:
+        call = over.unary_stream(
             method.name,
-            request_serializer=type(request).SerializeToString,
+            request_serializer=type(part).SerializeToString,
             response_deserializer=None,
-        )(request, timeout=timeout_s)
+        )(part, timeout=timeout_s)
         try:
-            return await receive(aiter(call), method, request.host_id, take)
+            yield aiter(call)
         finally:
             call.cancel()
+
+    async def read_part(over: MeshChannel, first: Header, target: memoryview, start: int) -> None:
+        part = type(request)()
+        part.CopyFrom(request)
+        part.host_id, part.byte_start, part.byte_stop = "", start, start + len(target)
+        with stream(over, part) as messages:
+            header = await _header(messages, method)
+            if header.byte_stop != part.byte_stop or method.size_of(header) != method.size_of(
+                first
+            ):
+                raise PayloadMalformedError(
+                    f"bytes {start} to {part.byte_stop} of {method.size_of(first)} were asked for, "
+                    f"but those up to {header.byte_stop} of {method.size_of(header)} came"
+                )
+            await collect_chunks(messages, method.response, target)
+
+    async def read_rest(first: Header, rest: memoryview, start: int) -> int:
+        """Reads what follows the first part, over several connections."""
+        number = min(MAX_CONNECTIONS, -(-len(rest) // LEAST_PART_BYTES))
+        part_bytes = -(-len(rest) // number)
+        await together(
+            read_part(over, first, rest[at : at + part_bytes], start + at)
+            for over, at in zip(
+                channel.connections(number), range(0, len(rest), part_bytes), strict=False
+            )
+        )
+        return number
+
+    async def ask() -> Result:
+        request.byte_stop = FIRST_PART_BYTES
+        with stream(channel, request) as messages:
+            return await receive(messages, method, request.host_id, take, read_rest)
 
     try:
         try:
@@ -139,6 +198,7 @@ async def receive(
     method: PullMethod[Header],
     host_id: str,
     take: Callable[[Answer[Header]], Awaitable[Result]],
+    read_rest: Callable[[Header, memoryview, int], Awaitable[int]],
 ) -> Result:
     """Reads one answer; see `pull`.
 
@@ -147,23 +207,45 @@ async def receive(
         method: What was asked.
         host_id: As in the request.
         take: Makes the result.
+        read_rest: Fills what these messages do not bring, given the header, where it goes and its
+            first byte; returns the number of connections.
 
     Raises:
         PayloadMalformedError: The bytes do not fit their description or the request.
         OSError: The shared memory that is named cannot be opened.
     """
-    first = await anext(messages, None)
-    header = None if first is None else decode_part(first, method.response)
-    if header is None or isinstance(header, memoryview):
-        raise PayloadMalformedError("the stream does not begin with a header")
+    header = await _header(messages, method)
     segment = method.segment_of(header)
     if segment is not None and not host_id:
         raise PayloadMalformedError("the answer names shared memory, which was not offered")
 
-    async def read_into(target: bytearray | memoryview) -> None:
-        await collect_chunks(messages, method.response, target)
+    async def read_into(target: bytearray | memoryview) -> str:
+        whole = memoryview(target).cast("B")
+        stop, number = header.byte_stop or len(whole), 1
+
+        async def read_own() -> None:
+            await collect_chunks(messages, method.response, whole[:stop])
+
+        async def read_others() -> None:
+            nonlocal number
+            if stop < len(whole):
+                number = await read_rest(header, whole[stop:], stop)
+
+        if stop < 0:
+            raise PayloadMalformedError(f"a part is said to end at byte {stop}")
+        await together((read_own(), read_others()))
+        return grpc_over(number)
 
     return await take(Answer(header, segment, read_into))
+
+
+async def _header(messages: AsyncIterator[bytes], method: PullMethod[Header]) -> Header:
+    first = await anext(messages, None)
+    header = None if first is None else decode_part(first, method.response)
+    if header is None or isinstance(header, memoryview):
+        raise PayloadMalformedError("the stream does not begin with a header")
+    found: Header = header
+    return found
 
 
 # --- rows of experience ---------------------------------------------------------------------

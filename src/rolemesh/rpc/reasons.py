@@ -32,6 +32,10 @@ REASONS: Mapping[str, Reason] = {
         "A part of a weight was asked for that does not exist.",
         "Ask for boxes that the manifest and the layout allow.",
     ),
+    "BYTES_OUT_OF_RANGE": Reason(
+        "A part of a payload was asked for that begins beyond its end.",
+        "Ask for bytes that the payload's header announces.",
+    ),
     "CALLER_DENIED": Reason(
         "This member of the mesh, or a token of this scope, may not call the method.",
         "Call with the identity or the token of one that may: the proto names them.",

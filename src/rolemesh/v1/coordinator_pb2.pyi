@@ -988,6 +988,26 @@ class DataflowNode(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PulledBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
@@ -1002,6 +1022,7 @@ class DataflowNode(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PULLED_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name, e.g. "critic.update"."""
     service: _builtins.str
@@ -1034,6 +1055,12 @@ class DataflowNode(_message.Message):
     def after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the calls whose results it needs."""
 
+    @_builtins.property
+    def pulled_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The bytes that it pulled, by the way that they took, e.g. "shm", "grpc", or
+        "grpc_4" over four connections.
+        """
+
     def __init__(
         self,
         *,
@@ -1051,10 +1078,11 @@ class DataflowNode(_message.Message):
         phases: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         after: _abc.Iterable[_builtins.str] | None = ...,
         policy_version: _builtins.int | None = ...,
+        pulled_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_s", b"_ended_s", "_policy_version", b"_policy_version", "_ready_s", b"_ready_s", "_started_s", b"_started_s", "ended_s", b"ended_s", "policy_version", b"policy_version", "ready_s", b"ready_s", "started_s", b"started_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_s", b"_ended_s", "_policy_version", b"_policy_version", "_ready_s", b"_ready_s", "_started_s", b"_started_s", "after", b"after", "ended_s", b"ended_s", "is_critical", b"is_critical", "kind", b"kind", "name", b"name", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "phases", b"phases", "policy_version", b"policy_version", "pool", b"pool", "ready_s", b"ready_s", "service", b"service", "started_s", b"started_s", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_s", b"_ended_s", "_policy_version", b"_policy_version", "_ready_s", b"_ready_s", "_started_s", b"_started_s", "after", b"after", "ended_s", b"ended_s", "is_critical", b"is_critical", "kind", b"kind", "name", b"name", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "phases", b"phases", "policy_version", b"policy_version", "pool", b"pool", "pulled_bytes", b"pulled_bytes", "ready_s", b"ready_s", "service", b"service", "started_s", b"started_s", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ended_s: _TypeAlias = _typing.Literal["ended_s"]  # noqa: Y015
     _WhichOneofArgType__ended_s: _TypeAlias = _typing.Literal["_ended_s", b"_ended_s"]  # noqa: Y015

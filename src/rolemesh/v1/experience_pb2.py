@@ -27,7 +27,7 @@ from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 from rolemesh.v1 import tensor_pb2 as rolemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolemesh/v1/experience.proto\x12\x0brolemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x18rolemesh/v1/tensor.proto\"z\n\x0c\x46\x65tchRequest\x12\x15\n\rexperience_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\x12\x11\n\trow_start\x18\x03 \x01(\x03\x12\x10\n\x08row_stop\x18\x04 \x01(\x03\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x0c\n\x04rows\x18\x06 \x03(\r\"V\n\rFetchResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rolemesh.v1.PayloadHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xbe\x01\n\rPayloadHeader\x12\x10\n\x08num_rows\x18\x01 \x01(\x03\x12+\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x1a.rolemesh.v1.PayloadColumn\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12\x1f\n\x12shared_memory_name\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x11\n\trow_start\x18\x05 \x01(\x03\x12\x10\n\x08row_stop\x18\x06 \x01(\x03\x42\x15\n\x13_shared_memory_name\"\x89\x01\n\rPayloadColumn\x12)\n\x06schema\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.ColumnSchema\x12\x17\n\noffsets_at\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tvalues_at\x18\x03 \x01(\x03\x12\x12\n\nnum_values\x18\x04 \x01(\x03\x42\r\n\x0b_offsets_at\"Q\n\nPutRequest\x12*\n\x07opening\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.PutOpeningH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"`\n\nPutOpening\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12*\n\x06header\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.PayloadHeader\"=\n\x0bPutResponse\x12.\n\nexperience\x18\x01 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\"e\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0e\x65xperience_ids\x18\x02 \x03(\t\x12\x14\n\x0cthrough_step\x18\x03 \x01(\x03\x12\x15\n\rfencing_epoch\x18\x04 \x01(\x03\")\n\x0fReleaseResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x03\"i\n\rExperienceRef\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x10\n\x08num_rows\x18\x03 \x01(\x03\x12(\n\x06groups\x18\x04 \x03(\x0b\x32\x18.rolemesh.v1.ColumnGroup\"]\n\x0b\x43olumnGroup\x12*\n\x07\x63olumns\x18\x01 \x03(\x0b\x32\x19.rolemesh.v1.ColumnSchema\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.rolemesh.v1.Shard\"\xa5\x01\n\x05Shard\x12\x15\n\rexperience_id\x18\x01 \x01(\t\x12\x11\n\trow_start\x18\x02 \x01(\x03\x12\x10\n\x08num_rows\x18\x03 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\x05\x12\x11\n\tnum_bytes\x18\x07 \x01(\x03\x12\x0c\n\x04rows\x18\x08 \x03(\r\x12\x12\n\nrow_tokens\x18\t \x03(\x07\"i\n\x0c\x43olumnSchema\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.rolemesh.v1.ColumnKind\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"G\n\tPhaseTime\x12\r\n\x05phase\x18\x01 \x01(\t\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"i\n\x0bPhaseMemory\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x12\n\npeak_bytes\x18\x03 \x01(\x03\x12)\n\x06source\x18\x04 \x01(\x0e\x32\x19.rolemesh.v1.MemorySource\"\xdf\x02\n\nCallReport\x12\x35\n\x07metrics\x18\x01 \x03(\x0b\x32$.rolemesh.v1.CallReport.MetricsEntry\x12&\n\x06phases\x18\x02 \x03(\x0b\x32\x16.rolemesh.v1.PhaseTime\x12\x12\n\nnum_tokens\x18\x03 \x01(\x03\x12@\n\rfetched_bytes\x18\x04 \x03(\x0b\x32).rolemesh.v1.CallReport.FetchedBytesEntry\x12(\n\x06memory\x18\x05 \x03(\x0b\x32\x18.rolemesh.v1.PhaseMemory\x12\r\n\x05notes\x18\x06 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x33\n\x11\x46\x65tchedBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"k\n\x10\x45xperienceResult\x12.\n\nexperience\x18\x01 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport*\x8a\x01\n\nColumnKind\x12\x1b\n\x17\x43OLUMN_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OLUMN_KIND_ROW\x10\x01\x12\x18\n\x14\x43OLUMN_KIND_SEQUENCE\x10\x02\x12\x1a\n\x16\x43OLUMN_KIND_COMPLETION\x10\x03\x12\x14\n\x10\x43OLUMN_KIND_TEXT\x10\x04*\x8b\x01\n\x0cMemorySource\x12\x1d\n\x19MEMORY_SOURCE_UNSPECIFIED\x10\x00\x12\x18\n\x14MEMORY_SOURCE_DEVICE\x10\x01\x12\x1a\n\x16MEMORY_SOURCE_RESIDENT\x10\x02\x12&\n\"MEMORY_SOURCE_RESIDENT_SINCE_START\x10\x03\x32\x8b\x02\n\x11\x45xperienceService\x12R\n\x05\x46\x65tch\x12\x19.rolemesh.v1.FetchRequest\x1a\x1a.rolemesh.v1.FetchResponse\"\x10\x9a\xdb\x18\x0c\n\x02\x08x\x10\x01\"\x04\x01\x02\x03\x05\x30\x01\x12K\n\x03Put\x12\x17.rolemesh.v1.PutRequest\x1a\x18.rolemesh.v1.PutResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08x\x10\x02\"\x03\x01\x03\x05(\x01\x12U\n\x07Release\x12\x1b.rolemesh.v1.ReleaseRequest\x1a\x1c.rolemesh.v1.ReleaseResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08\x1e\x10\x01\"\x03\x01\x03\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolemesh/v1/experience.proto\x12\x0brolemesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x18rolemesh/v1/tensor.proto\"\xa1\x01\n\x0c\x46\x65tchRequest\x12\x15\n\rexperience_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\x12\x11\n\trow_start\x18\x03 \x01(\x03\x12\x10\n\x08row_stop\x18\x04 \x01(\x03\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x0c\n\x04rows\x18\x06 \x03(\r\x12\x12\n\nbyte_start\x18\x07 \x01(\x03\x12\x11\n\tbyte_stop\x18\x08 \x01(\x03\"V\n\rFetchResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rolemesh.v1.PayloadHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xd1\x01\n\rPayloadHeader\x12\x10\n\x08num_rows\x18\x01 \x01(\x03\x12+\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x1a.rolemesh.v1.PayloadColumn\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12\x1f\n\x12shared_memory_name\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x11\n\trow_start\x18\x05 \x01(\x03\x12\x10\n\x08row_stop\x18\x06 \x01(\x03\x12\x11\n\tbyte_stop\x18\x07 \x01(\x03\x42\x15\n\x13_shared_memory_name\"\x89\x01\n\rPayloadColumn\x12)\n\x06schema\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.ColumnSchema\x12\x17\n\noffsets_at\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tvalues_at\x18\x03 \x01(\x03\x12\x12\n\nnum_values\x18\x04 \x01(\x03\x42\r\n\x0b_offsets_at\"Q\n\nPutRequest\x12*\n\x07opening\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.PutOpeningH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"`\n\nPutOpening\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12*\n\x06header\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.PayloadHeader\"=\n\x0bPutResponse\x12.\n\nexperience\x18\x01 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\"e\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0e\x65xperience_ids\x18\x02 \x03(\t\x12\x14\n\x0cthrough_step\x18\x03 \x01(\x03\x12\x15\n\rfencing_epoch\x18\x04 \x01(\x03\")\n\x0fReleaseResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x03\"i\n\rExperienceRef\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x10\n\x08num_rows\x18\x03 \x01(\x03\x12(\n\x06groups\x18\x04 \x03(\x0b\x32\x18.rolemesh.v1.ColumnGroup\"]\n\x0b\x43olumnGroup\x12*\n\x07\x63olumns\x18\x01 \x03(\x0b\x32\x19.rolemesh.v1.ColumnSchema\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.rolemesh.v1.Shard\"\xa5\x01\n\x05Shard\x12\x15\n\rexperience_id\x18\x01 \x01(\t\x12\x11\n\trow_start\x18\x02 \x01(\x03\x12\x10\n\x08num_rows\x18\x03 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\x05\x12\x11\n\tnum_bytes\x18\x07 \x01(\x03\x12\x0c\n\x04rows\x18\x08 \x03(\r\x12\x12\n\nrow_tokens\x18\t \x03(\x07\"i\n\x0c\x43olumnSchema\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.rolemesh.v1.ColumnKind\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"G\n\tPhaseTime\x12\r\n\x05phase\x18\x01 \x01(\t\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"i\n\x0bPhaseMemory\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x12\n\npeak_bytes\x18\x03 \x01(\x03\x12)\n\x06source\x18\x04 \x01(\x0e\x32\x19.rolemesh.v1.MemorySource\"\xdf\x02\n\nCallReport\x12\x35\n\x07metrics\x18\x01 \x03(\x0b\x32$.rolemesh.v1.CallReport.MetricsEntry\x12&\n\x06phases\x18\x02 \x03(\x0b\x32\x16.rolemesh.v1.PhaseTime\x12\x12\n\nnum_tokens\x18\x03 \x01(\x03\x12@\n\rfetched_bytes\x18\x04 \x03(\x0b\x32).rolemesh.v1.CallReport.FetchedBytesEntry\x12(\n\x06memory\x18\x05 \x03(\x0b\x32\x18.rolemesh.v1.PhaseMemory\x12\r\n\x05notes\x18\x06 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x33\n\x11\x46\x65tchedBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"k\n\x10\x45xperienceResult\x12.\n\nexperience\x18\x01 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport*\x8a\x01\n\nColumnKind\x12\x1b\n\x17\x43OLUMN_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OLUMN_KIND_ROW\x10\x01\x12\x18\n\x14\x43OLUMN_KIND_SEQUENCE\x10\x02\x12\x1a\n\x16\x43OLUMN_KIND_COMPLETION\x10\x03\x12\x14\n\x10\x43OLUMN_KIND_TEXT\x10\x04*\x8b\x01\n\x0cMemorySource\x12\x1d\n\x19MEMORY_SOURCE_UNSPECIFIED\x10\x00\x12\x18\n\x14MEMORY_SOURCE_DEVICE\x10\x01\x12\x1a\n\x16MEMORY_SOURCE_RESIDENT\x10\x02\x12&\n\"MEMORY_SOURCE_RESIDENT_SINCE_START\x10\x03\x32\x8b\x02\n\x11\x45xperienceService\x12R\n\x05\x46\x65tch\x12\x19.rolemesh.v1.FetchRequest\x1a\x1a.rolemesh.v1.FetchResponse\"\x10\x9a\xdb\x18\x0c\n\x02\x08x\x10\x01\"\x04\x01\x02\x03\x05\x30\x01\x12K\n\x03Put\x12\x17.rolemesh.v1.PutRequest\x1a\x18.rolemesh.v1.PutResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08x\x10\x02\"\x03\x01\x03\x05(\x01\x12U\n\x07Release\x12\x1b.rolemesh.v1.ReleaseRequest\x1a\x1c.rolemesh.v1.ReleaseResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08\x1e\x10\x01\"\x03\x01\x03\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,48 +44,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPERIENCESERVICE'].methods_by_name['Put']._serialized_options = b'\232\333\030\013\n\002\010x\020\002\"\003\001\003\005'
   _globals['_EXPERIENCESERVICE'].methods_by_name['Release']._loaded_options = None
   _globals['_EXPERIENCESERVICE'].methods_by_name['Release']._serialized_options = b'\232\333\030\013\n\002\010\036\020\001\"\003\001\003\005'
-  _globals['_COLUMNKIND']._serialized_start=2188
-  _globals['_COLUMNKIND']._serialized_end=2326
-  _globals['_MEMORYSOURCE']._serialized_start=2329
-  _globals['_MEMORYSOURCE']._serialized_end=2468
-  _globals['_FETCHREQUEST']._serialized_start=132
-  _globals['_FETCHREQUEST']._serialized_end=254
-  _globals['_FETCHRESPONSE']._serialized_start=256
-  _globals['_FETCHRESPONSE']._serialized_end=342
-  _globals['_PAYLOADHEADER']._serialized_start=345
-  _globals['_PAYLOADHEADER']._serialized_end=535
-  _globals['_PAYLOADCOLUMN']._serialized_start=538
-  _globals['_PAYLOADCOLUMN']._serialized_end=675
-  _globals['_PUTREQUEST']._serialized_start=677
-  _globals['_PUTREQUEST']._serialized_end=758
-  _globals['_PUTOPENING']._serialized_start=760
-  _globals['_PUTOPENING']._serialized_end=856
-  _globals['_PUTRESPONSE']._serialized_start=858
-  _globals['_PUTRESPONSE']._serialized_end=919
-  _globals['_RELEASEREQUEST']._serialized_start=921
-  _globals['_RELEASEREQUEST']._serialized_end=1022
-  _globals['_RELEASERESPONSE']._serialized_start=1024
-  _globals['_RELEASERESPONSE']._serialized_end=1065
-  _globals['_EXPERIENCEREF']._serialized_start=1067
-  _globals['_EXPERIENCEREF']._serialized_end=1172
-  _globals['_COLUMNGROUP']._serialized_start=1174
-  _globals['_COLUMNGROUP']._serialized_end=1267
-  _globals['_SHARD']._serialized_start=1270
-  _globals['_SHARD']._serialized_end=1435
-  _globals['_COLUMNSCHEMA']._serialized_start=1437
-  _globals['_COLUMNSCHEMA']._serialized_end=1542
-  _globals['_PHASETIME']._serialized_start=1544
-  _globals['_PHASETIME']._serialized_end=1615
-  _globals['_PHASEMEMORY']._serialized_start=1617
-  _globals['_PHASEMEMORY']._serialized_end=1722
-  _globals['_CALLREPORT']._serialized_start=1725
-  _globals['_CALLREPORT']._serialized_end=2076
-  _globals['_CALLREPORT_METRICSENTRY']._serialized_start=1977
-  _globals['_CALLREPORT_METRICSENTRY']._serialized_end=2023
-  _globals['_CALLREPORT_FETCHEDBYTESENTRY']._serialized_start=2025
-  _globals['_CALLREPORT_FETCHEDBYTESENTRY']._serialized_end=2076
-  _globals['_EXPERIENCERESULT']._serialized_start=2078
-  _globals['_EXPERIENCERESULT']._serialized_end=2185
-  _globals['_EXPERIENCESERVICE']._serialized_start=2471
-  _globals['_EXPERIENCESERVICE']._serialized_end=2738
+  _globals['_COLUMNKIND']._serialized_start=2247
+  _globals['_COLUMNKIND']._serialized_end=2385
+  _globals['_MEMORYSOURCE']._serialized_start=2388
+  _globals['_MEMORYSOURCE']._serialized_end=2527
+  _globals['_FETCHREQUEST']._serialized_start=133
+  _globals['_FETCHREQUEST']._serialized_end=294
+  _globals['_FETCHRESPONSE']._serialized_start=296
+  _globals['_FETCHRESPONSE']._serialized_end=382
+  _globals['_PAYLOADHEADER']._serialized_start=385
+  _globals['_PAYLOADHEADER']._serialized_end=594
+  _globals['_PAYLOADCOLUMN']._serialized_start=597
+  _globals['_PAYLOADCOLUMN']._serialized_end=734
+  _globals['_PUTREQUEST']._serialized_start=736
+  _globals['_PUTREQUEST']._serialized_end=817
+  _globals['_PUTOPENING']._serialized_start=819
+  _globals['_PUTOPENING']._serialized_end=915
+  _globals['_PUTRESPONSE']._serialized_start=917
+  _globals['_PUTRESPONSE']._serialized_end=978
+  _globals['_RELEASEREQUEST']._serialized_start=980
+  _globals['_RELEASEREQUEST']._serialized_end=1081
+  _globals['_RELEASERESPONSE']._serialized_start=1083
+  _globals['_RELEASERESPONSE']._serialized_end=1124
+  _globals['_EXPERIENCEREF']._serialized_start=1126
+  _globals['_EXPERIENCEREF']._serialized_end=1231
+  _globals['_COLUMNGROUP']._serialized_start=1233
+  _globals['_COLUMNGROUP']._serialized_end=1326
+  _globals['_SHARD']._serialized_start=1329
+  _globals['_SHARD']._serialized_end=1494
+  _globals['_COLUMNSCHEMA']._serialized_start=1496
+  _globals['_COLUMNSCHEMA']._serialized_end=1601
+  _globals['_PHASETIME']._serialized_start=1603
+  _globals['_PHASETIME']._serialized_end=1674
+  _globals['_PHASEMEMORY']._serialized_start=1676
+  _globals['_PHASEMEMORY']._serialized_end=1781
+  _globals['_CALLREPORT']._serialized_start=1784
+  _globals['_CALLREPORT']._serialized_end=2135
+  _globals['_CALLREPORT_METRICSENTRY']._serialized_start=2036
+  _globals['_CALLREPORT_METRICSENTRY']._serialized_end=2082
+  _globals['_CALLREPORT_FETCHEDBYTESENTRY']._serialized_start=2084
+  _globals['_CALLREPORT_FETCHEDBYTESENTRY']._serialized_end=2135
+  _globals['_EXPERIENCERESULT']._serialized_start=2137
+  _globals['_EXPERIENCERESULT']._serialized_end=2244
+  _globals['_EXPERIENCESERVICE']._serialized_start=2530
+  _globals['_EXPERIENCESERVICE']._serialized_end=2797
 # @@protoc_insertion_point(module_scope)

@@ -98,6 +98,8 @@ class FetchRequest(_message.Message):
     ROW_STOP_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    BYTE_START_FIELD_NUMBER: _builtins.int
+    BYTE_STOP_FIELD_NUMBER: _builtins.int
     experience_id: _builtins.str
     """The experience, as in Shard.experience_id."""
     row_start: _builtins.int
@@ -107,6 +109,15 @@ class FetchRequest(_message.Message):
     host_id: _builtins.str
     """Where the consumer runs, as in Capabilities.host_id. When equal to the
     producer's, the answer may name a shared memory segment.
+    """
+    byte_start: _builtins.int
+    """First byte of the payload that chunks are to carry, >= 0. Several fetches
+    of parts, each over a connection of its own, fill a long link. The header
+    describes the whole payload all the same.
+    """
+    byte_stop: _builtins.int
+    """One past the last byte, beyond byte_start or 0: to the end of the payload,
+    which is where every greater value ends, too.
     """
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -128,10 +139,12 @@ class FetchRequest(_message.Message):
         row_stop: _builtins.int = ...,
         host_id: _builtins.str = ...,
         rows: _abc.Iterable[_builtins.int] | None = ...,
+        byte_start: _builtins.int = ...,
+        byte_stop: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "experience_id", b"experience_id", "host_id", b"host_id", "row_start", b"row_start", "row_stop", b"row_stop", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_start", b"byte_start", "byte_stop", b"byte_stop", "columns", b"columns", "experience_id", b"experience_id", "host_id", b"host_id", "row_start", b"row_start", "row_stop", b"row_stop", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -179,6 +192,7 @@ class PayloadHeader(_message.Message):
     SHARED_MEMORY_NAME_FIELD_NUMBER: _builtins.int
     ROW_START_FIELD_NUMBER: _builtins.int
     ROW_STOP_FIELD_NUMBER: _builtins.int
+    BYTE_STOP_FIELD_NUMBER: _builtins.int
     num_rows: _builtins.int
     """Rows in the payload."""
     num_bytes: _builtins.int
@@ -193,6 +207,10 @@ class PayloadHeader(_message.Message):
     """First row of the payload that was asked for (0 for chunks)."""
     row_stop: _builtins.int
     """One past the last row that was asked for (num_rows for chunks)."""
+    byte_stop: _builtins.int
+    """One past the last byte of the payload that the chunks carry, if a part was
+    asked for. 0: they carry all of it, as of a producer that knows no parts.
+    """
     @_builtins.property
     def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayloadColumn]:
         """The columns, in the order asked for."""
@@ -206,10 +224,11 @@ class PayloadHeader(_message.Message):
         shared_memory_name: _builtins.str | None = ...,
         row_start: _builtins.int = ...,
         row_stop: _builtins.int = ...,
+        byte_stop: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shared_memory_name", b"_shared_memory_name", "shared_memory_name", b"shared_memory_name"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shared_memory_name", b"_shared_memory_name", "columns", b"columns", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "row_stop", b"row_stop", "shared_memory_name", b"shared_memory_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shared_memory_name", b"_shared_memory_name", "byte_stop", b"byte_stop", "columns", b"columns", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "row_stop", b"row_stop", "shared_memory_name", b"shared_memory_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shared_memory_name: _TypeAlias = _typing.Literal["shared_memory_name"]  # noqa: Y015
     _WhichOneofArgType__shared_memory_name: _TypeAlias = _typing.Literal["_shared_memory_name", b"_shared_memory_name"]  # noqa: Y015
@@ -696,7 +715,7 @@ class CallReport(_message.Message):
     @_builtins.property
     def fetched_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Bytes of experience that were pulled to serve the call, by transport name
-        ("shm", "grpc").
+        ("shm", "grpc", or "grpc_4" when they came over four connections).
         """
 
     @_builtins.property

@@ -69,6 +69,7 @@ class ExperienceServiceServicer(object):
         NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
         NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
         OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
+        OUT_OF_RANGE (BYTES_OUT_OF_RANGE): the part begins where the payload has ended.
         INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -46,6 +46,7 @@ class ExperienceServiceStub:
       NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
       NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
       OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
+      OUT_OF_RANGE (BYTES_OUT_OF_RANGE): the part begins where the payload has ended.
       INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
     """
     Put: _grpc.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]
@@ -92,6 +93,7 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
       NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
       NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
       OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
+      OUT_OF_RANGE (BYTES_OUT_OF_RANGE): the part begins where the payload has ended.
       INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
     """
     Put: _aio.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]  # type: ignore[assignment]
@@ -141,6 +143,7 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
           NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
           NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
           OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
+          OUT_OF_RANGE (BYTES_OUT_OF_RANGE): the part begins where the payload has ended.
           INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
         """
 

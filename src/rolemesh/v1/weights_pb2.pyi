@@ -374,12 +374,18 @@ class FetchWeightsRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     BOXES_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    BYTE_START_FIELD_NUMBER: _builtins.int
+    BYTE_STOP_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The training run."""
     policy_version: _builtins.int
     """Version that is wanted."""
     host_id: _builtins.str
     """Host of the caller as in FetchRequest: the same host may be answered with shared memory."""
+    byte_start: _builtins.int
+    """First byte of the boxes that chunks are to carry, as in FetchRequest."""
+    byte_stop: _builtins.int
+    """One past the last byte, as in FetchRequest; 0: all that follow."""
     @_builtins.property
     def boxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightsBox]:
         """The boxes."""
@@ -391,10 +397,12 @@ class FetchWeightsRequest(_message.Message):
         policy_version: _builtins.int = ...,
         boxes: _abc.Iterable[Global___WeightsBox] | None = ...,
         host_id: _builtins.str = ...,
+        byte_start: _builtins.int = ...,
+        byte_stop: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "host_id", b"host_id", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "byte_start", b"byte_start", "byte_stop", b"byte_stop", "host_id", b"host_id", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -473,11 +481,16 @@ class FetchWeightsHeader(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_PATH_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    BYTE_STOP_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
     """Size of all boxes in bytes."""
     shared_memory_path: _builtins.str
     """Path of the shared memory segment that has the publisher's whole copy;
     empty when chunks follow.
+    """
+    byte_stop: _builtins.int
+    """One past the last byte that the chunks carry, if a part was asked for. 0:
+    they carry all, as of a publisher that knows no parts.
     """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentTensor]:
@@ -489,10 +502,11 @@ class FetchWeightsHeader(_message.Message):
         total_bytes: _builtins.int = ...,
         shared_memory_path: _builtins.str = ...,
         tensors: _abc.Iterable[Global___SegmentTensor] | None = ...,
+        byte_stop: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared_memory_path", b"shared_memory_path", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_stop", b"byte_stop", "shared_memory_path", b"shared_memory_path", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,6 +127,7 @@ class WeightsServiceServicer(object):
         Errors:
         FAILED_PRECONDITION (WEIGHTS_GONE): another version is published by now, or none.
         INVALID_ARGUMENT (BOX_INVALID): this rank does not hold the box; names the parameter.
+        OUT_OF_RANGE (BYTES_OUT_OF_RANGE): the part begins where the boxes have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

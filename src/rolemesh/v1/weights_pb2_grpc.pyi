@@ -71,6 +71,7 @@ class WeightsServiceStub:
     Errors:
       FAILED_PRECONDITION (WEIGHTS_GONE): another version is published by now, or none.
       INVALID_ARGUMENT (BOX_INVALID): this rank does not hold the box; names the parameter.
+      OUT_OF_RANGE (BYTES_OUT_OF_RANGE): the part begins where the boxes have ended.
     """
     SaveCheckpoint: _grpc.UnaryStreamMultiCallable[_weights_pb2.SaveCheckpointRequest, _weights_pb2.SaveCheckpointResponse]
     """Writes this role's part of a checkpoint: weights, optimizer, RNG, schedule,
@@ -154,6 +155,7 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     Errors:
       FAILED_PRECONDITION (WEIGHTS_GONE): another version is published by now, or none.
       INVALID_ARGUMENT (BOX_INVALID): this rank does not hold the box; names the parameter.
+      OUT_OF_RANGE (BYTES_OUT_OF_RANGE): the part begins where the boxes have ended.
     """
     SaveCheckpoint: _aio.UnaryStreamMultiCallable[_weights_pb2.SaveCheckpointRequest, _weights_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes this role's part of a checkpoint: weights, optimizer, RNG, schedule,
@@ -258,6 +260,7 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           FAILED_PRECONDITION (WEIGHTS_GONE): another version is published by now, or none.
           INVALID_ARGUMENT (BOX_INVALID): this rank does not hold the box; names the parameter.
+          OUT_OF_RANGE (BYTES_OUT_OF_RANGE): the part begins where the boxes have ended.
         """
 
     @_abc_1.abstractmethod

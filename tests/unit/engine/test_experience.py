@@ -13,6 +13,8 @@ from rolemesh.engine.experience import (
     Experience,
     payload_layout,
     read_payload,
+    selected_arrays,
+    selected_layout,
     write_payload,
 )
 from rolemesh.engine.layout.payload import ALIGNMENT_BYTES, ColumnMissingError
@@ -93,6 +95,42 @@ def test_select_takes_rows_in_the_given_order(batch: Experience, data: st.DataOb
     )
     chosen = batch.select(torch.tensor(rows, dtype=torch.int64))
     assert _rows(chosen) == [_rows(batch)[row] for row in rows]
+
+
+@given(experiences(), st.data())
+def test_rows_are_laid_out_and_gathered_in_parts_as_if_they_had_been_selected(
+    batch: Experience, data: st.DataObject
+) -> None:
+    at_most = max(0, batch.num_rows - 1)
+    rows = data.draw(st.permutations(range(batch.num_rows)))[: data.draw(st.integers(0, at_most))]
+    chosen = batch.select(torch.tensor(rows, dtype=torch.int64))
+    layout = selected_layout(batch, rows)
+    assert layout == payload_layout(chosen)
+    expected = bytearray(layout.num_bytes)
+    write_payload(chosen, layout, memoryview(expected))
+    start = data.draw(st.integers(0, layout.num_bytes))
+    stop = data.draw(st.integers(start, layout.num_bytes))
+    window = data.draw(st.integers(1, 64))
+    came, end = bytearray(layout.num_bytes), 0
+    for at, values in selected_arrays(batch, rows, layout, start, stop, window):
+        assert at >= end, "in ascending order"
+        end = at + values.nbytes
+        came[at:end] = values.contiguous().view(torch.uint8).numpy().tobytes()
+    assert came[start:stop] == expected[start:stop]
+
+
+def test_only_rows_that_reach_into_the_part_are_gathered() -> None:
+    lengths = [10] * 100
+    batch = Experience(
+        {"logprobs": Column.ragged(ColumnKind.COMPLETION, [[0.0] * n for n in lengths],
+                                   torch.float32)}
+    )  # fmt: skip
+    rows = list(range(99, -1, -1))
+    layout = selected_layout(batch, rows)
+    at = layout.columns[0].values_at
+    arrays = [*selected_arrays(batch, rows, layout, at + 2000, at + 2100, 80)]
+    # The offsets of all rows, and values of rows 50 to 52, two rows at a time.
+    assert [(first - at, values.nbytes) for first, values in arrays[1:]] == [(2000, 80), (2080, 40)]
 
 
 @given(experiences(), st.data())

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from rolemesh.engine.layout.payload import plan_payload
-from rolemesh.rpc.payload import ChunkCutter, payload_chunks
+from rolemesh.rpc.errors import OutOfRangeError
+from rolemesh.rpc.payload import (
+    ChunkCutter,
+    part_asked_for,
+    part_chunks,
+    payload_chunks,
+    placed_arrays,
+)
 from rolemesh.rpc.payload_stream import encode_chunk
 from rolemesh.v1 import experience_pb2, weights_pb2
 
@@ -33,6 +42,38 @@ def test_arrays_are_sent_in_the_order_in_which_they_lie_with_zeros_between() -> 
     }
     sent = b"".join(b"".join(pieces) for pieces in payload_chunks(layout, arrays, 50))
     assert sent == offsets + bytes(48) + values + bytes(61) + b"wxyz" + bytes(60)
+
+
+def test_parts_of_a_payload_are_its_bytes_wherever_they_are_cut() -> None:
+    layout = plan_payload(1, [("text", "text", "uint8", 3), ("rewards", "row", "float32", 1)])
+    arrays = {
+        "text": [memoryview(b"abc"), memoryview(bytes(range(1, 17)))],
+        "rewards": [memoryview(b"wxyz")],
+    }
+    whole = b"".join(b"".join(pieces) for pieces in payload_chunks(layout, arrays))
+    placed = placed_arrays(layout, arrays)
+    for start in range(layout.num_bytes + 1):
+        for stop in range(start, layout.num_bytes + 1):
+            chunks = [b"".join(pieces) for pieces in part_chunks(placed, start, stop, 40)]
+            assert b"".join(chunks) == whole[start:stop]
+            assert all(len(chunk) == 40 for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "part"),
+    [(0, 0, (0, 90)), (0, 10, (0, 10)), (10, 200, (10, 90)), (90, 0, (90, 90))],
+)
+def test_a_part_ends_with_the_payload_at_the_latest(
+    start: int, stop: int, part: tuple[int, int]
+) -> None:
+    assert part_asked_for(start, stop, 90) == part
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 0), (91, 0), (20, 10), (0, -1)])
+def test_a_part_that_is_not_there_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(OutOfRangeError, match=f"bytes {start} to {stop} were asked for") as caught:
+        part_asked_for(start, stop, 90)
+    assert caught.value.reason == "BYTES_OUT_OF_RANGE"
 
 
 def test_a_chunk_is_the_same_message_in_every_stream() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rolemesh.rpc import pull as pull_module
 from rolemesh.rpc.errors import InternalError
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
 from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, pull
@@ -115,3 +116,99 @@ async def test_bytes_that_do_not_fit_name_the_producer() -> None:
 
     with pytest.raises(PayloadMalformedError, match=r"^rank 3 at x: .*3 bytes, but 4 arrived"):
         await pulled(FakeChannel(), too_short, host_id="")
+
+
+# --- several connections ---------------------------------------------------------------------
+
+CONTENT = bytes(range(100))
+
+
+class PartChannel:
+    """One of several connections to a producer that knows parts, unless it is an old one."""
+
+    def __init__(self, *, knows_parts: bool = True, lies: Callable[[Any], None] | None = None):
+        self.asked: list[tuple[int, int]] = []
+        self.others: list[PartChannel] = []
+        self._knows_parts = knows_parts
+        self._lies = lies
+
+    def connections(self, number: int) -> list[PartChannel]:
+        while len(self.others) < number - 1:
+            self.others.append(PartChannel())
+        return [self, *self.others[: number - 1]]
+
+    def unary_stream(self, method: str, **how: Any) -> Callable[..., Any]:
+        return lambda request, timeout: PartCall(self.answer(request))
+
+    async def answer(self, request: Any) -> AsyncIterator[bytes]:
+        self.asked.append((request.byte_start, request.byte_stop))
+        header = weights_pb2.FetchWeightsHeader(total_bytes=len(CONTENT))
+        start, stop = 0, len(CONTENT)
+        if self._knows_parts:
+            start, stop = request.byte_start, min(request.byte_stop, len(CONTENT))
+            header.byte_stop = stop
+        if self._lies is not None and start:
+            self._lies(header)
+        yield weights_pb2.FetchWeightsResponse(header=header).SerializeToString()
+        for at in range(start, stop, 7):
+            yield encode_chunk([CONTENT[at : min(at + 7, stop)]])
+
+
+class PartCall:
+    def __init__(self, messages: AsyncIterator[bytes]) -> None:
+        self._messages = messages
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._messages
+
+    def cancel(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_module, "FIRST_PART_BYTES", 10)
+    monkeypatch.setattr(pull_module, "LEAST_PART_BYTES", 25)
+
+
+async def take_parts(answer: Answer[weights_pb2.FetchWeightsHeader]) -> bytes:
+    buffer = bytearray(answer.header.total_bytes)
+    way = await answer.read_into(buffer)
+    return bytes(buffer) + way.encode()
+
+
+@pytest.mark.usefixtures("small_parts")
+async def test_what_follows_a_first_part_comes_over_several_connections() -> None:
+    channel = PartChannel()
+    assert await pulled(channel, take_parts, host_id="") == CONTENT + b"grpc_4"
+    assert channel.asked == [(0, 10), (10, 33)]
+    assert [other.asked for other in channel.others] == [[(33, 56)], [(56, 79)], [(79, 100)]]
+
+
+async def test_what_fits_into_a_first_part_comes_over_one_connection() -> None:
+    channel = PartChannel()
+    assert await pulled(channel, take_parts, host_id="") == CONTENT + b"grpc"
+    assert len(channel.asked) == 1
+    assert not channel.others
+
+
+@pytest.mark.usefixtures("small_parts")
+async def test_a_producer_that_knows_no_parts_sends_all_over_one_connection() -> None:
+    channel = PartChannel(knows_parts=False)
+    assert await pulled(channel, take_parts, host_id="") == CONTENT + b"grpc"
+    assert len(channel.asked) == 1
+    assert not channel.others
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("total_bytes", 101, "bytes 10 to 33 of 100 were asked for, but those up to 33 of 101"),
+        ("byte_stop", 32, "bytes 10 to 33 of 100 were asked for, but those up to 32 of 100"),
+    ],
+)
+async def test_a_part_of_another_payload_is_refused(field: str, value: int, says: str) -> None:
+    channel = PartChannel(lies=lambda header: setattr(header, field, value))
+    with pytest.raises(PayloadMalformedError, match=rf"^rank 3 at x: {says}"):
+        await pulled(channel, take_parts, host_id="")

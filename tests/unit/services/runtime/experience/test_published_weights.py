@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
 from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.channel import CHUNK_BYTES
-from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.errors import InvalidRequestError, OutOfRangeError, PreconditionError
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
 from rolemesh.rpc.pull import FETCH_WEIGHTS, receive
 from rolemesh.services.runtime.experience.published_weights import (
@@ -69,7 +70,11 @@ async def receive_boxes(
     messages: AsyncIterator[bytes], request: weights_pb2.FetchWeightsRequest, dtype: torch.dtype
 ) -> FetchedBoxes:
     take = functools.partial(take_boxes, request=request, dtype=dtype)
-    return await receive(messages, FETCH_WEIGHTS, request.host_id, take)
+
+    async def no_rest(header: object, target: memoryview, start: int) -> int:
+        raise AssertionError(f"bytes from {start} on did not come")
+
+    return await receive(messages, FETCH_WEIGHTS, request.host_id, take, no_rest)
 
 
 async def exchange(publication: Publication, host_id: str) -> FetchedBoxes:
@@ -109,6 +114,29 @@ async def test_chunks_are_full_but_for_the_last() -> None:
     sizes = [len(weights_pb2.FetchWeightsResponse.FromString(m).chunk) for m in messages[1:]]
     assert sizes[:-1] == [CHUNK_BYTES] * (len(sizes) - 1)
     assert 0 < sizes[-1] <= CHUNK_BYTES
+
+
+async def chunks_of(start: int, stop: int) -> tuple[int, bytes]:
+    """Where a part ends, and its bytes."""
+    request = request_for()
+    request.byte_start, request.byte_stop = start, stop
+    head, *rest = [
+        weights_pb2.FetchWeightsResponse.FromString(message)
+        async for message in answer_fetch(publish(), request, HOST)
+    ]
+    assert head.header.total_bytes == NUM_BYTES
+    return head.header.byte_stop, b"".join(message.chunk for message in rest)
+
+
+async def test_parts_of_boxes_are_their_bytes_wherever_they_are_cut() -> None:
+    _, whole = await chunks_of(0, 0)
+    embed = 4 * 700 * 600
+    edges = [0, 1, CHUNK_BYTES + 3, embed - 2, embed, embed + 38, NUM_BYTES - 1, NUM_BYTES]
+    for start, stop in itertools.combinations(edges, 2):
+        assert await chunks_of(start, stop) == (stop, whole[start:stop]), (start, stop)
+    assert await chunks_of(embed, 2 * NUM_BYTES) == (NUM_BYTES, whole[embed:])
+    with pytest.raises(OutOfRangeError):
+        await chunks_of(NUM_BYTES + 1, 0)
 
 
 async def answer_of(*messages: bytes) -> AsyncIterator[bytes]:
