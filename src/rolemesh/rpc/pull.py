@@ -40,7 +40,7 @@ and memory is not shared."""
 LEAST_PART_BYTES = 8 << 20
 """Each connection but the first brings so much, or is not opened."""
 
-MAX_CONNECTIONS = 4
+MAX_CONNECTIONS = 8
 """Of one pull."""
 
 Header = TypeVar("Header", experience_pb2.PayloadHeader, weights_pb2.FetchWeightsHeader)
