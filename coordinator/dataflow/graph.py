@@ -362,7 +362,7 @@ class StepGraph:
                 node.ended_at = self._now()
         node.state = NodeState.DONE
         node.num_tokens = outcome.report.num_tokens
-        node.pulled_bytes = dict(outcome.report.fetched_bytes)
+        node.pulled_bytes = dict(sorted(outcome.report.fetched_bytes.items()))
         node.num_bytes = sum(node.pulled_bytes.values())
         node.phases |= {
             phase.phase: phase.duration.seconds + phase.duration.nanos * 1e-9

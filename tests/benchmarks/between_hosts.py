@@ -91,7 +91,10 @@ def make_publication(mebibytes: int) -> Publication:
 
 
 def serve_sockets(host: str, num_bytes: int) -> int:
-    """Answers each connection's "n\\n" with an nth of the bytes, from threads; returns the port."""
+    """Answers a line with the number of connections with that part of the bytes, from threads.
+
+    Returns the port.
+    """
     content, listener = memoryview(bytearray(num_bytes)), socket.create_server((host, 0))
 
     def answer(connection: socket.socket) -> None:
@@ -217,9 +220,7 @@ async def consume(
                 *itertools.product(("rows", "weights"), ("clear", "tls")),
             ):
                 member = identity if kind == "tls" else None
-                channel = await stack.enter_async_context(
-                    open_channel(told[kind], identity=member)
-                )
+                channel = await stack.enter_async_context(open_channel(told[kind], identity=member))
                 name = f"{what}_{kind}_{number}".replace("socket_clear", "socket")
                 ways[name] = (number, way(what, kind, number, channel))
         rates: dict[str, list[float]] = defaultdict(list)
@@ -239,8 +240,10 @@ async def consume(
 
 
 def compression(megabytes: int = 8) -> dict[str, Any]:
-    """How much smaller columns and weights become, and how many of their bytes one core takes a
-    second at each end: by zlib's quickest level, and for tokens by int32 in place of int64."""
+    """How much smaller columns and weights become, and the rate of one core at each end.
+
+    By zlib's quickest level; tokens also by int32 in place of int64.
+    """
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     text = "".join(page.read_text() for page in sorted(Path("docs").glob("*.md")))
     ids = torch.tensor(tokenizer.encode(text).ids)
@@ -272,7 +275,10 @@ def compression(megabytes: int = 8) -> dict[str, Any]:
     return found
 
 
-def summary(content: memoryview, packed_bytes: int, there_s: float, back_s: float) -> dict[str, Any]:
+def summary(
+    content: memoryview, packed_bytes: int, there_s: float, back_s: float
+) -> dict[str, Any]:
+    """Size after packing, as a share, and the rates."""
     return {
         "size_share": round(packed_bytes / len(content), 3),
         "pack_mb_per_s": round(len(content) / there_s / 1e6),

@@ -293,7 +293,9 @@ async def test_a_rank_sends_only_the_rows_that_were_asked_for() -> None:
     assert call.fetched == {"grpc": expected}
 
 
-@pytest.mark.parametrize("rows", [range(5, 380), [7, *range(390, 100, -1), 3]], ids=["range", "single"])
+@pytest.mark.parametrize(
+    "rows", [range(5, 380), [7, *range(390, 100, -1), 3]], ids=["range", "single"]
+)
 async def test_what_is_large_comes_over_connections_of_its_own(
     rows: Sequence[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,7 +304,9 @@ async def test_what_is_large_comes_over_connections_of_its_own(
     peers: set[str] = set()
     answer = ExperienceServicer.fetch
 
-    async def noted(self: ExperienceServicer, request: object, context: object) -> AsyncIterator[bytes]:
+    async def noted(
+        self: ExperienceServicer, request: object, context: object
+    ) -> AsyncIterator[bytes]:
         peers.add(context.peer())  # type: ignore[attr-defined]
         async for message in answer(self, request, context):  # type: ignore[arg-type]
             yield message

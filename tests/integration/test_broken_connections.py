@@ -15,10 +15,10 @@ from rolemesh.coordinator.dataflow import connection as connection_module
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.rpc.channel import ChannelTraffic
+from rolemesh.rpc.channel import ChannelTraffic, open_channel
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
 from rolemesh.rpc.result_call import ProgressCallback, ResultCall
-from rolemesh.v1 import value_pb2, value_pb2_grpc
+from rolemesh.v1 import value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 
 class Caller:
@@ -159,3 +159,21 @@ async def test_what_a_service_says_itself_is_not_repeated(
     assert failed.value.reason == "PEER_UNREACHABLE"
     assert not failed.value.is_broken_connection
     assert caller.num_calls == 1
+
+
+async def test_a_peer_whose_first_handshake_is_late_is_waited_for(role: ToyRole) -> None:
+    """As that of a new process on a busy host, or of one behind a long link."""
+    async with serving(role) as server:
+        proxy = TcpProxy(int(server.runtime.address.rpartition(":")[2]))
+        await proxy.start()
+        proxy.stall()
+        try:
+            async with open_channel(proxy.address, retries=False) as channel:
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                call = asyncio.ensure_future(stub.GetStatus(worker_pb2.GetStatusRequest()))
+                await asyncio.sleep(0.8)
+                proxy.resume()
+                await call
+        finally:
+            await proxy.cut()
+    assert proxy.num_connections == 1

@@ -29,6 +29,9 @@ RUN_S = 400.0
 END_S = 120.0
 """An interpreter that has imported vLLM takes long to take itself apart."""
 
+START_S = 600.0
+"""Eight ranks that each import all that a model needs, on two cores that others use as well."""
+
 STEPS = 3
 
 LAYOUTS = {
@@ -171,7 +174,7 @@ def finished(recipe: dict[str, Any], folder: Path) -> CliRun:
     return run
 
 
-def wait_for_port(address: str, agents: list[HostProcess], timeout_s: float = 180.0) -> None:
+def wait_for_port(address: str, agents: list[HostProcess], timeout_s: float = START_S) -> None:
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
     while True:

@@ -23,7 +23,8 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN, _NO_PACKET_INFORMATION, _OFFLOAD_HEADER = 0x1, 0x1000, 0x4000
 _CHECKSUMS, _SEGMENTS = 0x1, 0x2
 """The kernel may leave checksums to the far end, and hand over 64 KiB of a stream as one packet
-with its segments' size, as to a network card. Without this, Python carries 1,500 bytes at a time."""
+with its segments' size, as to a network card. Without this, Python would carry 1,500 bytes at a
+time."""
 
 _MAX_PACKET_BYTES = (1 << 16) + 64
 """64 KiB and the header before them."""

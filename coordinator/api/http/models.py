@@ -203,8 +203,7 @@ class DataflowNode(Answer):
     policy_version: Int64 | None
     """Version of the weights after it; null where it has none."""
     pulled_bytes: dict[str, Int64]
-    """The bytes that it pulled, by the way that they took, e.g. "shm", "grpc", or "grpc_4" over four
-    connections."""
+    """The same by the way that they took, e.g. "shm", "grpc", or "grpc_4" over four connections."""
 
 
 class Dataflow(Answer):

@@ -68,7 +68,10 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted peer is found within seconds; gRPC's default waits up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # What gRPC gives an attempt to connect, in spite of the name: TCP, TLS and HTTP/2 take three
+    # round trips, and a new process on a busy host answers late. What is refused is tried again
+    # after the backoff above all the same.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     # A mesh address is reached directly, even if http_proxy is set.
     ("grpc.enable_http_proxy", 0),

@@ -34,8 +34,8 @@ GRPC = "grpc"
 """Name of the way of bytes that came over one connection."""
 
 FIRST_PART_BYTES = 4 << 20
-"""What is asked for first. More than this comes over several connections, once its size is known
-and memory is not shared."""
+"""What is asked for first. The rest is asked for when its size is known, and that no memory is
+shared: over several connections where it is large."""
 
 LEAST_PART_BYTES = 8 << 20
 """Each connection but the first brings so much, or is not opened."""
@@ -145,26 +145,27 @@ async def pull(
         part.host_id, part.byte_start, part.byte_stop = "", start, start + len(target)
         with stream(over, part) as messages:
             header = await _header(messages, method)
-            if header.byte_stop != part.byte_stop or method.size_of(header) != method.size_of(
-                first
-            ):
+            wanted = (part.byte_stop, method.size_of(first))
+            came = (header.byte_stop, method.size_of(header))
+            if came != wanted:
                 raise PayloadMalformedError(
-                    f"bytes {start} to {part.byte_stop} of {method.size_of(first)} were asked for, "
-                    f"but those up to {header.byte_stop} of {method.size_of(header)} came"
+                    f"bytes {start} to {wanted[0]} of {wanted[1]} were asked for, but those up to "
+                    f"{came[0]} of {came[1]} came"
                 )
             await collect_chunks(messages, method.response, target)
 
     async def read_rest(first: Header, rest: memoryview, start: int) -> int:
         """Reads what follows the first part, over several connections."""
         number = min(MAX_CONNECTIONS, -(-len(rest) // LEAST_PART_BYTES))
-        part_bytes = -(-len(rest) // number)
+        channels = channel.connections(number)
+        part_bytes = -(-len(rest) // len(channels))
+        begins = range(0, len(rest), part_bytes)
+        # There may be fewer parts than connections, never more.
         await together(
             read_part(over, first, rest[at : at + part_bytes], start + at)
-            for over, at in zip(
-                channel.connections(number), range(0, len(rest), part_bytes), strict=False
-            )
+            for over, at in zip(channels, begins, strict=False)
         )
-        return number
+        return len(begins)
 
     async def ask() -> Result:
         request.byte_stop = FIRST_PART_BYTES
