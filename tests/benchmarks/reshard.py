@@ -41,7 +41,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.cables import Cable
-from support.hosts import HostNetwork
+from support.hosts import HostNetwork, run_ip
 from support.rank_processes import RankContext, RankPool
 from support.transport_ranks import process_transport
 from support.weight_ranks import assert_equal, cut, random_weights
@@ -187,7 +187,11 @@ def hosts(number: int, link: str) -> Iterator[tuple[list[str], str]]:
             gigabits, round_trip_ms = map(float, link.split(":"))
             cable = Cable(network, bits_per_s=gigabits * 1e9, round_trip_s=round_trip_ms / 1e3)
             interface = stack.enter_context(cable).interface
-        yield [network.space(host) for host in range(number)], interface
+        spaces = [network.space(host) for host in range(number)]
+        for space in spaces:
+            # Ranks of a host reach each other by it.
+            run_ip("-n", space, "link", "set", "lo", "up")
+        yield spaces, interface
 
 
 def sizes(text: str, count: int) -> list[int]:

@@ -22,7 +22,7 @@ from support.rollout_services import process_of
 
 from rolemesh.rpc.authority import Authority
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROLES = ("critic", "reference", "reward")
 RUN_S = 400.0
@@ -72,7 +72,7 @@ class Mesh:
         """Of a service: what it may use, who it is, and where it listens."""
         return [
             *("--identity", str(self.certificates / f"{role}.pem"), "--host", host),
-            *("--folder", str(self.folder.parent), "--drain-timeout-s", "2"),
+            *("--folder", str(self.folder.parent), "--drain-timeout-s", "20"),
         ]
 
     def recipe(self, actor: str, kind: str) -> dict[str, Any]:
