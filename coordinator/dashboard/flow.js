@@ -204,7 +204,7 @@ function tipOf(node) {
   if (isTime(node.started_s) && isTime(node.ready_s)) rows.push(["waited", seconds(Math.max(0, node.started_s - node.ready_s))]);
   if (node.num_tokens) rows.push(["tokens", count(node.num_tokens)]);
   if (node.num_tokens && secondsOf(node)) rows.push(["tokens a second", count(node.num_tokens / secondsOf(node))]);
-  for (const [way, size] of Object.entries(node.pulled_bytes ?? {})) rows.push([`pulled by ${way.replace("_", " x ")}`, bytes(size)]);
+  for (const [way, size] of Object.entries(node.pulled_bytes ?? {})) rows.push([`pulled, ${way.replace("_", " x ")}`, bytes(size)]);
   for (const [phase, spent] of Object.entries(node.phases ?? {})) rows.push([phase.replaceAll("_", " "), seconds(spent)]);
   if (isTime(node.policy_version)) rows.push(["version", count(node.policy_version)]);
   if (node.after?.length) rows.push(["needs", node.after.join(", ")]);

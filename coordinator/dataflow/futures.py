@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.rpc.notes import bounded
 from rolemesh.rpc.references import concat_references, join_references
 from rolemesh.v1 import experience_pb2
 
@@ -99,6 +100,27 @@ class Node:
         if self.started_at is None or self.ended_at is None:
             return 0.0
         return self.ended_at - self.started_at
+
+    def answered(self, outcome: Outcome) -> None:
+        """Takes what the service reported of the call, which is done."""
+        report = outcome.report
+        self.state = NodeState.DONE
+        self.num_tokens = report.num_tokens
+        self.pulled_bytes = dict(sorted(report.fetched_bytes.items()))
+        self.num_bytes = sum(report.fetched_bytes.values())
+        self.phases |= {
+            phase.phase: phase.duration.seconds + phase.duration.nanos * 1e-9
+            for phase in report.phases
+        }
+        if outcome.experience is not None:
+            self.num_rows = outcome.experience.num_rows
+        self.peak_bytes = {}
+        for peak in report.memory:
+            self.peak_bytes.setdefault(peak.phase, {})[peak.rank] = peak.peak_bytes
+        # Sorted: a protobuf map has no order, and records of two runs are compared.
+        self.metrics = dict(sorted(report.metrics.items()))
+        self.notes = bounded(report.notes)
+        self.policy_version = outcome.policy_version
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values. What it calls role is the name of the service."""

@@ -30,7 +30,6 @@ from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.notes import bounded
 from rolemesh.v1 import experience_pb2
 
 Work = Callable[[Node, experience_pb2.ExperienceRef | None], Awaitable[Outcome]]
@@ -360,23 +359,7 @@ class StepGraph:
         finally:
             if node.started_at is not None:
                 node.ended_at = self._now()
-        node.state = NodeState.DONE
-        node.num_tokens = outcome.report.num_tokens
-        node.pulled_bytes = dict(sorted(outcome.report.fetched_bytes.items()))
-        node.num_bytes = sum(node.pulled_bytes.values())
-        node.phases |= {
-            phase.phase: phase.duration.seconds + phase.duration.nanos * 1e-9
-            for phase in outcome.report.phases
-        }
-        if outcome.experience is not None:
-            node.num_rows = outcome.experience.num_rows
-        node.peak_bytes = {}
-        for peak in outcome.report.memory:
-            node.peak_bytes.setdefault(peak.phase, {})[peak.rank] = peak.peak_bytes
-        # Sorted: a protobuf map has no order, and records of two runs are compared.
-        node.metrics = dict(sorted(outcome.report.metrics.items()))
-        node.notes = bounded(outcome.report.notes)
-        node.policy_version = outcome.policy_version
+        node.answered(outcome)
         return outcome
 
     def _fail(self, error: BaseException) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
-from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
+from rolemesh.coordinator.dataflow.errors import NodeFailedError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
@@ -27,36 +27,19 @@ from rolemesh.coordinator.run.cautions import cautions
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
 from rolemesh.coordinator.run.durable import DurableCheckpoints
-from rolemesh.coordinator.run.early_end import to_the_end
-from rolemesh.coordinator.run.evaluation import (
-    Evaluation,
-    can_evaluate,
-    evaluate,
-    evaluate_loss,
-)
+from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.health import Health, is_refusal
-from rolemesh.coordinator.run.metrics import (
-    MetricsWriter,
-    dataflow_traffic,
-    phase_seconds,
-    step_record,
-    steps_behind,
-    traffic_record,
-    traffic_since,
-)
-from rolemesh.coordinator.run.progress import (
-    EVALUATION_OPERATION,
-    RECORD_OPERATION,
-    RunProgress,
-)
+from rolemesh.coordinator.run.held_out_rows import HeldOutRows
+from rolemesh.coordinator.run.metrics import MetricsWriter, phase_seconds
+from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.run_loop import RunLoop
 from rolemesh.coordinator.run.samples import SampleTaker
 from rolemesh.coordinator.run.steps_ahead import StepsAhead
+from rolemesh.coordinator.run.told_steps import ToldSteps
 from rolemesh.coordinator.run.tuning import RunTuning
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.store import RunState, StateStore
-from rolemesh.rpc.channel import MethodTraffic
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.v1 import coordinator_pb2, weights_pb2
 
@@ -113,10 +96,19 @@ class TrainingLoop(RunLoop):
         self._pools = Pools(recipe.pools, mesh, replicas)
         self._sampler = make_sampler(recipe, observer.on_event)
         self._ahead = StepsAhead(recipe.run, self._sampler, self.progress, self._context)
-        self._traffic_before = MethodTraffic()
-        """Of the coordinator, when the newest step began."""
         self.cuts = Cuts(mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts)
         self._best = BestOfRun(recipe.run, self.progress)
+        self._held_out = HeldOutRows(
+            recipe,
+            algorithm,
+            mesh,
+            journal,
+            observer,
+            events=events,
+            samples=samples,
+            best=self._best,
+        )
+        self.told = ToldSteps(self.progress, journal, store, writer, observer, events, mesh.traffic)
         self.checkpoints = Checkpoints(
             directory / "checkpoints",
             lambda: mesh.trained,
@@ -147,7 +139,8 @@ class TrainingLoop(RunLoop):
         After a wish to stop, the step in progress is the last one. The run is then saved and
         exported, but not evaluated.
         """
-        self._check_held_out()
+        have = self._data_facts.get(HELD_OUT_FACT)
+        self._held_out.check(None if have is None else int(have))
         await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
         if self.step == 0:
             self._caution()
@@ -265,10 +258,6 @@ class TrainingLoop(RunLoop):
         await self._sampler.bring_again(new, on_phase)
 
     @property
-    def _can_evaluate(self) -> bool:
-        return can_evaluate(self._recipe, self._mesh.connections)
-
-    @property
     def _data_facts(self) -> Mapping[str, str]:
         """Facts of the role that reads the data."""
         role = "actor" if "actor" in self._mesh.connections else "reward"
@@ -278,24 +267,6 @@ class TrainingLoop(RunLoop):
     def _is_made(self) -> bool:
         """Whether no step is left to make."""
         return self.step == self._recipe.run.steps or bool(self._best.early_stop())
-
-    def _check_held_out(self) -> None:
-        if not self._can_evaluate:
-            best = self._recipe.run.checkpoint.keep_best
-            if best is not None:
-                raise RunError(
-                    f"run.checkpoint.keep_best.metric is {best.metric!r}, but algorithm "
-                    f"{self._recipe.algorithm.type!r} is not evaluated: leave "
-                    "run.checkpoint.keep_best and run.early_stopping out"
-                )
-            return
-        wanted = self._recipe.run.evaluation.num_prompts
-        have = self._data_facts.get(HELD_OUT_FACT)
-        if have is not None and wanted > int(have):
-            raise RunError(
-                f"run.evaluation.num_prompts is {wanted}, but the data has {have} held-out "
-                "prompts: lower it (0 switches evaluation off), or make more held-out prompts"
-            )
 
     def _caution(self) -> None:
         """Tells of settings that seldom mean what they do."""
@@ -328,26 +299,15 @@ class TrainingLoop(RunLoop):
 
     async def _evaluate(self) -> Evaluation | None:
         """What held-out rows say of the current weights; None when evaluation is switched off."""
-        spec = self._recipe.run.evaluation
-        if spec.num_prompts == 0 or not self._can_evaluate:
+        if not self._held_out.are_wanted:
             return None
         with self._phase("evaluate", f"evaluation after step {self.step}"):
             context = self._context(self.step, is_evaluation=True)
             self.dataflow = context.dataflow
-            if self._recipe.sampling is None:
-                found = await evaluate_loss(context, spec, self._algorithm)
-            else:
-                found, judged = await evaluate(context, spec)
-                await self._samples.take_held_out(self.step, judged)
-            self._best.check(found)
-            await self._mesh.release(self.step)
-        await self._journal.note(self.step, EVALUATION_OPERATION, found.to_dict())
-        self._events.evaluated(found.scalars())
-        self._observer.on_event(found.told())
-        return found
+            return await self._held_out.evaluate(context)
 
     async def _make_step(self, step: int) -> None:
-        self._traffic_before = dataflow_traffic(self._mesh.traffic)
+        self.told.step_begins()
         skipped = self.progress.take_skipped(step)
         if skipped is not None:
             await self.durable.save_cut(step)
@@ -374,41 +334,12 @@ class TrainingLoop(RunLoop):
         finally:
             if context is not None:
                 # The release counts as traffic of the step, but not as its time.
-                record |= traffic_record(
-                    traffic_since(self._traffic_before, dataflow_traffic(self._mesh.traffic))
-                )
-        evaluation = self._recipe.run.evaluation
-        is_due = self.step == self._recipe.run.steps or (
-            evaluation.every_steps > 0 and self.step % evaluation.every_steps == 0
-        )
-        if is_due and not self.wishes.is_stop_wanted:
+                record |= self.told.traffic()
+        if self._held_out.is_due(self.step) and not self.wishes.is_stop_wanted:
             self.progress.after = await self._evaluate()
             if self.progress.after is not None:
                 record |= self.progress.after.scalars()
-        await self.write_record()
-
-    async def write_record(self, *, is_whole: bool = True) -> None:
-        """Writes the record of the newest step everywhere, unless that was done.
-
-        Args:
-            is_whole: Whether the step was evaluated where that is due. A run that fails before
-                tells of the step it has made, and evaluates it when it is resumed.
-        """
-        if self.progress.unrecorded is not None:
-            # A loss ends the attempt at any time: what is half told would not be told again.
-            await to_the_end(self._write_record(self.progress.unrecorded, is_whole=is_whole))
-
-    async def _write_record(self, record: dict[str, float], *, is_whole: bool) -> None:
-        step = self.step
-        if is_whole:
-            await self._journal.note(step, RECORD_OPERATION, {"record": record})
-        self.progress.recorded(record)
-        await self._writer.write_step(record)
-        # A watch must not miss it, should this process end now.
-        self._events.step_made(record)
-        await self._events.flush()
-        await self._update_record(step=step, metrics=record)
-        self._observer.on_step(record)
+        await self.told.tell()
 
     async def _train(self, step: int) -> StepContext:
         """Makes and commits a step."""
@@ -433,10 +364,10 @@ class TrainingLoop(RunLoop):
                     self._observer.on_event(f"step {step}: {note}")
         nodes = [node for node in context.dataflow.nodes if node.state is NodeState.DONE]
         await self._health.check(
-            nodes, self._record(step, nodes, started), self._ahead.position(step), refusal
+            nodes, self.told.record(step, nodes, started), self._ahead.position(step), refusal
         )
         cut_seconds = await self.durable.save_cut(step)
-        record = self._record(step, nodes, started) | self._health.marks()
+        record = self.told.record(step, nodes, started) | self._health.marks()
         if self.cuts.is_on:
             record["time/cut"] = cut_seconds
         await self._commit(step, self._ahead.position(step), record)
@@ -446,13 +377,6 @@ class TrainingLoop(RunLoop):
         for phase, spent in phase_seconds(nodes).items():
             self.progress.seconds[phase] += spent
         return context
-
-    def _record(self, step: int, nodes: Sequence[Node], started: float) -> dict[str, float]:
-        """What is known of a step by now; `started` is on the loop's clock."""
-        seconds = now() - started
-        traffic = traffic_since(self._traffic_before, dataflow_traffic(self._mesh.traffic))
-        behind = steps_behind(nodes, self.progress.actor_versions)
-        return {**step_record(step, nodes, seconds, traffic), **behind}
 
     async def _commit(self, step: int, position: int, record: Mapping[str, float]) -> None:
         """From here on the step counts, even if something fails later.

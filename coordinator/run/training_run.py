@@ -415,7 +415,7 @@ class TrainingRun:
             saves_nothing = asyncio.CancelledError | RunAbortedError | StaleEpochError
             if not isinstance(failure, saves_nothing):
                 todo.insert(0, save)
-            todo.insert(0, functools.partial(loop.write_record, is_whole=False))
+            todo.insert(0, functools.partial(loop.told.tell, is_whole=False))
         for part in todo:
             try:
                 await part()

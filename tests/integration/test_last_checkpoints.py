@@ -16,7 +16,7 @@ from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run import last_checkpoint
 from rolemesh.coordinator.run.checkpoints import Checkpoints
-from rolemesh.coordinator.run.training import TrainingLoop
+from rolemesh.coordinator.run.told_steps import ToldSteps
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import PreconditionError
@@ -137,18 +137,18 @@ async def test_a_last_checkpoint_that_takes_too_long_says_so(
 async def test_a_full_disk_keeps_no_other_part_of_the_end_from_being_done(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_record = TrainingLoop.write_record
+    tell = ToldSteps.tell
 
-    async def is_full(loop: TrainingLoop, *, is_whole: bool = True) -> None:
+    async def is_full(told: ToldSteps, *, is_whole: bool = True) -> None:
         if not is_whole:
             raise OSError(28, "No space left on device")
-        await write_record(loop)
+        await tell(told)
 
     async def takes_room(*given: Any, **named: Any) -> Path:
         raise OSError(28, "No space left on device")
 
     if part == "record":
-        monkeypatch.setattr(TrainingLoop, "write_record", is_full)
+        monkeypatch.setattr(ToldSteps, "tell", is_full)
     else:
         monkeypatch.setattr(Checkpoints, "save", takes_room)
     async with fake_mesh(has_cuts=True) as mesh:

@@ -203,7 +203,8 @@ class DataflowNode(Answer):
     policy_version: Int64 | None
     """Version of the weights after it; null where it has none."""
     pulled_bytes: dict[str, Int64]
-    """The same by the way that they took, e.g. "shm", "grpc", or "grpc_4" over four connections."""
+    """Its num_bytes by the way that they took, e.g. "shm", "grpc", or "grpc_4" over four
+    connections."""
 
 
 class Dataflow(Answer):

@@ -233,6 +233,7 @@ async def test_the_graph_is_recorded_and_exported_as_a_trace() -> None:
     first, second = script.dataflow.nodes
     assert first.queued_at <= first.started_at <= first.ended_at <= second.started_at  # type: ignore[operator]
     assert (first.num_tokens, first.num_bytes) == (5, 7)
+    assert first.pulled_bytes == {"grpc": 3, "shm": 4}
     plain = second.to_dict()
     assert (plain["kind"], plain["state"], plain["inputs"]) == ("INFER", "done", (0,))
     events = chrome_trace(script.dataflow.nodes)["traceEvents"]
