@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,6 +26,20 @@ with contextlib.suppress(ModuleNotFoundError):
 # Services that tests start by hand may use every file and folder here. Those of a run, and those of
 # the tests of grants, get what they may use by flags.
 os.environ |= {"ROLEMESH_SERVICE__FOLDERS": "/", "ROLEMESH_SERVICE__CODE_ROOTS": "/"}
+
+
+# What collecting imports and makes, two million objects, is looked at by no collection of garbage:
+# neither while it grows, nor in each test that frees a model, where it would take a second.
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from rolemesh.engine.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -84,6 +85,9 @@ def read_config(spec: ModelSpec) -> Any:
         ModelFolderError: The folder is missing or not whole.
         ValueError: num_layers exceeds the model's layers.
     """
+    # Here, as below: who only looks at a folder waits for no model's code.
+    from transformers import AutoConfig
+
     check_model_folder(spec.path)
     config = AutoConfig.from_pretrained(spec.path, local_files_only=True, trust_remote_code=False)
     if spec.num_layers is not None:
@@ -117,6 +121,8 @@ def load_model(
     Raises:
         ModelFolderError: A parameter is missing from the files.
     """
+    from transformers.utils import logging as transformers_logging
+
     # Bars are drawn with carriage returns, which make a role's log unreadable.
     transformers_logging.disable_progress_bar()
     model, info = auto_class.from_pretrained(

@@ -7,10 +7,12 @@ with C completion tokens and T tokens at most.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["PrefixLayout", "RowGather"]
 

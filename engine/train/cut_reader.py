@@ -15,7 +15,7 @@ from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train import state as trainer_state
 from rolemesh.engine.train.cut_format import WEIGHTS
 from rolemesh.engine.train.cut_slots import CutSlots, checked_cut, random_state_of, views_of
-from rolemesh.engine.train.optimizer import STATE_NAMES
+from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.state import TrainedWeights, TrainerState
 from rolemesh.engine.transport.slot_readers import SlotReading
 from rolemesh.engine.weights.checkpoint_writing import OtherParts, Progress, write_part

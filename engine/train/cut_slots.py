@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from rolemesh.engine.train.cut_format import (
     encoded,
     parsed,
 )
-from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
+from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.randomness import capture_random_state, restore_random_state
 from rolemesh.engine.transport.slot_readers import SlotReaders
 from rolemesh.engine.transport.slots import (
@@ -33,6 +33,9 @@ from rolemesh.engine.transport.slots import (
     SlotRoomError,
     read_header,
 )
+
+if TYPE_CHECKING:
+    from rolemesh.engine.train.optimizer import Optimizer
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Is told a stage, bytes done and bytes in all."""

@@ -11,7 +11,8 @@ from torch import nn
 from rolemesh.engine.layout.families import cut_of, replica_ranks_of_kv
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.parallel.agreement import gather_facts
-from rolemesh.engine.parallel.data_parallel import BUCKET_BYTES, local_part, sum_over
+from rolemesh.engine.parallel.buckets import BUCKET_BYTES, sum_over
+from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.tensor_parallel import sum_partial_gradients
 
 

@@ -12,6 +12,9 @@ from rolemesh.engine.pinned_memory import CopyStream, PinnedMemory
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What torch's AdamW keeps for each element of a weight."""
 
+STATE_NAMES = (*MOMENTS, "step")
+"""What it keeps for each parameter: the moments, and its own count of steps."""
+
 
 class HostMoments:
     """Steps groups of weights whose moments lie in host memory between steps.

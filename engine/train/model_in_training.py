@@ -21,7 +21,8 @@ from rolemesh.engine.train import state as trainer_state
 from rolemesh.engine.train.cut_reader import HeldCut, hold_cut
 from rolemesh.engine.train.cut_slots import CutSlots, RestoredCut
 from rolemesh.engine.train.gradients import Gradients
-from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
+from rolemesh.engine.train.host_moments import STATE_NAMES
+from rolemesh.engine.train.optimizer import Optimizer
 from rolemesh.engine.train.randomness import capture_random_state
 from rolemesh.engine.train.state import TrainerState
 from rolemesh.engine.weights.export import gathered, write_model_folder

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from rolemesh.engine.parallel.data_parallel import buckets
+from rolemesh.engine.parallel.buckets import buckets
 from rolemesh.engine.sleep_memory import SleepMemory
 from rolemesh.engine.specs import DecaySpec, OptimizerSpec
 from rolemesh.engine.train.gradients import Gradients
-from rolemesh.engine.train.host_moments import MOMENTS, HostMoments
+from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES, HostMoments
 
 _FUSED_DEVICES = ("cpu", "cuda")
-STATE_NAMES = (*MOMENTS, "step")
-"""What torch's AdamW keeps for each parameter: two moments, and its own count of steps."""
 
 OFFLOAD_BYTES = 128 * 2**20
 """Weights that are stepped together where moments live in host memory. The moments of two such

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,7 @@ from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import OptimizerSpec
-from rolemesh.engine.train.host_moments import MOMENTS
-from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
+from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
 from rolemesh.engine.train.randomness import restore_random_state, seed_random_state
 from rolemesh.engine.weights.checkpoint import (
     SHARED_ERRORS,
@@ -38,6 +37,9 @@ from rolemesh.engine.weights.disk_layout import (
     tensor_parameters,
 )
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors, tensors_manifest
+
+if TYPE_CHECKING:
+    from rolemesh.engine.train.optimizer import Optimizer
 
 
 @dataclass(frozen=True, slots=True)

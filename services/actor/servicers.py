@@ -30,11 +30,9 @@ from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
 from rolemesh.services.runtime.servicers.exchange import GivingExchangeServicer
 from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
+from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
-from rolemesh.services.runtime.servicers.models import (
-    LogprobServicer,
-    TrainerServicer,
-)
+from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
     RolloutServicer,

@@ -14,8 +14,8 @@ from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
 from rolemesh.services.runtime.servicers.model_role import num_parameters
-from rolemesh.services.runtime.servicers.models import LogprobServicer
 from rolemesh.v1 import logprob_pb2_grpc
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import grpc
 import torch
@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError, reward_metrics
@@ -24,7 +23,6 @@ from rolemesh.engine.specs import (
     named_sources,
 )
 from rolemesh.engine.specs.columns import IS_JUDGED
-from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport.slots import SlotOwner
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.notes import bounded
@@ -58,6 +56,9 @@ from rolemesh.v1 import (
     reward_pb2_grpc,
     trainer_pb2_grpc,
 )
+
+if TYPE_CHECKING:
+    from rolemesh.engine.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,9 @@ class RewardRole(ModelRole):
             self._sources = sources
             progress("load reward", 1, 1)
             return InitializeResult(facts=facts)
+        # Here: most rewards are no model, and theirs start in half the time without.
+        from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
+
         self._data = PromptSource(spec.source.model, spec.data, run_seed)
         head = ScoreHead.of_reward(spec.source)
         model = ScoringModel(spec.source.model, head, device=rank_device(), mesh=mesh)

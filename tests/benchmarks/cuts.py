@@ -39,7 +39,7 @@ from support.updates import update_whole
 
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SftLossSpec
 from rolemesh.engine.train.cut_slots import CutSlots
-from rolemesh.engine.train.optimizer import STATE_NAMES
+from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport.slots import SlotOwner, remove_slots
 

@@ -342,7 +342,10 @@ async def test_a_reader_that_goes_away_does_not_end_the_run(
     gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
     reading, writing = os.pipe()
     process = await start(
-        "train", recipe_file, "--out", "run", *arguments, folder=tmp_path, output=writing
+        *("train", recipe_file, "--out", "run", *arguments),
+        folder=tmp_path,
+        output=writing,
+        added=warm_processes.commands(),
     )
     os.close(writing)
     try:

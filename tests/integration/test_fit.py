@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import warm_processes
 from support.public_models import config_folder
 
 from rolemesh.coordinator.recipe.loading import load_recipe
@@ -44,11 +45,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rolemesh", "fit", *map(str, arguments)],
+        [sys.executable, "-m", "rolemesh.coordinator.commands.cli", "fit", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=900,
-        env={**os.environ, "COLUMNS": "100"},
+        env={**os.environ, "COLUMNS": "100", **warm_processes.everything()},
     )
 
 

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from support import warm_processes
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
@@ -94,15 +95,21 @@ AUTHORIZED = (("authorization", f"Bearer {TOKEN}"),)
 
 @asynccontextmanager
 async def coordinator(
-    folder: Path, *arguments: str, **variables: str
+    folder: Path, *arguments: str, is_warm: bool = True, **variables: str
 ) -> AsyncIterator[Coordinator]:
+    """Forked from a warm process, as are its runs, but where `is_warm` is False."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "coordinator", "--json"),
         *("--data", "data", "--port", "0", "--http-port", "0"),
         *("--folder", "/", "--allow-host", "127.0.0.1", *arguments),
         cwd=folder,
-        env={**environment, "ROLEMESH_API_TOKEN": TOKEN, **variables},
+        env={
+            **environment,
+            "ROLEMESH_API_TOKEN": TOKEN,
+            **(warm_processes.commands() if is_warm else {}),
+            **variables,
+        },
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -243,7 +250,8 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
 async def test_a_coordinator_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        async with coordinator(tmp_path) as hub:
+        # A fork inherits from the warm process what it ignores.
+        async with coordinator(tmp_path, is_warm=False) as hub:
             hub.process.send_signal(signal.SIGHUP)
             with pytest.raises(RolemeshError) as missing:
                 await hub.run("absent")
@@ -356,7 +364,7 @@ async def training_there(
         *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "train", "recipe.yaml"),
         *("--coordinator", hub.address, *arguments),
         cwd=folder,
-        env={**os.environ, "ROLEMESH_API_TOKEN": TOKEN},
+        env={**os.environ, "ROLEMESH_API_TOKEN": TOKEN, **warm_processes.commands()},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import Message
+from support import warm_processes
 from support.services import (
     ServiceProcess,
     operation_key,
@@ -153,15 +154,24 @@ async def test_shared_memory_of_a_killed_service_is_removed_by_the_next_one(
         following.end()
 
 
+def ended(*flags: str) -> subprocess.CompletedProcess[str]:
+    """A service that does not come to serve, from the warm process."""
+    return subprocess.run(
+        service_command(*flags),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **warm_processes.services()},
+    )
+
+
 def test_a_port_in_use_ends_the_process_with_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        ended = subprocess.run(
-            service_command("--port", str(port)), capture_output=True, text=True, timeout=60
-        )
-    assert ended.returncode == 1
-    assert f"port {port} on 127.0.0.1 is in use" in ended.stderr
-    assert "Traceback" not in ended.stderr
+        service = ended("--port", str(port))
+    assert service.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use" in service.stderr
+    assert "Traceback" not in service.stderr
 
 
 @pytest.mark.parametrize(
@@ -174,9 +184,9 @@ def test_a_port_in_use_ends_the_process_with_one_clear_line() -> None:
     ids=["remote-host", "port", "parent-pid"],
 )
 def test_wrong_settings_end_the_process_with_code_2(flags: list[str], message: str) -> None:
-    ended = subprocess.run(service_command(*flags), capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert message in ended.stderr
+    service = ended(*flags)
+    assert service.returncode == 2
+    assert message in service.stderr
 
 
 def test_a_service_ends_when_its_parent_is_killed(tmp_path: Path) -> None:

@@ -108,7 +108,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "tokens"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "tokens"),
+    [
+        # The next test estimates and measures slices too.
+        pytest.param(*case, id=name, marks=[] if name == "fsdp" else pytest.mark.slow)
+        for name, case in LAYOUTS.items()
+    ],
+)
 def test_the_estimate_holds_for_a_rank_of_several(
     folder: Path, layout: TrainLayout, tokens: int, rank_pool: RankPool
 ) -> None:

@@ -10,7 +10,7 @@ from support.rank_processes import RankContext, RankPool
 
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
-from rolemesh.engine.parallel.data_parallel import buckets, sum_over, unpack
+from rolemesh.engine.parallel.buckets import buckets, sum_over, unpack
 from rolemesh.engine.parallel.pipeline import Pipeline
 
 WIDTH = 3

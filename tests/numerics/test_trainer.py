@@ -25,8 +25,9 @@ from rolemesh.engine.specs import (
     PpoValueLossSpec,
 )
 from rolemesh.engine.train import optimizer
+from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.model_in_training import GradientPendingError
-from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer, warmed_up
+from rolemesh.engine.train.optimizer import Optimizer, warmed_up
 from rolemesh.engine.train.trainer import (
     LossNotFiniteError,
     NoGradientError,

@@ -16,7 +16,7 @@ from support.updates import update_whole
 
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.train.cut_slots import CutSlots, whole_cuts
-from rolemesh.engine.train.optimizer import STATE_NAMES
+from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport.slots import Slot, SlotOwner
 

@@ -181,4 +181,4 @@ class SamplerRole(SamplingRole, Role):
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_service(SamplerRole(), sys.argv[1:]))
+    raise SystemExit(run_service(SamplerRole.name, SamplerRole, sys.argv[1:]))

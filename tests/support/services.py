@@ -286,7 +286,7 @@ def segments_of(pid: int) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     if settle_s := os.environ.get(SETTLE_VARIABLE):
         face.SETTLE_S = float(settle_s)
-    return run_service(ToyRole(), arguments)
+    return run_service(ToyRole.name, ToyRole, arguments)
 
 
 if __name__ == "__main__":

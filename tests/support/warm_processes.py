@@ -39,6 +39,10 @@ MODULES = {
         ),
         "rolemesh.services.runtime.process",
         "rolemesh.services.runtime.ranks.agent",
+        # What trained roles import at Initialize, and a reward that is a classifier.
+        "rolemesh.engine.train.trainer",
+        # What `rolemesh fit` asks.
+        "rolemesh.services.preview.memory",
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
     ),

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.cut_slots import CutSlots
-from rolemesh.engine.train.model_in_training import TrainedModel, kind_of
 from rolemesh.engine.train.randomness import seed_random_state
-from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport.slots import SlotOwner, remove_slots
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.published_weights import PublishedWeights
 from rolemesh.services.runtime.ranks.device import rank_device
+
+if TYPE_CHECKING:
+    from rolemesh.engine.train.model_in_training import TrainedModel
+    from rolemesh.engine.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,10 @@ class ModelRole(Role):
         self, model: TrainedModel, optimizer: OptimizerSpec, run_seed: int
     ) -> InitializeResult:
         """Makes the trainer of a model that was just loaded."""
+        # Here: a reward that is not trained is a role of this kind too, and holds no model.
+        from rolemesh.engine.train.model_in_training import kind_of
+        from rolemesh.engine.train.trainer import Trainer
+
         self.run_seed = run_seed
         # What draws from the process's own generators, and their state in a checkpoint, depends on
         # the run alone.

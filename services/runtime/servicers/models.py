@@ -1,4 +1,4 @@
-"""RPCs over a trainer, shared by every role that holds a model.
+"""RPCs over a trainer, shared by every role that may hold one.
 
 Each pulls the columns it needs, hands one function of the engine to the compute thread, and
 publishes what came out.
@@ -7,84 +7,32 @@ publishes what came out.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
 
 from rolemesh.engine.algorithms.judged import judged_rows
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.rank_model import RankModel
-from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.packing.batching import unit_lengths
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import LossSpec
 from rolemesh.engine.specs.columns import INPUT_COLUMNS, IS_JUDGED
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss
 from rolemesh.engine.train.plan import UpdatePlan
-from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.limits import MAX_TRAINED_ROWS, exceeded
 from rolemesh.rpc.references import names_of, row_tokens
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context
 from rolemesh.services.runtime.servicers.estimates import EstimateServicer, algorithm_part
 from rolemesh.v1 import (
     experience_pb2,
-    logprob_pb2,
-    logprob_pb2_grpc,
     trainer_pb2,
 )
 
+if TYPE_CHECKING:
+    from rolemesh.engine.train.trainer import Trainer
+
 _Response = TypeVar("_Response", bound=Message)
-
-
-class PolicyHolder(Protocol):
-    """A role that holds a language model."""
-
-    @property
-    def policy(self) -> RankModel:
-        """The model; raises NOT_INITIALIZED before Initialize."""
-
-
-class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
-    """LogprobService over a policy."""
-
-    def __init__(self, role: PolicyHolder, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
-
-    def ComputeLogprobs(
-        self, request: logprob_pb2.ComputeLogprobsRequest, context: Context
-    ) -> AsyncIterator[logprob_pb2.ComputeLogprobsResponse]:
-        """See logprob.proto."""
-
-        async def work(call: Call) -> Message:
-            if not request.column or request.temperature <= 0:
-                raise InvalidRequestError(
-                    f"column is {request.column!r} and temperature is {request.temperature}: give "
-                    "the new column a name and a temperature above 0",
-                    reason="SPEC_INVALID",
-                )
-            share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
-            batch = await self._runtime.pull(
-                request.experience, INPUT_COLUMNS, call, rows=share.rows
-            )
-            scored = await call.compute(
-                compute_logprobs,
-                self._role.policy,
-                batch,
-                temperature=request.temperature,
-                with_entropy=request.with_entropy,
-                progress=call.progress,
-            )
-            columns = {request.column: scored["logprobs"]}
-            if request.with_entropy:
-                columns[f"{request.column}_entropy"] = scored["entropy"]
-            return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, Experience(columns), share=share),
-                report=call.report({}, batch.num_tokens if share.counts else 0),
-            )
-
-        return self._runtime.keyed(request, context, logprob_pb2.ComputeLogprobsResponse, work)
 
 
 class TrainerServicer(EstimateServicer):

@@ -9,7 +9,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 from pydantic import ValidationError
-from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import PromptSet, load_prompts
 from rolemesh.engine.experience import Experience
@@ -73,6 +72,9 @@ class PromptSource:
             EmptyDataError: There is no prompt.
             DataInvalidError: Data cannot be read, or is not what it should be.
         """
+        # Here: a service is ready before it has seconds of imports to make.
+        from transformers import AutoTokenizer
+
         check_model_folder(model.path)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(
             model.path, local_files_only=True, trust_remote_code=False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import Message
@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.train.state import TrainedWeights
-from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
 from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.errors import CapacityError, InvalidRequestError
@@ -27,6 +26,9 @@ from rolemesh.services.runtime.experience.published_weights import (
 from rolemesh.services.runtime.servicers.cut_checkpoints import write_cut
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
+
+if TYPE_CHECKING:
+    from rolemesh.engine.train.trainer import Trainer
 
 SERVICE_NAME = "rolemesh.v1.WeightsService"
 """Full name of the service."""

@@ -50,7 +50,7 @@ def hand_over(address: str) -> None:
 _words = sys.orig_argv[1:3]
 _module = _words[1] if _words[:1] == ["-m"] and len(_words) == 2 else ""
 if re.fullmatch(
-    r"rolemesh\.(services\.\w+|services\.preview\.guess|quickstart\.tiny_model)", _module
+    r"rolemesh\.(services\.\w+|services\.preview\.(guess|memory)|quickstart\.tiny_model)", _module
 ) or (_words and os.path.dirname(_words[0]).endswith("/tests/support")):
     _kind = "SERVICES"
 elif _module in ("rolemesh.coordinator.commands.cli", "rolemesh.services.reward.outside.check"):
