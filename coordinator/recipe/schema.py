@@ -21,7 +21,7 @@ from rolemesh.coordinator.recipe.algorithms import (
 )
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.importance import with_importance
-from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
+from rolemesh.coordinator.recipe.placement import REGISTERED, PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.plan_section import PlanSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.run_section import RunSpec
@@ -165,6 +165,11 @@ class Recipe(Spec):
         for role, spec in self.services.items():
             if role not in ROLES:
                 raise ValueError(f"services.{role}: no such role; roles are {', '.join(ROLES)}")
+            if spec.registers and self.certificates is None:
+                raise ValueError(
+                    f"services.{role}.registers is true, but certificates is not given: a service "
+                    "registers by the certificate of its role; make them with `rolemesh certs`"
+                )
             if role != "rollout" and (spec.replicas > 1 or spec.addresses):
                 raise ValueError(
                     f"services.{role}: has replicas, which only the rollout role can have: give "
@@ -427,9 +432,9 @@ class Recipe(Spec):
         return any(pool.lets_roles_sleep for pool in pools if role_of(service) in pool.roles)
 
     def address(self, service: str) -> str | None:
-        """Where a service runs already; None: the coordinator starts it."""
+        """Where a service runs already; REGISTERED: it will say so; None: it is started here."""
         role = role_of(service)
         spec = self.service(role)
         if spec.addresses:
             return spec.addresses[self.services_of(role).index(service)]
-        return spec.address
+        return REGISTERED if spec.registers else spec.address

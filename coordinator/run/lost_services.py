@@ -37,7 +37,8 @@ class LostServices:
         Args:
             recipe: Of the run; services with an address in it are started by others.
             addresses: "host:port" by name of the service.
-            restart: Starts a service again that was started for the run; None: others do that.
+            restart: Starts a service again that was started for the run, or finds one that
+                registers itself; None: others do that.
             observer: Is told what is started.
             start_deadline_s: Longest wait for the first answer of a new process, in seconds.
         """
@@ -141,13 +142,17 @@ class LostServices:
 
     def told(self) -> str:
         """What a recovery begins with, in words."""
-        own = sorted(name for name in self.names if not self._is_of_others(name))
+        own = sorted(name for name in self.names if self._recipe.address(name) is None)
         others = sorted(self.names.keys() - own)
         starts = f"; {_are(own)} started again" if own and self._restart else ""
         return starts + (f"; {_are(others)} waited for" if others else "")
 
     def _is_of_others(self, service: str) -> bool:
-        return self._recipe.address(service) is not None
+        """Whether it comes back at its address, and nothing is to be done here.
+
+        One that registers may come back at another address, which `restart` finds.
+        """
+        return bool(self._recipe.address(service))
 
 
 def _are(services: Sequence[str]) -> str:
