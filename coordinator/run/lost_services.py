@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from typing import Any
 
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.launch import LaunchError
 
 MEET_AGAIN_DEADLINE_S = 20.0
@@ -150,9 +150,18 @@ class LostServices:
     def _is_of_others(self, service: str) -> bool:
         """Whether it comes back at its address, and nothing is to be done here.
 
-        One that registers may come back at another address, which `restart` finds.
+        One that registers may come back at another address, which `restart` finds. Which of those
+        are there that join and leave, the next attempt finds.
         """
-        return bool(self._recipe.address(service))
+        return bool(self._recipe.address(service)) or self._recipe.changes(role_of(service))
+
+    def found(self, addresses: Mapping[str, str]) -> None:
+        """Told which services of roles that change are there, before an attempt begins."""
+        for name in [name for name in self.addresses if self._recipe.changes(role_of(name))]:
+            if self.addresses[name] != addresses.get(name):
+                del self.addresses[name]
+        self.new |= addresses.keys() - self.addresses.keys()
+        self.addresses |= addresses
 
 
 def _are(services: Sequence[str]) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.launch import LaunchError
 from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import StateStore
 
-_LOOK_S = 0.5
+LOOK_S = 0.5
 """Pause between two looks into the store."""
 
 
@@ -35,8 +35,26 @@ class RegisteredServices:
         self._mesh = mesh
         self._recipe = recipe
 
+    async def now(self) -> dict[str, Registration]:
+        """What has registered, by name of the service; without those that the recipe has not.
+
+        Raises:
+            StateStoreError: The store failed.
+        """
+        names = {
+            self._place(name): name
+            for role in self._recipe.roles
+            if self._recipe.service(role).registers
+            for name in self._recipe.services_of(role)
+        }
+        known = await self._store.registrations(self._mesh)
+        return {names[one.place]: one for one in known if one.place in names}
+
     async def addresses(self, services: Iterable[str], deadline_s: float) -> dict[str, str]:
         """The address of each service, once all are there.
+
+        Of a role whose services may join and leave, it gives those that are there, once there are
+        as many as the recipe wants at least.
 
         Args:
             services: Names of services that register.
@@ -46,33 +64,46 @@ class RegisteredServices:
             LaunchError: Some have not come; names them, and what has registered instead.
             StateStoreError: The store failed.
         """
-        missing = {service: self._place(service) for service in services}
+        services = tuple(services)
         found: dict[str, str] = {}
         seen: Mapping[str, Registration] | None = None
         try:
             async with asyncio.timeout(deadline_s):
-                while missing:
-                    now = {one.place: one for one in await self._store.registrations(self._mesh)}
+                while True:
+                    now = await self.now()
                     seen = now if seen is None else seen
-                    for service, place in list(missing.items()):
-                        one = now.get(place)
-                        if one is not None and not one.is_leaving and one != seen.get(place):
+                    for service in services:
+                        one = now.get(service)
+                        if one is None or one.is_leaving:
+                            found.pop(service, None)
+                        elif one != seen.get(service):
                             found[service] = one.address
-                            del missing[service]
-                    if missing:
-                        await asyncio.sleep(_LOOK_S)
+                    if not self._missing(services, found):
+                        return found
+                    await asyncio.sleep(LOOK_S)
         except TimeoutError:
+            missing = self._missing(services, found)
             raise LaunchError(await self._not_there(missing, deadline_s)) from None
-        return found
+
+    def _missing(self, services: Sequence[str], found: Collection[str]) -> list[str]:
+        """Services that have to come, or could."""
+        missing = []
+        for role in dict.fromkeys(role_of(service) for service in services):
+            absent = [s for s in services if role_of(s) == role and s not in found]
+            num_found = sum(role_of(service) == role for service in found)
+            is_enough = num_found >= self._recipe.service(role).replicas
+            if not (self._recipe.changes(role) and is_enough):
+                missing += absent
+        return missing
 
     def _place(self, service: str) -> str:
         role = role_of(service)
         return f"{role}/{self._recipe.services_of(role).index(service)}"
 
-    async def _not_there(self, missing: Mapping[str, str], deadline_s: float) -> str:
+    async def _not_there(self, missing: Iterable[str], deadline_s: float) -> str:
         told = ", ".join(
-            f"{service} ({_flags(self._recipe, service, place)})"
-            for service, place in missing.items()
+            f"{service} ({_flags(self._recipe, service, self._place(service))})"
+            for service in missing
         )
         others = ", ".join(
             f"{one.place} at {one.address}" for one in await self._store.registrations(self._mesh)

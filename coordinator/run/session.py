@@ -242,6 +242,7 @@ class Session:
                 restart=functools.partial(self._again, launcher, registered),
                 resumed=resumed,
                 identity=self._identities.coordinator,
+                registered=registered,
             )
             self._run = run
             launcher.on_exit = lambda gone: run.service_lost(gone.role, gone.reason)

@@ -35,6 +35,10 @@ FIRST_PAUSE_S = 1.0
 CALL_S = 3.0
 """Deadline of one call."""
 
+NOTICE_S = 1.0
+"""How long a service that drains goes on to take calls: a run looks twice a second for those that
+leave, and asks others then."""
+
 PLACE_WAIT_S = 30.0
 """How long a place may be taken: by then the lease of a former process has ended."""
 
@@ -58,7 +62,7 @@ class Registering:
 
         registering = Registering(config, "gpu-1:50051", identity, on_refused=exit_requested.set)
         ...
-        await registering.leave()  # it takes no new work from here on
+        await registering.leave()  # others are asked from here on
         await registering.end()  # another process may have the place
     """
 
@@ -103,8 +107,13 @@ class Registering:
         self._keeping = asyncio.create_task(self._keep())
 
     async def leave(self) -> None:
-        """Says that the service drains; the lease is renewed until `end`."""
+        """Says that the service drains, and gives runs time to hear of it.
+
+        The lease is renewed until `end`.
+        """
         await self._say_at_once(registry_pb2.SERVICE_STATE_LEAVING)
+        if self._is_registered:
+            await asyncio.sleep(NOTICE_S)
 
     async def end(self) -> None:
         """Frees the place."""
