@@ -279,6 +279,22 @@ async def test_a_death_that_the_run_goes_on_after_is_told_as_one(tmp_path: Path)
         assert made.numbers == [1.0, 1.0, 2.0, 1.0, 1.0, 1.0]
 
 
+async def test_a_service_that_joins_gets_weights_that_the_others_have_already(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as made:
+        task = asyncio.create_task(made.run.execute())
+        # The evaluation before the first step has brought the weights that it samples with.
+        async with made.during(FIRST, "Generate", 0):
+            made.register(SECOND)
+            await made.loaded(SECOND)
+        check_went_on(made, await task)
+        assert made.numbers == [2.0] * STEPS
+        taken = [call.step for call in made.mesh.calls if call.name == f"{SECOND}.UpdateWeights"]
+        assert 1 in taken
+    assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed")
+
+
 async def test_a_service_that_left_may_come_back_as_another_process(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         task = asyncio.create_task(made.run.execute())

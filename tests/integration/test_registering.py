@@ -1,24 +1,15 @@
-"""Services that register themselves at a coordinator, and runs that find them in the store."""
+"""Services that register themselves at a coordinator, and what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import warm_processes
 from support.coordinator_doors import written as write_identity
-from support.mesh_runs import CliRun, tiny_model, tiny_recipe
-from support.run_results import learnt, written
 
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -174,103 +165,3 @@ async def test_a_coordinator_that_is_not_there_yet_is_waited_for(tmp_path: Path)
     ):
         await Coordinator(store, address, identity.mesh).until([("reward/0", "a:1", False)])
         await service.registering.end()
-
-
-# --- runs ------------------------------------------------------------------------------------
-
-
-def certificates(folder: Path, *members: str) -> Path:
-    folder.mkdir()
-    for member in members:
-        write_identity(AUTHORITY.issue(member), folder / f"{member}.pem")
-    return folder
-
-
-@contextlib.contextmanager
-def started(role: str, at: str, folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A service in a process of its own, which registers."""
-    with (folder / f"{role}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", f"rolemesh.services.{role}", "--register-at", at),
-                *("--identity", str(folder / "certs" / f"{role}.pem"), "--threads", "1", *flags),
-            ],
-            env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
-            stderr=log,
-        )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            finally:
-                process.kill()
-
-
-def member_address(run: CliRun) -> str:
-    """Where services of the run register."""
-    told = "gRPC for members of the mesh: "
-
-    def log() -> str:
-        file = run.out / "logs" / "coordinator.log"
-        return file.read_text() if file.exists() else ""
-
-    run.wait_until(lambda: told in log(), 120)
-    return log().partition(told)[2].split()[0]
-
-
-def test_a_run_finds_its_services_and_one_that_came_back_elsewhere(tmp_path: Path) -> None:
-    """The same bits as a run that starts all of them."""
-    model = tiny_model(tmp_path / "model")
-    recipe = tiny_recipe(model, run__steps=4, run__recovery__pause_s=0.0)
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    undisturbed = CliRun(recipe, plain)
-    try:
-        assert undisturbed.wait(300) == 0, undisturbed.output
-    finally:
-        undisturbed.close()
-    folder = tmp_path / "found"
-    folder.mkdir()
-    certs = certificates(folder / "certs", "coordinator", "actor", "critic", "reference", "reward")
-    for role in ("reference", "reward"):
-        recipe["services"][role] = {"registers": True}
-    recipe |= {"certificates": str(certs), "api": {"member_port": 0}}
-    run = CliRun(recipe, folder)
-    try:
-        at = member_address(run)
-        with (
-            started("reference", at, folder, f"--folder={model}"),
-            started("reward", at, folder) as first,
-        ):
-            run.wait_until(lambda: len(run.metrics()) >= 1, 300)
-            os.kill(warm_processes.forked(first.pid), signal.SIGKILL)
-            first.wait(10)
-            with started("reward", at, folder):
-                assert run.wait(300) == 0, run.output
-    finally:
-        run.close()
-    assert learnt(run.out) == learnt(undisturbed.out)
-    assert written(run.out) == written(undisturbed.out)
-    (recovered,) = json.loads((run.out / "summary.json").read_text())["recoveries"]
-    assert (recovered["restarted"], recovered["lost_steps"]) == (["reward"], 0)
-
-
-def test_a_run_says_which_services_have_not_come(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    roles = ("actor", "critic", "reference", "reward")
-    certs = certificates(tmp_path / "certs", "coordinator", *roles)
-    recipe = tiny_recipe(model, run__recovery__wait_s=1.0)
-    recipe["services"] = {role: {"registers": True} for role in roles}
-    recipe |= {"certificates": str(certs), "api": {"member_port": 0}}
-    began = time.monotonic()
-    run = CliRun(recipe, tmp_path)
-    try:
-        assert run.wait(120) != 0
-    finally:
-        run.close()
-    assert "not registered within 1 s (run.recovery.wait_s): actor (rolemesh serve actor), " in (
-        run.stderr
-    )
-    assert time.monotonic() - began < 120

@@ -129,6 +129,30 @@ async def test_a_lost_service_that_registers_is_found_again_where_it_is() -> Non
     assert lost.addresses == {"reward": "elsewhere:2"}
 
 
+def test_of_services_that_join_and_leave_as_many_as_are_wanted_at_least_are_waited_for() -> None:
+    changing = {
+        "services": {"rollout": {"registers": True, "replicas": 2, "most_replicas": 3}},
+        "schedule": {"sampler": {"type": "sync", "batch_size": 1}},
+    }
+
+    async def find(number: int) -> dict[str, str]:
+        mesh = Mesh()
+        mesh.found = RegisteredServices(mesh.store, "m", recipe(**changing))
+        kept = [
+            asyncio.create_task(mesh.keep(f"rollout/{2 - index}", f"{'abc'[index]}:1"))
+            for index in range(number)
+        ]
+        try:
+            return await mesh.found.addresses([f"rollout-{n}" for n in range(3)], 20.0)
+        finally:
+            for task in kept:
+                task.cancel()
+
+    assert run_jumping(find(2)) == {"rollout-2": "a:1", "rollout-1": "b:1"}
+    with pytest.raises(LaunchError, match=r"rollout-0 \(.*--number 0\), rollout-1"):
+        run_jumping(find(1))
+
+
 def test_services_that_register_are_not_started_here() -> None:
     known = services_in(recipe())
     assert {name for name, address in known.items() if address is None} == {
