@@ -35,7 +35,7 @@ class ServiceLeftError(UnavailableError):
     """A call of a service that takes no part in the run any more: others make it."""
 
     def __init__(self, service: str) -> None:
-        super().__init__(f"{service} has left the run", reason="SERVICE_LEFT")
+        super().__init__(f"{service} has left the run")
 
 
 class NodeFailedError(RunError):

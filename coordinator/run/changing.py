@@ -20,8 +20,8 @@ SERVICES_OPERATION = "run.services"
 """Operation of the journal's entry that says who joined before a step, and who had left."""
 
 ABSENT_S = 5.0
-"""A service whose lease has ended leaves after so long: where the store was away, or the coordinator
-at which services register, they register again within it."""
+"""A service whose lease has ended leaves after so long. Where the store was away, or the
+coordinator at which services register, they register again within it."""
 
 _ANSWER_S = 60.0
 """Longest wait for the first answer of a service that joins: it has registered already."""
@@ -210,8 +210,11 @@ class ChangingServices:
                 continue
             del self._joining[service]
             self._seen.pop(service, None)
-            if task.exception() is not None:
-                continue
+            error = task.exception()
+            if isinstance(error, RolemeshError | RunError):
+                continue  # it was told of
+            if error is not None:
+                raise error
             if service in self._gone:
                 await task.result().close()
                 continue
