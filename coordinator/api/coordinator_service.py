@@ -15,12 +15,18 @@ from grpc_reflection.v1alpha import reflection
 from rolemesh.coordinator.api.credentials import SERVICE, Tokens
 from rolemesh.coordinator.api.door_interceptor import DoorInterceptor, refuse
 from rolemesh.coordinator.api.messages import to_seconds
+from rolemesh.coordinator.api.registry import Registry
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.identity import server_credentials
+from rolemesh.rpc.identity import Identity, member_of, server_credentials
 from rolemesh.rpc.limits import MAX_CALLS, REQUEST_S, checked
-from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
+from rolemesh.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+)
 
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -211,6 +217,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await refuse(context, error)
 
 
+class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
+    """See registry.proto."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    @_answering
+    async def RegisterService(
+        self, request: registry_pb2.RegisterServiceRequest, context: _Context
+    ) -> registry_pb2.RegisterServiceResponse:
+        """See registry.proto."""
+        return await self._registry.register(request, member_of(context) or "")
+
+
 async def serve_coordinator(
     operations: StoreOperations,
     *,
@@ -223,6 +243,8 @@ async def serve_coordinator(
     tell_port: Callable[[int], None] | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Starts CoordinatorService, health (Check) and reflection on the running loop.
+
+    For members of the mesh RegistryService besides.
 
     Args:
         operations: The operations that it serves.
@@ -250,12 +272,18 @@ async def serve_coordinator(
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
         CoordinatorServicer(operations), server
     )
+    served = [SERVICE]
+    if members_only and certificate is not None:
+        # Callers without a certificate could put any address in the place of a role.
+        registry = Registry(operations.store, Identity.read(certificate).mesh)
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server(RegistryServicer(registry), server)
+        served.append(registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    for name in ("", SERVICE):
+    for name in ("", *served):
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection(
-        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        (*served, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

@@ -96,7 +96,7 @@ def check_caller(full_method: str, member: str) -> None:
     """Refuses a caller whose rights are too small; notes who it is for `check_caller_may`.
 
     Args:
-        full_method: Method of CoordinatorService, as gRPC spells it.
+        full_method: Method of the coordinator, as gRPC spells it.
         member: "client/" and the scope of the caller's token, or the name in its certificate.
 
     Raises:

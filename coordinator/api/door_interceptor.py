@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
-from rolemesh.coordinator.api.credentials import SERVICE, Tokens, check_caller
+from rolemesh.coordinator.api.credentials import Tokens, check_caller
 from rolemesh.rpc import awaited
 from rolemesh.rpc.errors import InternalError, RolemeshError
 from rolemesh.rpc.identity import member_of
@@ -54,12 +54,12 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):
         full_method = handler_call_details.method
         if handler is None:
             return None
-        if full_method.startswith(f"/{SERVICE}/"):
+        if full_method in rolemesh_methods():
             return self._guarded(full_method, handler)
         return awaited.standard(full_method, handler, self._request_s)
 
     def _guarded(self, full_method: str, handler: awaited.Handler) -> awaited.Handler:
-        """A method of CoordinatorService, which are of two kinds."""
+        """A method of ours, which are of two kinds."""
         message = rolemesh_methods()[full_method].input_type
         request = awaited.AwaitedRequest(handler, message, self._request_s)
         stream, unary = cast(Any, handler.unary_stream), cast(Any, handler.unary_unary)

@@ -44,6 +44,11 @@ class RunReads:
         self._histories = RunHistories(store)
         self._watches = Watches(store)
 
+    @property
+    def store(self) -> StateStore:
+        """The store that holds the answers."""
+        return self._store
+
     async def get_run(self, run_id: str) -> coordinator_pb2.Run:
         """A run."""
         return to_run(await self._record(run_id))

@@ -90,8 +90,8 @@ def coordinator(
         typer.Option(
             min=0,
             max=65535,
-            help="Also take clients there that show a certificate of the mesh instead of a token; "
-            "needs coordinator.pem as --certificate.",
+            help="Also take clients there that show a certificate of the mesh instead of a token, "
+            "and services that register; needs coordinator.pem as --certificate.",
         ),
     ] = None,
     allow_remote: AllowRemote = False,

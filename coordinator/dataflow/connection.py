@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
+from rolemesh.coordinator.dataflow.errors import RunError, ServiceLeftError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
@@ -63,6 +64,10 @@ def open_watched(
     return open_channel(address, traffic=traffic, is_watched=True, identity=identity)
 
 
+LEAVE_S = 6.0
+"""When a service that may leave refuses a call since it drains, that it leaves is known after at
+most this long."""
+
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -96,6 +101,9 @@ class RoleConnection:
         """Channels to processes that were replaced: calls may still be ending on them."""
         self._present = asyncio.Event()
         self._present.set()
+        self.may_leave = False
+        """Whether the run goes on without it, once it `leave`s."""
+        self._left = asyncio.Event()
 
     async def close(self) -> None:
         """Lets the channels go."""
@@ -114,6 +122,37 @@ class RoleConnection:
     def lost(self) -> None:
         """Told that the service is gone and will be replaced: calls wait for the new one."""
         self._present.clear()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the service takes no part in the run any more."""
+        return self._left.is_set()
+
+    def leave(self) -> None:
+        """Told that the service leaves the run: its calls end, and others make them."""
+        self._left.set()
+
+    async def _unless_it_leaves(self, call: Awaitable[Result]) -> Result:
+        """The result of a call, unless the service leaves before: what it makes is gone then."""
+        if not self.may_leave:
+            return await call
+        made, leaves = asyncio.ensure_future(call), asyncio.ensure_future(self._left.wait())
+        try:
+            await asyncio.wait({made, leaves}, return_when=asyncio.FIRST_COMPLETED)
+            if self.has_left:
+                raise ServiceLeftError(self.service)
+            return made.result()
+        finally:
+            made.cancel()
+            leaves.cancel()
+            await asyncio.gather(made, leaves, return_exceptions=True)
+
+    async def _leaves(self, error: RolemeshError) -> bool:
+        """Whether a call failed since the service leaves. It may say so before that is known."""
+        if self.may_leave and error.reason == "SERVICE_DRAINING":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), LEAVE_S)
+        return self.has_left
 
     def replace(self, new: RoleConnection) -> None:
         """Takes the place of what is gone: calls that wait go to the new service."""
@@ -235,18 +274,23 @@ class RoleConnection:
 
         Raises:
             RolemeshError: The call failed, or ended without a result.
+            ServiceLeftError: The service has left the run.
         """
         outage = Outage()
 
         async def once() -> Result:
             while True:
+                if self.has_left:
+                    raise ServiceLeftError(self.service)
                 if not self.is_present:
                     await self.present()
                 client = self.client
                 try:
-                    result = await call(on_progress)
+                    result = await self._unless_it_leaves(call(on_progress))
                     await journal.acknowledge(key, note(result))
-                except RolemeshError:
+                except RolemeshError as error:
+                    if await self._leaves(error):
+                        raise ServiceLeftError(self.service) from error
                     if self.is_present and client is self.client:
                         raise
                 else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.errors import RolemeshError, UnavailableError
 
 
 class RunError(Exception):
@@ -29,6 +29,13 @@ class ServiceLostError(RunError):
         self.during = during
         self.others: dict[str, str] = {}
         super().__init__(f"{during}: {cause}" if during else cause)
+
+
+class ServiceLeftError(UnavailableError):
+    """A call of a service that takes no part in the run any more: others make it."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__(f"{service} has left the run")
 
 
 class NodeFailedError(RunError):

@@ -31,16 +31,28 @@ class Generation:
 class GenerationCalls:
     """Generation as calls of `batch_size` prompts each, dealt out over services."""
 
-    def __init__(self, spec: SamplerSpec, columns: tuple[str, ...]) -> None:
+    def __init__(
+        self, spec: SamplerSpec, columns: tuple[str, ...], *, services_change: bool = False
+    ) -> None:
+        """Prepares.
+
+        Args:
+            spec: The schedule's sampler.
+            columns: Columns of a trajectory.
+            services_change: Whether services may leave while calls of them wait.
+        """
         self.spec = spec
         self.columns = columns
+        self._services_change = services_change
 
     def may_go_to_another(self, context: StepContext) -> bool:
         """Whether a call goes to another service that is free when its own is not.
 
-        So it is in the asynchronous schedule, where timing decides other things too.
+        So it is in the asynchronous schedule, where timing decides other things too, and where
+        services come and go: then calls have `batch_size` prompts, whoever makes them.
         """
-        return isinstance(self.spec, AsyncSamplerSpec) and not context.is_evaluation
+        is_async = isinstance(self.spec, AsyncSamplerSpec) and not context.is_evaluation
+        return is_async or self._services_change
 
     def make(
         self,

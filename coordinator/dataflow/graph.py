@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from rolemesh.coordinator.dataflow.clock import unix_time
-from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
+from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLeftError
 from rolemesh.coordinator.dataflow.futures import (
     CallFuture,
     ExperienceFuture,
@@ -127,6 +127,11 @@ class StepGraph:
                     node.num_rows = 0 if experience is None else experience.num_rows
                     node.ready_at = self._now()
                     outcome = await start(node, partial(work, node, experience))
+                except ServiceLeftError:
+                    if columns:
+                        raise
+                    # What it was to take is of no more use to it.
+                    return Outcome(report=experience_pb2.CallReport())
                 except RolemeshError as error:
                     if not await self._lineage.explains(error, read):
                         raise
@@ -192,7 +197,13 @@ class StepGraph:
             node.ready_at = self._now()
             while True:
                 is_lost = False
-                outcome = await self._leased(node, lambda: work(node, on_block), or_another)
+                try:
+                    outcome = await self._leased(node, lambda: work(node, on_block), or_another)
+                except ServiceLeftError:
+                    # Blocks that it had handed out are lost, and come again.
+                    if not or_another:
+                        raise
+                    continue
                 if num_blocks == 1 and outcome.experience is not None:
                     on_block(0, outcome.experience)
                 absent = [index for index, block in enumerate(blocks) if not block.done()]

@@ -228,6 +228,43 @@ class RunMesh:
             await new.close()
             raise
 
+    async def loaded(
+        self, service: str, address: str, recipe: Recipe, deadline_s: float, step: int
+    ) -> RoleConnection:
+        """A service that may `join`: it has been given the run, while others go on.
+
+        Args:
+            service: Its name.
+            address: Its "host:port".
+            recipe: Of the run.
+            deadline_s: Longest wait for its first answer, in seconds.
+            step: Steps committed.
+
+        Raises:
+            RunError: It does not answer in time, or cannot stand in for the role.
+            RolemeshError: It refuses or fails.
+        """
+        new = RoleConnection(service, address, self.traffic, self._identity, self._open_channel)
+        new.may_leave = True
+        try:
+            await new.wait_healthy(deadline_s)
+            await new.learn_capabilities()
+            await self._load(new, recipe, self._journal.next_key(step, f"{service}.join"))
+        except BaseException:
+            await new.close()
+            raise
+        return new
+
+    def join(self, connection: RoleConnection) -> None:
+        """Takes a service in, between two steps."""
+        self.connections[connection.service] = connection
+        self.replaceable |= {connection.service}
+
+    async def drop(self, service: str) -> None:
+        """Lets a service go that has left, between two steps."""
+        self.replaceable -= {service}
+        await self.connections.pop(service).close()
+
     async def attach(self, recipe: Recipe) -> bool:
         """Goes on with services that hold the run; False where one does not.
 
@@ -339,7 +376,7 @@ class RunMesh:
         """
 
         async def one(connection: RoleConnection) -> None:
-            if not connection.is_present:
+            if not connection.is_present or connection.has_left:
                 return
             try:
                 await call(connection.client)

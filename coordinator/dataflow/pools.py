@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.recipe.placement import PoolSpec
+from rolemesh.coordinator.recipe.schema import role_of
 
 MOVES = ("sleep", "wake")
 """Phases before a node starts: other roles leave its devices, then its own role comes back."""
@@ -184,6 +185,12 @@ class Pool:
             self.replicas.free[self.name] = self
         self.give()
 
+    def retire(self) -> None:
+        """Takes no more calls that other services may make."""
+        if self.replicas is not None:
+            self.replicas.free.pop(self.name, None)
+            self.replicas = None
+
     def give(self) -> None:
         """Gives the lease, where it is free, to the waiting call that has it next."""
         if self.is_held:
@@ -229,6 +236,11 @@ class Replicas:
         heapq.heappush(self._waiting, waiting)
         return waiting.comes(self._give)
 
+    def add(self, pool: Pool) -> None:
+        """Takes one more pool, which no service holds."""
+        self.free[pool.name] = pool
+        self._give()
+
     def first(self) -> list[_Waiting]:
         """The call that has a pool next, if one waits."""
         while self._waiting and self._waiting[0].turn.done():
@@ -249,6 +261,7 @@ class Pools:
         specs: Mapping[str, PoolSpec],
         sleeper: Sleeper | None = None,
         replicas: Mapping[str, Sequence[str]] | None = None,
+        changing: Collection[str] = (),
     ) -> None:
         """Makes the pools.
 
@@ -257,14 +270,21 @@ class Pools:
             sleeper: Moves roles of pools that let them sleep; None: no role sleeps.
             replicas: Names of the services of a role, where it has several. Each has devices of
                 its own and a lease of its own.
+            changing: Roles whose services may `join` and `leave`, each of which is in a pool of its
+                own.
         """
+        self._changing: dict[str, tuple[str, PoolSpec, Replicas]] = {}
         self._by_service: dict[str, Pool] = {}
         for name, spec in specs.items():
             pool = Pool(name, spec.devices, sleeper if spec.lets_roles_sleep else None)
             for role in spec.roles:
                 self._by_service[role] = pool
                 services = (replicas or {}).get(role, ())
-                if len(services) > 1:
+                if role in changing:
+                    self._changing[role] = name, spec, Replicas()
+                    for service in services:
+                        self.join(service)
+                elif len(services) > 1:
                     self._by_service |= _of_replicas(name, spec, services, pool.sleeper)
 
     def of(self, service: str) -> Pool:
@@ -274,6 +294,18 @@ class Pools:
                 f"pools: service {service!r} stands in no pool; add its role to the roles of one"
             )
         return self._by_service[service]
+
+    def join(self, service: str) -> None:
+        """Makes the pool of one more service of a role whose services change."""
+        name, spec, together = self._changing[role_of(service)]
+        number = service.rpartition("-")[2]
+        pool = Pool(f"{name}/{number}", spec.devices, None, service, together)
+        self._by_service[service] = pool
+        together.add(pool)
+
+    def leave(self, service: str) -> None:
+        """Has the other services of its role make what they may make of its calls."""
+        self._by_service[service].retire()
 
     def acquire(
         self, service: str, order: tuple[int, ...], *, or_another: bool = False
@@ -287,8 +319,11 @@ class Pools:
                 before this one is. The pool's `holder` says who does.
         """
         pool = self.of(service)
-        if or_another and pool.replicas is not None:
-            return pool.replicas.acquire(order, pool)
+        role = role_of(service)
+        # The pool of a service that has left belongs to none.
+        together = self._changing[role][2] if role in self._changing else pool.replicas
+        if or_another and together is not None:
+            return together.acquire(order, pool)
         return pool.acquire(order, service)
 
     @asynccontextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -101,6 +101,9 @@ class Sampler(Protocol):
 
     def step_ends(self, context: StepContext) -> None:
         """Told when all nodes of a step exist."""
+
+    def use(self, services: Sequence[str]) -> None:
+        """Told, between two steps, which services sample from here on."""
 
     async def weights_brought(self) -> None:
         """Returns once all that was asked to be brought to samplers has arrived there."""

@@ -52,6 +52,9 @@ class ActorSampler:
     def step_ends(self, context: StepContext) -> None:
         """The actor has its new weights."""
 
+    def use(self, services: Sequence[str]) -> None:
+        """No other service samples."""
+
     async def weights_brought(self) -> None:
         """The actor brings them at the start of its generation."""
 
@@ -98,6 +101,7 @@ class RolloutSampler:
         sampling: SamplingSpec | None,
         columns: tuple[str, ...] = ROLLOUT_COLUMNS,
         exchanges: WeightExchanges | None = None,
+        services_change: bool = False,
     ) -> None:
         """Prepares.
 
@@ -108,10 +112,11 @@ class RolloutSampler:
             sampling: Of training, for what is sampled ahead.
             columns: Columns of a trajectory.
             exchanges: By which weights go where they can; None: all weights are fetched.
+            services_change: Whether services may join and leave, as `use` says.
         """
         self._spec = spec
         self._exchanges = exchanges
-        self._calls = GenerationCalls(spec, columns)
+        self._calls = GenerationCalls(spec, columns, services_change=services_change)
         self._services = tuple(services)
         self._dtype = dtype
         self._sampling = sampling
@@ -193,6 +198,13 @@ class RolloutSampler:
                 # A publication replaces the one before, which must have been taken by then.
                 after = (*context.policy_updates, *self._takes.values())
                 self._publication = self._publish(context, after)
+
+    def use(self, services: Sequence[str]) -> None:
+        """Told, between two steps, which services sample from here on."""
+        if set(services) - set(self._services):
+            # All of them take the weights of what comes next.
+            self._taken = None
+        self._services = tuple(services)
 
     async def weights_brought(self) -> None:
         """Returns once the newest publication is made, and the services have what they take."""
@@ -350,8 +362,16 @@ def _quiet(text: str) -> None:
     return
 
 
-def make_sampler(recipe: Recipe, on_event: OnEvent = _quiet) -> Sampler:
-    """The sampler of a recipe's schedule; `on_event` is told how weights go to services."""
+def make_sampler(
+    recipe: Recipe, on_event: OnEvent = _quiet, services: Sequence[str] | None = None
+) -> Sampler:
+    """The sampler of a recipe's schedule.
+
+    Args:
+        recipe: The recipe.
+        on_event: Is told how weights go to services.
+        services: Rollout services that are there; None: all that the recipe has.
+    """
     actor, rollout = recipe.actor, recipe.rollout
     has_environment = actor is not None and actor.environment is not None
     columns = (*ROLLOUT_COLUMNS, *((ENVIRONMENT_REWARDS,) if has_environment else ()))
@@ -360,9 +380,10 @@ def make_sampler(recipe: Recipe, on_event: OnEvent = _quiet) -> Sampler:
     spec, dtype = recipe.schedule.sampler, rollout.rollout.dtype
     return RolloutSampler(
         spec,
-        recipe.services_of("rollout"),
+        recipe.services_of("rollout") if services is None else services,
         dtype,
         recipe.sampling,
         columns,
         WeightExchanges(recipe, dtype, on_event) if spec.weights == "nccl" else None,
+        services_change=recipe.changes("rollout"),
     )

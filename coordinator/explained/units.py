@@ -107,6 +107,7 @@ _BY_NAME: Mapping[str, str] = {
     "pp": "ranks",
     "prompts_per_step": "prompts",
     "replicas": "services",
+    "most_replicas": "services",
     "sample_ratio": "share",
     "samples_per_prompt": "completions",
     "seed": "number",

@@ -29,7 +29,7 @@ class ApiSpec(Spec):
     """Port of CoordinatorService; 0 takes a free one."""
     member_port: int | None = Field(default=None, ge=0, lt=2**16)
     """Port of CoordinatorService for clients that show a certificate of the mesh instead of a
-    token; 0 takes a free one, null serves none."""
+    token, and of the registry of its services; 0 takes a free one, null serves none."""
     token_file: Path | None = None
     """File with the token that allows everything; None: the variable ROLEMESH_API_TOKEN, where it
     is set, else a token that is made here, in the file api-token of the run's folder."""

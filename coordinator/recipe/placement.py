@@ -31,6 +31,9 @@ class PoolSpec(Spec):
         return self.sleep == "always"
 
 
+REGISTERED = ""
+"""In the place of the address of a service that registers itself."""
+
 Address = Annotated[
     str, BeforeValidator(plain_address), Field(pattern=r"^(\[[^\]\s]+\]|[^:\s]+):\d{1,5}$")
 ]
@@ -45,8 +48,15 @@ class ServiceSpec(Spec):
     one on loopback."""
     addresses: Annotated[tuple[Address, ...], Names("url")] = ()
     """The same for several replicas of a rollout role."""
+    registers: bool = False
+    """The services run already, or will, and register themselves (`rolemesh serve ROLE
+    --register-at`): the run waits for them, and finds them in the store."""
     replicas: int = Field(default=1, ge=1)
-    """Services that the coordinator starts for the role; more than 1 for rollout only."""
+    """Services that the coordinator starts for the role, or that register; more than 1 for rollout
+    only."""
+    most_replicas: int | None = Field(default=None, ge=2)
+    """Services may join the run and leave it, between this number and `replicas`, which is the
+    least then: for rollout services that register, and the sampler sync. None: always the same."""
     threads: int | None = Field(default=None, ge=1)
     """Compute threads of each rank that the coordinator starts; None: every core."""
     experience_capacity_mib: int = Field(default=1024, ge=1)
@@ -69,4 +79,20 @@ class ServiceSpec(Spec):
         ]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given: give one of them")
+        if self.most_replicas is not None:
+            if not self.registers:
+                raise ValueError(
+                    f"most_replicas is {self.most_replicas}, but registers is false: services that "
+                    "join a run register themselves; set registers to true, or leave it out"
+                )
+            if self.most_replicas <= self.replicas:
+                raise ValueError(
+                    f"most_replicas is {self.most_replicas} and replicas, the least, is "
+                    f"{self.replicas}: give more, or leave most_replicas out"
+                )
+        if self.registers and (self.address or self.addresses):
+            raise ValueError(
+                f"registers is true, and {given[0]} is given: a service that registers says its "
+                f"address itself; leave {given[0]} out"
+            )
         return self

@@ -21,11 +21,17 @@ from rolemesh.coordinator.recipe.algorithms import (
 )
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.importance import with_importance
-from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
+from rolemesh.coordinator.recipe.placement import REGISTERED, PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.plan_section import PlanSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.run_section import RunSpec
-from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
+from rolemesh.coordinator.recipe.schedule import (
+    AsyncSamplerSpec,
+    OneStepAheadSpec,
+    SamplerSpec,
+    ScheduleSpec,
+    SyncSamplerSpec,
+)
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.recipe.tuning import check_tuning
@@ -165,7 +171,12 @@ class Recipe(Spec):
         for role, spec in self.services.items():
             if role not in ROLES:
                 raise ValueError(f"services.{role}: no such role; roles are {', '.join(ROLES)}")
-            if role != "rollout" and (spec.replicas > 1 or spec.addresses):
+            if spec.registers and self.certificates is None:
+                raise ValueError(
+                    f"services.{role}.registers is true, but certificates is not given: a service "
+                    "registers by the certificate of its role; make them with `rolemesh certs`"
+                )
+            if role != "rollout" and (spec.replicas > 1 or spec.addresses or spec.most_replicas):
                 raise ValueError(
                     f"services.{role}: has replicas, which only the rollout role can have: give "
                     "one address or none, and spread the role with its layout"
@@ -299,6 +310,8 @@ class Recipe(Spec):
         num_calls = -(-num_prompts // (sampler.batch_size or 1))
         if self.rollout is None or replicas == 1:
             return
+        if self.service("rollout").most_replicas is not None:
+            self._check_changing(sampler)
         if num_calls < replicas:
             raise ValueError(
                 f"services.rollout has {replicas} services, but a step's {num_prompts} prompts "
@@ -312,6 +325,26 @@ class Recipe(Spec):
                 f"rollout role shares its pool with "
                 f"{', '.join(role for role in pool.roles if role != 'rollout')}: give it a pool of "
                 "its own"
+            )
+
+    def _check_changing(self, sampler: SamplerSpec) -> None:
+        """Services may come and go where no result depends on who samples."""
+        given = f"services.rollout.most_replicas is {self.service('rollout').most_replicas}"
+        if not isinstance(sampler, SyncSamplerSpec):
+            raise ValueError(
+                f"{given}, but schedule.sampler.type is {sampler.type!r}: services join and leave "
+                "with the sampler 'sync' alone; set it, or leave most_replicas out"
+            )
+        if sampler.batch_size is None:
+            raise ValueError(
+                f"{given}, but schedule.sampler.batch_size is not given, so that prompts would be "
+                "cut into calls by the number of services: give it, so that results do not depend "
+                "on that number"
+            )
+        if sampler.weights == "nccl":
+            raise ValueError(
+                f"{given}, but schedule.sampler.weights is 'nccl', whose exchanges are between "
+                "services that stay: set it to 'grpc', or leave most_replicas out"
             )
 
     def _check_exchanges(self) -> None:
@@ -417,9 +450,13 @@ class Recipe(Spec):
         return self.services.get(role, ServiceSpec())
 
     def services_of(self, role: str) -> tuple[str, ...]:
-        """Names of the role's services."""
+        """Names of the role's services; of one whose services change, all that there can be."""
         spec = self.service(role)
-        return service_names(role, max(spec.replicas, len(spec.addresses)))
+        return service_names(role, max(spec.most_replicas or spec.replicas, len(spec.addresses)))
+
+    def changes(self, role: str) -> bool:
+        """Whether services of the role may join the run and leave it."""
+        return self.service(role).most_replicas is not None
 
     def sleeps(self, service: str) -> bool:
         """Whether a service leaves its devices to other roles of its pool."""
@@ -427,9 +464,9 @@ class Recipe(Spec):
         return any(pool.lets_roles_sleep for pool in pools if role_of(service) in pool.roles)
 
     def address(self, service: str) -> str | None:
-        """Where a service runs already; None: the coordinator starts it."""
+        """Where a service runs already; REGISTERED: it will say so; None: it is started here."""
         role = role_of(service)
         spec = self.service(role)
         if spec.addresses:
             return spec.addresses[self.services_of(role).index(service)]
-        return spec.address
+        return REGISTERED if spec.registers else spec.address

@@ -23,10 +23,10 @@ def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, tuple[int, ...]
     if not placed:
         return {}
     for role in recipe.roles:
-        if recipe.service(role).address or recipe.service(role).addresses:
+        if any(recipe.address(service) is not None for service in recipe.services_of(role)):
             raise RecipeError(
-                f"services.{role} has an address, so that it runs elsewhere, and --on is given: "
-                "take the address out of the recipe, or leave --on out"
+                f"services.{role} has an address, or registers, so that it runs elsewhere, and "
+                "--on is given: take that out of the recipe, or leave --on out"
             )
     nodes: dict[str, tuple[int, ...]] = {
         service: (0,) for role in recipe.roles for service in recipe.services_of(role)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from rolemesh.coordinator.algorithms.registry import Algorithm
 from rolemesh.coordinator.dataflow.clock import now
-from rolemesh.coordinator.dataflow.connection import OpenChannel, open_watched
+from rolemesh.coordinator.dataflow.connection import OpenChannel, RoleConnection, open_watched
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.changing import ChangingServices
 from rolemesh.coordinator.run.early_end import EarlyEnd, failed, placed
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.external import ExternalLoop
@@ -23,6 +24,7 @@ from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.pulse import Pulse
 from rolemesh.coordinator.run.recovery import go_back
+from rolemesh.coordinator.run.registered import RegisteredServices
 from rolemesh.coordinator.run.replaceable import replaceable_services
 from rolemesh.coordinator.run.run_loop import RunLoop
 from rolemesh.coordinator.run.samples import SampleTaker
@@ -62,6 +64,8 @@ class RunParts:
     """When a service does not answer a call, the launcher has this long to report the cause."""
     open_channel: OpenChannel = open_watched
     """Opens a channel to a service."""
+    registered: RegisteredServices | None = None
+    """Finds services that may join; None: none may."""
     tuning: RunTuning | None = None
     """Chooses the settings of each attempt; None: all have the recipe's."""
 
@@ -112,6 +116,8 @@ class Attempt:
             parts.identity,
         )
         self.loop: RunLoop = self._make_loop(parts)
+        self.changing: ChangingServices | None = None
+        """Lets services join and leave, once the attempt has begun."""
         self.has_met = False
         """Whether all services have answered."""
         self.went_back_to = parts.progress.step
@@ -203,6 +209,7 @@ class Attempt:
             beat=pulse.beat,
         )
         watching: asyncio.Task[None] | None = None
+        changing: asyncio.Task[None] | None = None
         started = now()
         try:
             await mesh.meet(deadlines_s)
@@ -216,15 +223,50 @@ class Attempt:
                 # First: to go back may begin the graph of the next step.
                 mesh.replaceable = replaceable_services(parts.recipe, mesh)
                 await self._go_back(loop)
-            services = {name: known.facts() for name, known in mesh.connections.items()}
-            await parts.store.update_run(parts.run_id, epoch=self.epoch, services=services)
+            await self._tell_services()
             parts.progress.seconds["initialize"] += now() - started
+            if parts.registered is not None and isinstance(loop, TrainingLoop):
+                self.changing = self._may_change(parts.registered, loop, watcher, on_lost)
+                changing = asyncio.create_task(self.changing.run())
+                changing.add_done_callback(self._watcher_ended)
             on_begun(self)
             await loop.run()
         finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.wait({watching})
+            beside = {task for task in (watching, changing) if task is not None}
+            for task in beside:
+                task.cancel()
+            if beside:
+                await asyncio.wait(beside)
+
+    async def _tell_services(self) -> None:
+        """Writes into the run's record which services take part."""
+        services = {name: known.facts() for name, known in self.mesh.connections.items()}
+        await self.parts.store.update_run(self.parts.run_id, epoch=self.epoch, services=services)
+
+    def _may_change(
+        self,
+        registered: RegisteredServices,
+        loop: TrainingLoop,
+        watcher: Watcher,
+        on_lost: Callable[[str, str], None],
+    ) -> ChangingServices:
+        def watch(connection: RoleConnection) -> None:
+            watcher.ready.add(connection.service)
+            watcher.add(connection)
+
+        changing = ChangingServices(
+            registered,
+            self.parts.recipe,
+            self.mesh,
+            loop,
+            self.journal,
+            self.parts.observer,
+            watch=watch,
+            tell=self._tell_services,
+            on_lost=on_lost,
+        )
+        loop.turn = changing.turn
+        return changing
 
     async def _go_back(self, loop: TrainingLoop) -> None:
         """Brings services and records of the run to the newest state that is left."""
@@ -246,9 +288,11 @@ class Attempt:
         """Lets services that outlive the run take part in another one, and closes the channels."""
         lasting = [
             name
-            for name in self.parts.services
+            for name in self.mesh.connections
             # A service that refused this run may hold another one.
-            if self.parts.recipe.address(name) is not None and name in self.mesh.facts
+            if self.parts.recipe.address(name) is not None
+            and name in self.mesh.facts
+            and not self.mesh.connections[name].has_left
         ]
         if self.parts.algorithm is None and lasting:
             # It is newer than the epoch of every driver, so all of them are fenced off.

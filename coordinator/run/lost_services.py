@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from typing import Any
 
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.launch import LaunchError
 
 MEET_AGAIN_DEADLINE_S = 20.0
@@ -37,7 +37,8 @@ class LostServices:
         Args:
             recipe: Of the run; services with an address in it are started by others.
             addresses: "host:port" by name of the service.
-            restart: Starts a service again that was started for the run; None: others do that.
+            restart: Starts a service again that was started for the run, or finds one that
+                registers itself; None: others do that.
             observer: Is told what is started.
             start_deadline_s: Longest wait for the first answer of a new process, in seconds.
         """
@@ -141,13 +142,26 @@ class LostServices:
 
     def told(self) -> str:
         """What a recovery begins with, in words."""
-        own = sorted(name for name in self.names if not self._is_of_others(name))
+        own = sorted(name for name in self.names if self._recipe.address(name) is None)
         others = sorted(self.names.keys() - own)
         starts = f"; {_are(own)} started again" if own and self._restart else ""
         return starts + (f"; {_are(others)} waited for" if others else "")
 
     def _is_of_others(self, service: str) -> bool:
-        return self._recipe.address(service) is not None
+        """Whether it comes back at its address, and nothing is to be done here.
+
+        One that registers may come back at another address, which `restart` finds. Which of those
+        are there that join and leave, the next attempt finds.
+        """
+        return bool(self._recipe.address(service)) or self._recipe.changes(role_of(service))
+
+    def found(self, addresses: Mapping[str, str]) -> None:
+        """Told which services of roles that change are there, before an attempt begins."""
+        for name in [name for name in self.addresses if self._recipe.changes(role_of(name))]:
+            if self.addresses[name] != addresses.get(name):
+                del self.addresses[name]
+        self.new |= addresses.keys() - self.addresses.keys()
+        self.addresses |= addresses
 
 
 def _are(services: Sequence[str]) -> str:

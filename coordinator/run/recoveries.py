@@ -94,6 +94,10 @@ class Recoveries:
         """Told that a service was replaced while the attempt went on."""
         self._note(recovered, f"{', '.join(recovered.restarted)} was replaced, the step goes on")
 
+    def went_on(self, recovered: Recovered) -> None:
+        """Told that a service has died, and that others make its calls."""
+        self._note(recovered, "others make its calls, the step goes on")
+
     def _note(self, recovered: Recovered, told: str) -> None:
         self.made.append(recovered)
         self._events.recovered(recovered)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import ServiceLostError
+from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.coordinator.run.attempt import Attempt
 from rolemesh.coordinator.run.lost_services import LostServices
 from rolemesh.coordinator.run.recovery import RecoveryBudget, told_of
@@ -59,6 +60,8 @@ class Replacements:
             return True  # more news of the same loss
         if service not in self._attempt.mesh.replaceable or service in self._tasks:
             return False
+        if self._attempt.parts.recipe.changes(role_of(service)):
+            return False  # the next attempt begins with those that are there
         loop, error = self._attempt.loop, ServiceLostError(service, reason, "")
         assert isinstance(loop, TrainingLoop)
         pause_s = self._budget.pause_s(error, loop.step, replaced=service)

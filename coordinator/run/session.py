@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
+from rolemesh.coordinator.recipe.placement import REGISTERED
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
@@ -40,6 +42,7 @@ from rolemesh.coordinator.run.records import (
     enter_run,
     make_run_id,
 )
+from rolemesh.coordinator.run.registered import RegisteredServices
 from rolemesh.coordinator.run.resume import RUN_FILE, check_changes, open_run, reached
 from rolemesh.coordinator.run.start_checks import check_start, services_in
 from rolemesh.coordinator.run.summary import RunSummary
@@ -54,6 +57,7 @@ from rolemesh.coordinator.state.files import make_folder, write_atomically
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.rpc import tracing
+from rolemesh.rpc.together import together
 
 COORDINATOR_FILE = "coordinator.json"
 """In the run's folder while its coordinator lives: Doors.facts, and run_id."""
@@ -121,12 +125,14 @@ class Session:
             services = services_in(recipe)
             self._own = [name for name, address in services.items() if address is None]
             self._addresses = {name: address for name, address in services.items() if address}
+            self._registering = [n for n, address in services.items() if address == REGISTERED]
             if resumes:
                 self._check_resumable()
             else:
                 check_directory_is_free(self.directory)
             check_start(recipe, self._own)
-            self._identities = identities_of(recipe, self._own, self._addresses)
+            outside = (*self._addresses, *self._registering)
+            self._identities = identities_of(recipe, self._own, outside)
         except ValueError as error:
             raise InputError(str(error)) from error
 
@@ -222,9 +228,10 @@ class Session:
                 Launcher(self._own, commands, self.directory / "logs")
             )
             stack.enter_context(self._handing_out())
-            for name in self._own:
+            for name in (*self._own, *self._registering):
                 self._observer.on_phase(name, "start", 0, 0)
-            started = await _unless_stopped(launcher.start(), store, self.run_id)
+            registered = self._registered(store)
+            started = await _unless_stopped(self._started(launcher, registered), store, self.run_id)
             run = TrainingRun(
                 self.recipe,
                 directory=self.directory,
@@ -232,9 +239,10 @@ class Session:
                 store=store,
                 observer=self._observer,
                 run_id=self.run_id,
-                restart=launcher.restart,
+                restart=functools.partial(self._again, launcher, registered),
                 resumed=resumed,
                 identity=self._identities.coordinator,
+                registered=registered,
             )
             self._run = run
             launcher.on_exit = lambda gone: run.service_lost(gone.role, gone.reason)
@@ -245,6 +253,37 @@ class Session:
                 raise
             finally:
                 self._is_ending = True
+
+    def _registered(self, store: StateStore) -> RegisteredServices | None:
+        """Finds the services that register themselves; None where the recipe has none."""
+        identity = self._identities.coordinator
+        # The recipe's certificates, without which it has no such services.
+        if not self._registering or identity is None:
+            return None
+        return RegisteredServices(store, identity.mesh, self.recipe)
+
+    async def _started(
+        self, launcher: Launcher, registered: RegisteredServices | None
+    ) -> dict[str, str]:
+        """Starts services and waits for those that register; gives the address of each."""
+        waits = [launcher.start()]
+        if registered is not None:
+            names, wait_s = self._registering, self.recipe.run.recovery.wait_s
+            self._observer.on_event(f"waiting for {', '.join(names)} to register")
+            waits.append(registered.addresses(names, wait_s))
+        started: dict[str, str] = {}
+        for addresses in await together(waits):
+            started |= addresses
+        return started
+
+    async def _again(
+        self, launcher: Launcher, registered: RegisteredServices | None, service: str
+    ) -> str:
+        """Starts a service again, or waits for the one that takes its place."""
+        if registered is None or service not in self._registering:
+            return await launcher.restart(service)
+        wait_s = self.recipe.run.recovery.wait_s
+        return (await registered.addresses([service], wait_s))[service]
 
     @contextlib.contextmanager
     def _handing_out(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.api.doors import check_doors
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import check_roles_run
 from rolemesh.coordinator.run.launch import visible_devices
@@ -16,7 +17,7 @@ from rolemesh.rpc import tracing
 
 
 def services_in(recipe: Recipe) -> dict[str, str | None]:
-    """The services of a recipe's run by name, each with its address; None: it is started here.
+    """The services of a recipe's run by name, each with its address, as `Recipe.address` says.
 
     Raises:
         ValueError: The recipe lacks a section that the algorithm needs.
@@ -43,9 +44,24 @@ def check_start(recipe: Recipe, own_services: Sequence[str]) -> None:
     if own_services:
         check_roles_run()
     check_paths(recipe, {role_of(name) for name in own_services})
+    _check_can_register(recipe)
     for name in own_services:
         visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
         _check_variables(recipe, role_of(name))
+
+
+def _check_can_register(recipe: Recipe) -> None:
+    """Raises ValueError where services register themselves, and have nowhere to."""
+    registering = [role for role in roles_in(recipe) if recipe.service(role).registers]
+    if (
+        registering
+        and recipe.api.member_port is None
+        and not isinstance(recipe.store, RedisStoreSpec)
+    ):
+        raise ValueError(
+            f"services.{registering[0]}.registers is true, but api.member_port is null, and no "
+            "other coordinator has this run's store: give the port at which services register"
+        )
 
 
 def _check_variables(recipe: Recipe, role: str) -> None:

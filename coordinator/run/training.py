@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,16 @@ class TrainingLoop(RunLoop):
         self._directory = directory
         self._events = events
         self._samples = samples
-        replicas = {role: recipe.services_of(role) for role in recipe.roles}
-        self._pools = Pools(recipe.pools, mesh, replicas)
-        self._sampler = make_sampler(recipe, observer.on_event)
+        changing = [role for role in recipe.roles if recipe.changes(role)]
+        replicas: dict[str, Sequence[str]] = {
+            role: recipe.services_of(role) for role in recipe.roles
+        }
+        for role in changing:
+            replicas[role] = [name for name in replicas[role] if name in mesh.connections]
+        self._pools = Pools(recipe.pools, mesh, replicas, changing)
+        self._sampler = make_sampler(recipe, observer.on_event, replicas.get("rollout"))
+        self.turn: Callable[[int], Awaitable[None]] | None = None
+        """Called before each step with its number: services may join and leave in it."""
         self._ahead = StepsAhead(recipe.run, self._sampler, self.progress, self._context)
         self.cuts = Cuts(mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts)
         self._best = BestOfRun(recipe.run, self.progress)
@@ -168,6 +175,8 @@ class TrainingLoop(RunLoop):
             if self._tuning is not None:
                 await self._tuning.begin(self._journal)
             while not (self._is_made or self.wishes.is_stop_wanted):
+                if self.turn is not None:
+                    await self.turn(self.step + 1)
                 await self._make_step(self.step + 1)
                 await self.durable.save_due()
                 await self._heed_wishes()
@@ -248,6 +257,19 @@ class TrainingLoop(RunLoop):
         newest = [] if self.dataflow is None else [self.dataflow]
         for dataflow in (*newest, *self._ahead.begun):
             dataflow.lost(service)
+
+    def left(self, service: str) -> None:
+        """Told that a service has left: others make its calls, and answer again what they read."""
+        self._pools.leave(service)
+        self.lost(service)
+
+    def joined(self, service: str) -> None:
+        """Told, between two steps, that a service has joined."""
+        self._pools.join(service)
+
+    def use(self, services: Sequence[str]) -> None:
+        """Told, between two steps, which services sample from here on."""
+        self._sampler.use(services)
 
     def room(self, service: str) -> AbstractAsyncContextManager[None]:
         """Holds a service's devices for its new process."""
@@ -345,6 +367,7 @@ class TrainingLoop(RunLoop):
         """Makes and commits a step."""
         self.activity = f"step {step}"
         started = now()
+        num_rollouts = sum(one.role == "rollout" for one in self._mesh.connections.values())
         context, prompts = self._ahead.take(step)
         self.dataflow = self.step_in_progress = context.dataflow
         refusal: NodeFailedError | None = None
@@ -370,6 +393,8 @@ class TrainingLoop(RunLoop):
         record = self.told.record(step, nodes, started) | self._health.marks()
         if self.cuts.is_on:
             record["time/cut"] = cut_seconds
+        if self._recipe.changes("rollout"):
+            record["services/rollout"] = float(num_rollouts)
         await self._commit(step, self._ahead.position(step), record)
         self._ahead.made(step)
         if self._tuning is not None:

@@ -24,7 +24,7 @@ from rolemesh.coordinator.dataflow.errors import (
 from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.rates import schedule_length
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.attempt import Attempt, RunParts
 from rolemesh.coordinator.run.conclusion import Conclusion
 from rolemesh.coordinator.run.early_end import EarlyEnd
@@ -37,9 +37,10 @@ from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
 from rolemesh.coordinator.run.recoveries import Recoveries
 from rolemesh.coordinator.run.recovery import RecoveryBudget, cause_of, told_epoch, told_of
+from rolemesh.coordinator.run.registered import RegisteredServices
 from rolemesh.coordinator.run.replacing import Replacements
 from rolemesh.coordinator.run.resume import reached
-from rolemesh.coordinator.run.summary import RunSummary, git_commit
+from rolemesh.coordinator.run.summary import Recovered, RunSummary, git_commit
 from rolemesh.coordinator.run.training import TrainingLoop
 from rolemesh.coordinator.run.tuning import RetunedError, RunTuning
 from rolemesh.coordinator.run.watcher import WatchSettings
@@ -95,6 +96,7 @@ class TrainingRun:
         resumed: RunProgress | None = None,
         identity: Identity | None = None,
         open_channel: OpenChannel = open_watched,
+        registered: RegisteredServices | None = None,
     ) -> None:
         """Prepares; nothing is contacted or written before `execute`.
 
@@ -112,6 +114,8 @@ class TrainingRun:
             resumed: What the run in the folder has reached, to go on from there; None: it begins.
             identity: Of the coordinator; None where the services speak in clear.
             open_channel: Opens a channel to a service.
+            registered: Finds the services of roles that may join and leave; None where no role has
+                such services.
 
         Raises:
             ValueError: A role has no address, or the folder holds a run already.
@@ -123,7 +127,7 @@ class TrainingRun:
         self._algorithm = None if is_external else algorithm_of(recipe)
         self._services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
         for name in self._services:
-            if name not in addresses:
+            if name not in addresses and not recipe.changes(role_of(name)):
                 raise ValueError(
                     f"services.{name}.address: no address for the role; give one, or let the "
                     "launcher start it"
@@ -133,6 +137,9 @@ class TrainingRun:
         self._store = store
         self._identity = identity
         self._open_channel = open_channel
+        self._registered = registered
+        self._changing = [name for name in self._services if recipe.changes(role_of(name))]
+        """Services that may join and leave."""
         self._events = EventLog(store, self.run_id)
         self._observer = NotingObserver(observer or QuietObserver(), self._events)
         self.wishes = Wishes(store, self.run_id, self._events, self._observer)
@@ -188,6 +195,8 @@ class TrainingRun:
             reason: For people, with rank, process and cause, e.g. "actor rank 0 (pid 123) was
                 killed by signal 9; its log ends with: ...".
         """
+        if self._attempt is not None and self._others_go_on(self._attempt, service, reason):
+            return
         self._lost.note(service, reason)
         # A run that is to end waits for no new process.
         replacements = None if self._is_ending else self._replacements
@@ -195,6 +204,29 @@ class TrainingRun:
             return
         if self._attempt is not None:
             self._attempt.lost(service, reason)
+
+    def _others_go_on(self, attempt: Attempt, service: str, reason: str) -> bool:
+        """Lets a service go that has died, where the run can do without it."""
+        if attempt.changing is None:
+            return False
+        if attempt.changing.has_left(service):
+            return True
+        error = ServiceLostError(service, reason, "")
+        if not attempt.changing.can_spare(service):
+            return False
+        if self._budget.pause_s(error, self.progress.step, replaced=service) is None:
+            return False
+        attempt.changing.leave(service, told_of(error))
+        self._recoveries.went_on(
+            Recovered(
+                step=self.progress.step,
+                cause=told_of(error),
+                seconds=0.0,
+                restarted=(),
+                lost_steps=0,
+            )
+        )
+        return True
 
     # --- the whole life ---
 
@@ -247,6 +279,7 @@ class TrainingRun:
             watch=self._watch_settings,
             loss_grace_s=self._loss_grace_s,
             open_channel=self._open_channel,
+            registered=self._registered if self._changing else None,
             tuning=self._tuning(),
         )
         conclusion = Conclusion(parts, commit)
@@ -314,6 +347,8 @@ class TrainingRun:
         self.progress.epoch = epoch
         if parts.tuning is not None:
             parts = replace(parts, recipe=parts.tuning.recipe)
+        there = [name for name in self._services if name in self._lost.addresses]
+        parts = replace(parts, services=there)
         self._attempt = Attempt(parts, epoch, self._lost.addresses)
         # What was lost since the services were started.
         for service, reason in self._lost.names.items():
@@ -327,6 +362,7 @@ class TrainingRun:
             try:
                 if not is_first:
                     await self._lost.start()
+                    await self._find_changing()
                     attempt = await self._new_attempt(parts)
                 deadlines_s = self._lost.deadlines_s(
                     self._services, is_first=is_first and not self._is_resumed
@@ -362,6 +398,16 @@ class TrainingRun:
                     raise
                 await self._failed(error, attempt)
                 await asyncio.sleep(pause_s)
+
+    async def _find_changing(self) -> None:
+        """Finds which services are there of those that may join and leave.
+
+        Raises:
+            LaunchError: Too few have come.
+        """
+        if self._registered is not None and self._changing:
+            wait_s = self.recipe.run.recovery.wait_s
+            self._lost.found(await self._registered.addresses(self._changing, wait_s))
 
     async def _gave_up_trial(self, parts: RunParts, attempt: Attempt, error: Exception) -> bool:
         """Goes back to the best settings where others were tried; returns whether they were."""

@@ -68,6 +68,8 @@ class Watcher:
         self._on_lost = on_lost
         self._on_devices = on_devices
         self._beat = beat
+        self._group: asyncio.TaskGroup | None = None
+        """Of the watch, while it runs."""
         self.ready: set[str] = set()
         """Services that were initialised: from then on, one that does not hold the run is lost."""
         self._news: dict[str, tuple[RoleConnection, str]] = {}
@@ -76,11 +78,17 @@ class Watcher:
     async def run(self) -> None:
         """Watches until cancelled; raises the errors of the store."""
         async with asyncio.TaskGroup() as group:
+            self._group = group
             for connection in self._connections:
-                group.create_task(self._watch_service(connection))
+                self.add(connection)
             group.create_task(self._keep_pulse())
             # A store that is away must not keep the watch from looking.
             group.create_task(self._keep_leases())
+
+    def add(self, connection: RoleConnection) -> None:
+        """Watches one more service, until it leaves."""
+        assert self._group is not None, "only while the watch runs"
+        self._group.create_task(self._watch_service(connection))
 
     async def _keep_pulse(self) -> None:
         while True:
@@ -104,7 +112,7 @@ class Watcher:
 
     async def _watch_service(self, connection: RoleConnection) -> None:
         look, asked = _Look(self._settings), connection.client
-        while True:
+        while not connection.has_left:
             await connection.present()
             if connection.client is not asked:
                 # Another process, of which nothing is known yet.
@@ -126,11 +134,12 @@ class Watcher:
                 loss = f"is broken: {error.message}"
             else:
                 loss = look.answered(status, self._run_id, is_ready=is_ready)
-                if not loss and connection.client is asked:
+                if not loss and connection.client is asked and not connection.has_left:
                     self._on_devices(connection.service, status.devices)
                     self._news[connection.service] = connection, describe(status)
             # What became of a process that was replaced meanwhile is no news of its successor.
-            if loss and connection.is_present and connection.client is asked:
+            is_news = connection.is_present and not connection.has_left
+            if loss and is_news and connection.client is asked:
                 self._on_lost(connection.service, f"{_name(connection)} {loss}")
                 if connection.is_present:
                     return  # it is not replaced

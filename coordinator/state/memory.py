@@ -15,6 +15,7 @@ from rolemesh.coordinator.state.errors import (
     RunNotFoundError,
     StaleEpochError,
 )
+from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
@@ -45,6 +46,7 @@ class MemoryStateStore(StateStore):
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._services: dict[tuple[str, str], ServiceLease] = {}
+        self._places: dict[tuple[str, str, int], Registration] = {}
         self._runs: dict[str, RunRecord] = {}
         self._epochs: dict[str, int] = {}
         self._journals: dict[str, dict[str, JournalEntry]] = {}
@@ -88,6 +90,32 @@ class MemoryStateStore(StateStore):
         now = self._clock()
         self._services = {k: v for k, v in self._services.items() if v.lease_until > now}
         return [self._services[key] for key in sorted(self._services)]
+
+    async def enter(self, registration: Registration, ttl_s: float) -> Registration:
+        """Gives a process its place."""
+        place = registration.mesh, registration.role, registration.number
+        known, now = self._places.get(place), self._clock()
+        if (
+            known is not None
+            and known.lease_until > now
+            and known.incarnation != registration.incarnation
+        ):
+            return known
+        self._places[place] = dataclasses.replace(registration, lease_until=now + ttl_s)
+        return self._places[place]
+
+    async def take_out(self, registration: Registration) -> None:
+        """Frees the place of a process."""
+        place = registration.mesh, registration.role, registration.number
+        known = self._places.get(place)
+        if known is not None and known.incarnation == registration.incarnation:
+            del self._places[place]
+
+    async def registrations(self, mesh: str) -> list[Registration]:
+        """Those whose lease holds."""
+        now = self._clock()
+        self._places = {k: v for k, v in self._places.items() if v.lease_until > now}
+        return [self._places[key] for key in sorted(self._places) if key[0] == mesh]
 
     async def create_run(self, record: RunRecord) -> None:
         """Enters a run."""

@@ -25,6 +25,7 @@ from rolemesh.coordinator.state.errors import (
     StaleEpochError,
 )
 from rolemesh.coordinator.state.redis_link import OUTAGE_S, RedisLink
+from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
@@ -143,6 +144,34 @@ class RedisStateStore(StateStore):
             else:
                 leases.append(ServiceLease(**json.loads(value)))
         return leases
+
+    async def enter(self, registration: Registration, ttl_s: float) -> Registration:
+        """Gives a process its place."""
+        entered = dataclasses.replace(registration, lease_until=self._clock() + ttl_s)
+        value = entered.incarnation + json.dumps(dataclasses.asdict(entered))
+        code, known = await self._link.script(
+            scripts.ENTER,
+            [_place_key(entered), _places_key(entered.mesh)],
+            [entered.incarnation, value, max(1, int(ttl_s * 1000)), entered.place],
+        )
+        return _registration(known) if code == scripts.EXISTS else entered
+
+    async def take_out(self, registration: Registration) -> None:
+        """Frees the place of a process."""
+        await self._link.script(
+            scripts.TAKE_OUT,
+            [_place_key(registration), _places_key(registration.mesh)],
+            [registration.incarnation, registration.place],
+        )
+
+    async def registrations(self, mesh: str) -> list[Registration]:
+        """Those whose lease holds."""
+        found = []
+        for place in await self._link.command("SMEMBERS", _places_key(mesh)):
+            value = await self._link.command("GET", f"{_places_key(mesh)}:{place.decode()}")
+            if value is not None:
+                found.append(_registration(value))
+        return sorted(found, key=lambda one: (one.role, one.number))
 
     # --- runs ---
 
@@ -334,6 +363,20 @@ class RedisStateStore(StateStore):
         bound = [] if limit is None else ["COUNT", limit]
         rows = await self._link.command("XRANGE", key, start, "+", *bound)
         return [(entry_id.decode(), fields) for entry_id, fields in rows]
+
+
+def _places_key(mesh: str) -> str:
+    """Key of the places that a mesh has; keys of each place begin with it."""
+    return f"{_PREFIX}:{{places:{mesh}}}"
+
+
+def _place_key(registration: Registration) -> str:
+    return f"{_places_key(registration.mesh)}:{registration.place}"
+
+
+def _registration(value: bytes) -> Registration:
+    """What stands at a place, behind the name of its process."""
+    return Registration(**json.loads(value[value.index(b"{") :]))
 
 
 def _fields(values: Mapping[str, Any]) -> list[str]:

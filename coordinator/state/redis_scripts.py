@@ -97,3 +97,25 @@ end
 if #page < tonumber(ARGV[4]) then return {{{DONE}, ''}} end
 return {{{DONE}, page[#page][1]}}
 """
+
+# A value begins with the name of the process, whose length is that of ARGV[1]. Both scripts may be
+# sent again: they set what is set already, and free what is free.
+_HELD = """
+local known = redis.call('GET', KEYS[1])
+local is_others = known and string.sub(known, 1, #ARGV[1]) ~= ARGV[1]
+"""
+
+ENTER = f"""{_HELD}
+if is_others then return {{{EXISTS}, known}} end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+redis.call('SADD', KEYS[2], ARGV[4])
+return {{{DONE}, '0'}}
+"""
+
+TAKE_OUT = f"""{_HELD}
+if known and not is_others then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[2])
+end
+return {{{DONE}, '0'}}
+"""

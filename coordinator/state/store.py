@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from rolemesh.coordinator.state.errors import StateStoreError
+from rolemesh.coordinator.state.registrations import Registration
 
 
 class RunState(StrEnum):
@@ -236,6 +237,22 @@ class StateStore(ABC):
     @abstractmethod
     async def list_services(self) -> list[ServiceLease]:
         """Services whose lease holds, ordered by role and address."""
+
+    @abstractmethod
+    async def enter(self, registration: Registration, ttl_s: float) -> Registration:
+        """Gives a process its place for ttl_s seconds, or renews that, unless another one has it.
+
+        Returns:
+            Who has the place now: the caller, or another incarnation whose lease holds.
+        """
+
+    @abstractmethod
+    async def take_out(self, registration: Registration) -> None:
+        """Frees the place of a process, where it has it."""
+
+    @abstractmethod
+    async def registrations(self, mesh: str) -> list[Registration]:
+        """Those of a mesh whose lease holds, ordered by role and number."""
 
     # --- runs ---
 

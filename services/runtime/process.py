@@ -49,6 +49,7 @@ from rolemesh.services.runtime.server.interceptor import ServiceInterceptor
 from rolemesh.services.runtime.server.log import set_up_logging
 from rolemesh.services.runtime.server.metrics import MetricsPage
 from rolemesh.services.runtime.server.parent import follow_parent
+from rolemesh.services.runtime.server.registering import Registering
 from rolemesh.services.runtime.servicers.put import put_experience
 from rolemesh.services.runtime.servicers.worker import WorkerServicer
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
@@ -77,7 +78,7 @@ EXIT_USAGE = 2
 
 
 class ServiceStartError(RuntimeError):
-    """The service cannot listen where it was told to, or has no device."""
+    """The service cannot listen or register where it was told to, or has no device."""
 
 
 class ServiceServer:
@@ -399,12 +400,21 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
     logger.info("serving %s at %s", role.name, address)
     if config.announce is not None:
         write_announcement(config.announce, service.announcement())
+    registering = None
+    if config.register_at is not None and runtime.identity is not None:
+        registering = Registering(config, address, runtime.identity, runtime.exit_requested.set)
     try:
         await runtime.exit_requested.wait()
         logger.info("draining")
         started = time.monotonic()
+        if registering is not None:
+            await registering.leave()
         is_finished = await service.stop()
         logger.info("drained in %.1f s", time.monotonic() - started)
+        if registering is not None:
+            await registering.end()
+            if registering.refusal:
+                raise ServiceStartError(registering.refusal)
         return is_finished
     finally:
         if config.announce is not None:

@@ -62,7 +62,13 @@ async def served(kind: str, place: Path) -> AsyncIterator[tuple[str, Sequence[st
         server, port = await serve_coordinator(
             StoreOperations(MemoryStateStore()), certificate=place, members_only=True
         )
-        yield f"127.0.0.1:{port}", ["rolemesh.v1.CoordinatorService"]
+        yield (
+            f"127.0.0.1:{port}",
+            [
+                "rolemesh.v1.CoordinatorService",
+                "rolemesh.v1.RegistryService",
+            ],
+        )
         await server.stop(None)
         return
     if kind == AGENT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakeredis import FakeAsyncRedis
@@ -22,6 +23,7 @@ from rolemesh.coordinator.state.errors import (
 )
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
@@ -349,3 +351,54 @@ async def test_an_older_coordinator_adds_no_metrics_and_no_graph(store: StateSto
     await store.append_graph("a", 2, b"y", new)
     assert [entry.values for entry in await store.read_metrics("a")] == [{"step": 2.0}]
     assert [graph.step for graph in await store.read_graphs("a")] == [2]
+
+
+def registration(number: int = 0, process: str = "a", **changes: Any) -> Registration:
+    fields = {"mesh": "m", "role": "actor", "address": f"{process}:1", "incarnation": process * 32}
+    return Registration(number=number, **(fields | changes))
+
+
+async def places(store: StateStore, mesh: str = "m") -> list[tuple[str, str]]:
+    return [(one.place, one.address) for one in await store.registrations(mesh)]
+
+
+async def test_a_place_is_one_process_s_as_long_as_its_lease_holds(store: StateStore) -> None:
+    entered = await store.enter(registration(), 60.0)
+    assert entered.incarnation == "a" * 32
+    assert (await store.enter(registration(process="b"), 60.0)) == entered
+    assert await places(store) == [("actor/0", "a:1")]
+    # Its own renewal says more of it, and is another entry.
+    renewed = await store.enter(registration(is_leaving=True), 60.0)
+    assert renewed.is_leaving
+    assert await store.registrations("m") == [renewed]
+    assert renewed.lease_until > entered.lease_until
+
+
+async def test_a_place_is_free_when_its_lease_has_ended(store: StateStore) -> None:
+    await store.enter(registration(), LEASE_TTL_S)
+    await asyncio.sleep(LEASE_WAIT_S)
+    assert await places(store) == []
+    await store.enter(registration(process="b"), 60.0)
+    assert await places(store) == [("actor/0", "b:1")]
+
+
+async def test_a_process_frees_its_own_place_alone(store: StateStore) -> None:
+    await store.enter(registration(), 60.0)
+    await store.take_out(registration(process="b"))
+    assert await places(store) == [("actor/0", "a:1")]
+    await store.take_out(registration())
+    await store.take_out(registration())
+    assert await places(store) == []
+
+
+async def test_places_are_of_a_mesh_a_role_and_a_number(store: StateStore) -> None:
+    entered = [
+        registration(10, "a"),
+        registration(2, "b"),
+        registration(0, "c", role="critic"),
+        registration(2, "d", mesh="n"),
+    ]
+    for one in entered:
+        assert (await store.enter(one, 60.0)).incarnation == one.incarnation
+    assert await places(store) == [("actor/2", "b:1"), ("actor/10", "a:1"), ("critic/0", "c:1")]
+    assert await places(store, "n") == [("actor/2", "d:1")]

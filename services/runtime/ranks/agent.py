@@ -48,14 +48,14 @@ STORE_FILE = "ranks"
 def as_rank(config: ServiceConfig, environment: Mapping[str, str]) -> ServiceConfig:
     """The settings of the rank that this process is.
 
-    All ranks get one command line. Rank 0 is the service's face and uses its port and its announce
-    file. The other ranks take a free port, and only rank 0 learns it.
+    All ranks get one command line. Rank 0 is the service's face: it uses the port and the announce
+    file, and registers. The other ranks take a free port, and only rank 0 learns it.
     """
     # The launcher knows the ranks of this host alone.
     rank = config.host_rank * config.ranks_per_host + int(environment["RANK"])
     own: dict[str, Any] = {"rank": rank}
     if rank > 0:
-        own |= {"port": 0, "announce": None}
+        own |= {"port": 0, "announce": None, "register_at": None, "number": 0}
         if config.metrics_port:
             own["metrics_port"] = config.metrics_port + rank
     return ServiceConfig.model_validate(config.model_dump() | own)

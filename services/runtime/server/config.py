@@ -19,6 +19,7 @@ from rolemesh.engine.grants import Grant
 from rolemesh.engine.sandbox.host import SandboxMode
 from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.specs.urls import is_loopback, without_passwords
+from rolemesh.rpc.channel import check_address
 
 ENVIRONMENT_PREFIX = "ROLEMESH_SERVICE__"
 """ROLEMESH_SERVICE__PORT sets port, and so on. Commas part the entries of what is several."""
@@ -91,6 +92,11 @@ class ServiceConfig(BaseModel):
     """Keep large experience in /dev/shm, so that peers on this host read it in place."""
     shared_memory_threshold_bytes: int = Field(default=64 << 10, ge=1)
     """Experience smaller than this stays in process memory and travels as a stream."""
+    register_at: str | None = None
+    """host:port of a coordinator's member_port, where the service registers itself, so that recipes
+    need not name its address; needs identity. None: recipes name it."""
+    number: int = Field(default=0, ge=0)
+    """Number of the service among those of its role that register themselves, from 0."""
     announce: Path | None = None
     """File that is written, whole or not at all, once the service is ready."""
     parent_pid: int | None = Field(default=None, ge=1)
@@ -123,6 +129,7 @@ class ServiceConfig(BaseModel):
                 "the agent, which counts from 0"
             )
         self._check_hosts()
+        self._check_registering()
         if not self.is_loopback and not self.allow_remote and self.identity is None:
             raise ValueError(
                 f"host is {self.host!r}, which others can reach, and without identity traffic is "
@@ -135,6 +142,30 @@ class ServiceConfig(BaseModel):
                 f"advertise is {self.advertise!r} with port 0: give the port that peers will reach"
             )
         return self
+
+    def _check_registering(self) -> None:
+        if self.register_at is None:
+            if self.number:
+                raise ValueError(
+                    f"number is {self.number}, but the service does not register itself: give "
+                    "register_at (--register-at), or leave number out"
+                )
+            return
+        try:
+            check_address(self.register_at)
+        except ValueError as error:
+            raise ValueError(f"register_at: {error}") from error
+        if self.identity is None:
+            raise ValueError(
+                f"register_at is {self.register_at!r}, but the service has no identity, by which "
+                "the coordinator knows its role: give identity (--identity, see `rolemesh certs`)"
+            )
+        is_near = is_loopback(self.register_at.rpartition(":")[0])
+        if self.is_loopback and self.advertise is None and not is_near:
+            raise ValueError(
+                f"host is {self.host!r}, which the coordinator at {self.register_at} cannot reach: "
+                "give host (--host) an address of this machine that it can, or advertise"
+            )
 
     def _check_hosts(self) -> None:
         if self.hosts == 1:

@@ -181,11 +181,7 @@ def open_channel(
     Raises:
         ValueError: The address is not "host:port".
     """
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"address is {address!r}: give host:port without a scheme, e.g. 127.0.0.1:50051"
-        )
+    check_address(address)
     options: dict[str, Any] = dict(CLIENT_OPTIONS)
     if is_watched:
         options |= dict(WATCHED_OPTIONS)
@@ -208,6 +204,15 @@ def open_channel(
     return MeshChannel(
         connect(), address, counted, lambda: MeshChannel(connect(**apart), address, counted)
     )
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError for what is not "host:port"."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"address is {address!r}: give host:port without a scheme, e.g. 127.0.0.1:50051"
+        )
 
 
 def _service_config() -> str:

@@ -13,6 +13,7 @@ authority's certificate. `coordinator/certificates.py` writes such files.
 from __future__ import annotations
 
 import enum
+import hashlib
 import logging
 import re
 import ssl
@@ -95,6 +96,11 @@ class Identity:
     def pem(self) -> bytes:
         """What `parse` reads."""
         return self.key + self.certificate + self.authority
+
+    @property
+    def mesh(self) -> str:
+        """Name of the mesh: 16 hexadecimal digits, the same for all whom its authority signed."""
+        return hashlib.sha256(b"".join(self.authority.split())).hexdigest()[:16]
 
     @property
     def channel_options(self) -> tuple[tuple[str, str], ...]:

@@ -101,6 +101,9 @@ MAX_WATCHES = 256
 """Watches of runs that a coordinator serves at the same time, over all protocols: 100 browsers, and
 as many scripts. Each asks the store four times a second."""
 
+MAX_SERVICES = 1024
+"""Services of a role that register themselves, each with a number below it."""
+
 MAX_PEERS = 1024
 """Peers to which a service keeps a channel: a mesh of 1,000 ranks."""
 

@@ -232,6 +232,10 @@ REASONS: Mapping[str, Reason] = {
         "See that it runs, and at this address. Its log says why it ended.",
     ),
     "PERMISSION_DENIED": Reason("The caller may not do this.", "Ask the owner of the service."),
+    "PLACE_TAKEN": Reason(
+        "Another service is registered under the role and number of this one.",
+        "Give each service of a role a `--number` of its own.",
+    ),
     "PRECONDITION_FAILED": Reason(
         "The service is not in the state that the call needs.", "Do first what the message says."
     ),
@@ -247,6 +251,10 @@ REASONS: Mapping[str, Reason] = {
     "RECIPE_INVALID": Reason("The recipe is wrong.", "Correct the keys that the message names."),
     "REFERENCE_INVALID": Reason(
         "A reference to rows or weights is wrong.", "Pass references on as they came."
+    ),
+    "REGISTRATION_REFUSED": Reason(
+        "What a service says of itself when it registers is wrong, or its version is another one.",
+        "Correct the field that the message names; install one version everywhere.",
     ),
     "REQUEST_INVALID": Reason("The request is wrong in itself.", "Correct the named fields."),
     "RESUME_UNAVAILABLE": Reason(

@@ -97,6 +97,7 @@ ONLY_FOR_RUNS = {
 }
 """Offers let their holder take the place of a rank: no client learns them."""
 AT_THE_COORDINATOR = "/rolemesh.v1.CoordinatorService/"
+OF_SERVICES_AT_THE_COORDINATOR = "/rolemesh.v1.RegistryService/"
 AMONG_HOSTS = "/rolemesh.v1.HostsService/"
 """Of one service: nothing outside it may call."""
 
@@ -106,7 +107,8 @@ def allowed(member: str) -> set[str]:
     return {
         method
         for method, policy in method_policies().items()
-        if policy.allows(member, "actor") and not method.startswith(AT_THE_COORDINATOR)
+        if policy.allows(member, "actor")
+        and not method.startswith((AT_THE_COORDINATOR, OF_SERVICES_AT_THE_COORDINATOR))
     }
 
 
@@ -114,7 +116,7 @@ def test_members_may_call_what_they_need_and_nothing_else() -> None:
     of_services = {
         method
         for method in rolemesh_methods()
-        if not method.startswith((AT_THE_COORDINATOR, AMONG_HOSTS))
+        if not method.startswith((AT_THE_COORDINATOR, OF_SERVICES_AT_THE_COORDINATOR, AMONG_HOSTS))
     }
     among_hosts = {method for method in rolemesh_methods() if method.startswith(AMONG_HOSTS)}
     assert allowed("coordinator") == of_services
@@ -131,11 +133,15 @@ def test_members_may_call_what_they_need_and_nothing_else() -> None:
     assert allowed("client/root") == set()
 
 
-def test_no_service_may_call_the_coordinator() -> None:
+def test_services_may_register_at_the_coordinator_and_do_nothing_else_there() -> None:
     for method, policy in method_policies().items():
         if method.startswith(AT_THE_COORDINATOR):
             assert not policy.allows("actor", "coordinator")
             assert policy.allows("client/admin", "coordinator")
+        if method.startswith(OF_SERVICES_AT_THE_COORDINATOR):
+            assert policy.allows("actor", "coordinator")
+            assert not policy.allows("client/admin", "coordinator")
+            assert not policy.allows("coordinator", "coordinator")
 
 
 def test_a_method_that_names_no_caller_has_no_policy() -> None:

@@ -246,3 +246,52 @@ async def test_a_cancelled_waiter_for_several_services_keeps_none(num_turns: int
     async with asyncio.timeout(5):
         held = [await pools.acquire("rollout-0", (0, order), or_another=True) for order in (1, 2)]
     assert {pool.holder for pool in held} == {"rollout-0", "rollout-1"}
+
+
+def changing(*services: str) -> Pools:
+    specs = {"sampling": PoolSpec(roles=("rollout",))}
+    return Pools(specs, replicas={"rollout": services}, changing=("rollout",))
+
+
+async def test_a_call_that_waits_goes_to_a_service_that_joins() -> None:
+    pools = changing("rollout-0")
+    first = await pools.acquire("rollout-0", (1, 0), or_another=True)
+    second = asyncio.ensure_future(pools.acquire("rollout-0", (1, 1), or_another=True))
+    await settle()
+    assert not second.done()
+    pools.join("rollout-2")
+    assert (await second).holder == "rollout-2"
+    assert (await second).name == "sampling/2"
+    assert first.holder == "rollout-0"
+
+
+async def test_a_service_that_leaves_makes_its_own_calls_alone() -> None:
+    """They end at once, but have to be held."""
+    pools = changing("rollout-0", "rollout-1")
+    left = await pools.acquire("rollout-1", (1, 0), or_another=True)
+    stays = await pools.acquire("rollout-0", (1, 1), or_another=True)
+    pools.leave("rollout-1")
+    other = asyncio.ensure_future(pools.acquire("rollout-1", (1, 2), or_another=True))
+    own = asyncio.ensure_future(pools.acquire("rollout-1", (1, 3)))
+    left.pass_on()
+    await settle()
+    assert own.done()
+    assert (await own).holder == "rollout-1"
+    assert not other.done()
+    stays.pass_on()
+    assert (await other).holder == "rollout-0"
+
+
+async def test_a_service_that_comes_back_has_a_pool_of_its_own() -> None:
+    pools = changing("rollout-0", "rollout-1")
+    held = await pools.acquire("rollout-1", (1, 0), or_another=True)
+    pools.leave("rollout-1")
+    pools.join("rollout-1")
+    assert (await pools.acquire("rollout-1", (2, 0), or_another=True)).holder == "rollout-1"
+    # What the one before still held gives nothing to others.
+    held.pass_on()
+    await pools.acquire("rollout-0", (2, 1), or_another=True)
+    third = asyncio.ensure_future(pools.acquire("rollout-0", (2, 2), or_another=True))
+    await settle()
+    assert not third.done()
+    third.cancel()

@@ -181,3 +181,28 @@ def test_settings_of_hosts_that_do_not_fit_are_refused(flags: list[str], told: s
     with pytest.raises(ConfigError) as refused:
         on_hosts(*flags)
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--number", "1"], "number is 1, but the service does not register itself"),
+        (["--register-at", "nowhere"], "register_at: address is 'nowhere': give host:port"),
+        (["--register-at", "127.0.0.1:1"], r"no identity.*\(--identity"),
+        (
+            ["--register-at", "gpu-1:1", "--identity", "a.pem"],
+            "host is '127.0.0.1', which the coordinator at gpu-1:1 cannot reach",
+        ),
+    ],
+)
+def test_a_registration_that_cannot_be_is_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("actor", flags, {})
+
+
+def test_rank_0_alone_registers() -> None:
+    flags = ["--layout", "dp=2", "--register-at", "127.0.0.1:1", "--number", "3"]
+    config = load_config("actor", [*flags, "--identity", "a.pem"], {})
+    first, second = (as_rank(config, {"RANK": rank}) for rank in ("0", "1"))
+    assert (first.register_at, first.number) == ("127.0.0.1:1", 3)
+    assert (second.register_at, second.number) == (None, 0)
