@@ -75,6 +75,8 @@ class Registry:
 
 def _check(request: registry_pb2.RegisterServiceRequest, caller: str) -> None:
     """Raises ForbiddenError or InvalidRequestError."""
+    if request.role not in ROLES:
+        raise _refused(f"role is {request.role[:64]!r}: give {', '.join(ROLES)}")
     if request.role != caller:
         raise ForbiddenError(
             f"role is {request.role!r}, but the certificate of the service is that of {caller!r}: "
@@ -82,8 +84,6 @@ def _check(request: registry_pb2.RegisterServiceRequest, caller: str) -> None:
             reason="CALLER_DENIED",
             metadata={"caller": caller},
         )
-    if request.role not in ROLES:
-        raise _refused(f"role is {request.role!r}: give {', '.join(ROLES)}")
     if not 0 <= request.number < MAX_SERVICES:
         raise _refused(f"number is {request.number}: give 0 to {MAX_SERVICES - 1} (--number)")
     if not _INCARNATION.fullmatch(request.incarnation):

@@ -20,6 +20,7 @@ from urllib.parse import quote, urlencode
 
 import grpc
 import pytest
+from support.coordinator_doors import written as write_identity
 from support.fake_run import fill_store
 from support.fuzzing import PATIENCE_S, RUN, SEED, Figures, Fuzzed, is_harmful, sent
 from support.learning_runs import service_processes
@@ -29,8 +30,13 @@ from support.raw_http import RawHttp
 from support.services import operation_key
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
+from rolemesh.coordinator.api.doors import open_doors
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.rpc.references import join_references, shards_of
@@ -286,6 +292,44 @@ async def test_malformed_requests_leave_an_agent_of_several_hosts_unharmed() -> 
                     figures.warm()
     assert meeting.join(request) == []
     await door.close()
+    faults = figures.faults()
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+async def test_malformed_registrations_enter_no_other_service(tmp_path: Path) -> None:
+    authority = Authority.make()
+    own, caller = authority.issue("coordinator"), authority.issue("reward")
+    write_identity(own, tmp_path / "coordinator.pem")
+    store, figures = MemoryStateStore(), Figures("coordinator (registry)", os.getpid())
+    known = Known(
+        values={
+            "role": ["reward"],
+            "number": [0, 1],
+            "address": ["a:1"],
+            "incarnation": ["a" * 32, "b" * 32],
+            "version": [""],
+        }
+    )
+    doors = open_doors(
+        StoreOperations(store),
+        ApiSpec(http_port=None, member_port=0),
+        folder=tmp_path,
+        certificates=tmp_path,
+        environment={},
+    )
+    async with doors as opened:
+        assert opened.member_address is not None
+        credentials, options = caller.channel_credentials(), tuple(caller.channel_options)
+        async with grpc.aio.secure_channel(opened.member_address, credentials, options) as channel:
+            fuzzed = Fuzzed(channel, figures, Malformed(SEED, known), lambda *_: False)
+            path = "/rolemesh.v1.RegistryService/RegisterService"
+            await fuzzed.method(path, FEW)
+            figures.warm()
+            await fuzzed.method(path, MANY)
+    entered = await store.registrations(own.mesh)
+    assert entered
+    assert {one.role for one in entered} == {"reward"}
     faults = figures.faults()
     assert not faults, "\n".join(faults)
 
