@@ -109,7 +109,8 @@ LESSONS = (
             a_connection_without_a_certificate_of_its_own_does_not_get_in
             a_member_may_not_call_what_is_for_others a_client_cannot_stand_in_for_a_server
         unit/rpc/test_policy.py: members_may_call_what_they_need_and_nothing_else
-            no_service_may_call_the_coordinator a_method_that_names_no_caller_has_no_policy
+            services_may_register_at_the_coordinator_and_do_nothing_else_there
+            a_method_that_names_no_caller_has_no_policy
         unit/coordinator/api/test_credentials.py:
             every_call_of_the_coordinator_needs_the_token
             no_door_is_opened_to_others_without_a_token
