@@ -25,6 +25,7 @@ from rolemesh.coordinator.recipe.schedule import (
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS
+from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.tensors import data_type_of
@@ -226,9 +227,15 @@ class RolloutSampler:
         def on_progress(progress: operation_pb2.Progress) -> None:
             on_phase(new.service, "update_weights", progress.done, progress.total)
 
-        key, weights = self._keys[new.service], self._taken.refs[0]
-        result = await new.client.update_weights(key, weights).result(on_progress)
-        new.policy_version = result.policy_version
+        taken, key = self._taken, self._keys[new.service]
+        try:
+            result = await new.client.update_weights(key, taken.refs[0]).result(on_progress)
+        except RolemeshError:
+            # The next step may have published others meanwhile, which a call is still to bring.
+            if self._taken is taken:
+                raise
+        else:
+            new.policy_version = result.policy_version
 
     def _bring_weights(
         self, context: StepContext, *, is_leased: bool = True

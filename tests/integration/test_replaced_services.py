@@ -219,6 +219,46 @@ async def test_the_first_step_that_is_made_again_finds_what_was_kept_of_it(tmp_p
     assert [drops[0] < rewards[0], rewards[-1] < drops[1], len(drops)] == [True, True, 2]
 
 
+async def test_weights_that_are_replaced_before_a_new_process_has_them_are_not_missed(
+    tmp_path: Path,
+) -> None:
+    """It was to have those of the step, but the next step has published others by then."""
+    victim, roles = "rollout-1", (*ROLES, "rollout")
+    recipe = fake_recipe(
+        roles=roles,
+        pools=split_pools(roles),
+        services={"rollout": {"replicas": 2}},
+        sampler={"type": "sync"},
+        steps=STEPS,
+        recovery={"attempts": 3, "pause_s": 0.0},
+    )
+    late = asyncio.Event()
+    async with fake_mesh(roles, replicas=2, has_cuts=True) as mesh:
+
+        async def restart(service: str) -> str:
+            address = await mesh.restart(service)
+            mesh.roles[service].gates["UpdateWeights 2"] = late
+            return address
+
+        run = make_run(mesh, tmp_path, recipe, MemoryStateStore(), restart=restart)
+        run._loss_grace_s = 0.2
+        cut = mesh.roles["actor"].gates["SaveCut 2"] = asyncio.Event()
+        task = asyncio.create_task(run.execute())
+
+        def states(name: str, step: int) -> list[str]:
+            return [call.state for call in mesh.calls if call.name == name and call.step == step]
+
+        await until(lambda: states("actor.SaveCut", 2) == ["running"])
+        run.service_lost(victim, f"{victim} was killed by signal 9")
+        await until(lambda: states(f"{victim}.UpdateWeights", 2) == ["done", "running"])
+        cut.set()
+        await until(lambda: states("actor.PublishWeights", 3) == ["done"])
+        late.set()
+        check_goes_on(mesh, await task, victim)
+        assert states(f"{victim}.UpdateWeights", 2) == ["done", "failed"]
+        assert set(states(f"{victim}.Generate", 3)) == {"done"}
+
+
 def initialized(mesh: FakeMesh) -> list[tuple[Any, ...]]:
     return [call.key for call in mesh.calls if call.name == "reward.Initialize"]
 
