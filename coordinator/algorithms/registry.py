@@ -167,7 +167,7 @@ def unused_roles(recipe: Recipe) -> tuple[str, ...]:
 def _lacking_role(column: str, wanted: Roles, context: StepContext) -> str:
     """Says which section makes a column that is missing; "" where it is not for lack of one."""
     maker = _MAKERS.get(column)
-    if maker is None or maker in context.connections:
+    if maker is None or context.services_of(maker):
         return ""
     setting = _asking_setting(column, context.algorithm)
     reads = f"{setting or 'a part of the section algorithm'} needs the column {column!r}"
@@ -207,7 +207,7 @@ def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext)
     handles = {
         role: ROLE_HANDLES[role](context)
         for role in (*wanted.required, *wanted.optional)
-        if role in context.connections
+        if context.services_of(role)
     }
     try:
         algorithm(prompts, **handles)

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind
@@ -75,13 +74,14 @@ class GenerationCalls:
             sampling: How.
             before: By service, what its calls wait for.
         """
-        cuts = pairwise(self._cuts(prompts.count, len(services)))
         calls: defaultdict[str, list[CallFuture]] = defaultdict(list)
         parts = []
-        for number, (start, stop) in enumerate(cuts):
+        start = 0
+        for number, count in enumerate(self.spec.calls(prompts.count, len(services))):
             # Who is asked first does not change, for the sake of caches.
             service = services[number % len(services)]
-            part = prompts.part(start, stop - start)
+            part = prompts.part(start, count)
+            start += count
             made = self._call(context, service, part, sampling, before.get(service, ()))
             calls[service].append(made)
             parts.append(made)
@@ -91,14 +91,6 @@ class GenerationCalls:
             columns=frozenset(self.columns),
         )
         return Generation(ExperienceFuture(context.dataflow, (whole,)), calls)
-
-    def _cuts(self, num_prompts: int, num_services: int) -> list[int]:
-        """Where the prompts are cut into calls."""
-        if self.spec.batch_size is not None:
-            return [*range(0, num_prompts, self.spec.batch_size), num_prompts]
-        num_calls = min(num_prompts, num_services)
-        # The first ones get one more, where it does not come out even.
-        return [-(-number * num_prompts // num_calls) for number in range(num_calls + 1)]
 
     def _call(
         self,

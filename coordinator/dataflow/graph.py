@@ -95,6 +95,7 @@ class StepGraph:
         block: int | None = None,
         after: Iterable[CallFuture] = (),
         is_leased: bool = True,
+        or_another: bool = False,
     ) -> CallFuture:
         """Makes a node; its work starts as soon as it can.
 
@@ -103,20 +104,22 @@ class StepGraph:
             service: Who does it.
             method: What is called.
             sequence: Number among the calls of that name in the step.
-            work: Makes the call.
+            work: Makes the call; the node's service says with whom.
             reads: Experience that must exist before.
             produces: Columns that come to be.
             block: The block of `reads` that it works on; None: all rows.
             after: Calls that must have been answered before, beside what it reads; some may be of
                 other steps.
             is_leased: Whether it waits for its pool; else it runs beside the service that holds it.
+            or_another: Whether another service of the role may do it, when it is free before
+                `service` is, or when that one leaves.
         """
         after, columns = tuple(after), frozenset(produces)
         node = self._node(kind, service, method, sequence, reads, block, after)
 
         answers = () if reads is None else reads.outcomes_of(block)
 
-        start = self._leased if is_leased else self._started
+        start = partial(self._leased, or_another=or_another) if is_leased else self._started
 
         async def run() -> Outcome:
             await exist(after)
@@ -128,6 +131,8 @@ class StepGraph:
                     node.ready_at = self._now()
                     outcome = await start(node, partial(work, node, experience))
                 except ServiceLeftError:
+                    if or_another:
+                        continue
                     if columns:
                         raise
                     # What it was to take is of no more use to it.

@@ -137,6 +137,10 @@ class StepContext:
     trained_on: list[ExperienceFuture] = field(default_factory=list)
     """What the updates of the step were given."""
 
+    def services_of(self, role: str) -> list[str]:
+        """Services of the role that take part; none where it has none."""
+        return [name for name, known in self.connections.items() if known.role == role]
+
     @property
     def parts(self) -> AlgorithmParts:
         """The numeric parts of the algorithm; one that the recipe does not give raises."""
@@ -144,11 +148,16 @@ class StepContext:
 
 
 Call = Callable[
-    [operation_pb2.OperationKey, experience_pb2.ExperienceRef, ProgressCallback],
+    [
+        ServiceClient,
+        operation_pb2.OperationKey,
+        experience_pb2.ExperienceRef,
+        ProgressCallback,
+    ],
     Awaitable[Message],
 ]
-"""Makes one call and gives its result. It gets its key, the experience that it reads (an empty one
-where it reads none), and whom to tell how far it is."""
+"""Makes one call and gives its result. It gets the client of its service, its key, the experience
+that it reads (an empty one where it reads none), and whom to tell how far it is."""
 
 SampleCall = Callable[
     ["ServiceNodes", operation_pb2.OperationKey, OnBlock, ProgressCallback], Awaitable[Message]
@@ -157,18 +166,21 @@ SampleCall = Callable[
 
 
 class ServiceNodes:
-    """Calls of one service within a step."""
+    """Calls of one service within a step, or of any of several."""
 
-    def __init__(self, context: StepContext, service: str) -> None:
+    def __init__(self, context: StepContext, service: str, *others: str) -> None:
         """Takes the service's connection.
 
         Args:
             context: Of the step.
             service: Name of the service, which is its role's where the role has one alone.
+            others: Further services of the role, each of which may make the calls as well: blocks
+                of rows are dealt out over all of them, and go to one that is free.
         """
         self.context = context
         self.service = service
         self.connection = context.connections[service]
+        self._others = others
 
     @property
     def client(self) -> ServiceClient:
@@ -199,10 +211,11 @@ class ServiceNodes:
         """
         produces, after = tuple(produces), tuple(after)
         num_blocks = reads.num_blocks if reads is not None and produces else 1
+        together = (self.service, *self._others)
         parts = [
             self._node(
-                kind, method, call, reads, produces, after, is_leased,
-                None if num_blocks == 1 else block,
+                together[block % len(together)], kind, method, call, reads, produces, after,
+                is_leased, None if num_blocks == 1 else block,
             )
             for block in range(num_blocks)
         ]  # fmt: skip
@@ -214,6 +227,7 @@ class ServiceNodes:
 
     def _node(
         self,
+        service: str,
         kind: NodeKind,
         method: str,
         call: Call,
@@ -223,15 +237,18 @@ class ServiceNodes:
         is_leased: bool,
         block: int | None,
     ) -> CallFuture:
-        kind, key = self._named(kind, method)
+        kind, key = self._named(kind, service, method)
 
-        def work(_: Node, experience: experience_pb2.ExperienceRef | None) -> Awaitable[Outcome]:
+        def work(node: Node, experience: experience_pb2.ExperienceRef | None) -> Awaitable[Outcome]:
+            chosen = ServiceNodes(self.context, node.service)
             reads = experience_pb2.ExperienceRef() if experience is None else experience
-            return self._made(key, method, lambda on_progress: call(key, reads, on_progress))
+            return chosen._made(
+                key, method, lambda on_progress: call(chosen.client, key, reads, on_progress)
+            )
 
         return self.context.dataflow.call(
             kind=kind,
-            service=self.service,
+            service=service,
             method=method,
             sequence=key.sequence,
             work=work,
@@ -240,6 +257,7 @@ class ServiceNodes:
             block=block,
             after=after,
             is_leased=is_leased,
+            or_another=bool(self._others),
         )
 
     def sample_node(
@@ -254,7 +272,7 @@ class ServiceNodes:
         or_another: bool = False,
     ) -> CallFuture:
         """Makes a call that gives its experience in blocks a node; see `StepGraph.sample`."""
-        kind, key = self._named(kind, method)
+        kind, key = self._named(kind, self.service, method)
 
         def work(node: Node, on_block: OnBlock) -> Awaitable[Outcome]:
             chosen = ServiceNodes(self.context, node.service)
@@ -274,8 +292,10 @@ class ServiceNodes:
             or_another=or_another,
         )
 
-    def _named(self, kind: NodeKind, method: str) -> tuple[NodeKind, operation_pb2.OperationKey]:
-        context, operation = self.context, f"{self.service}.{method}"
+    def _named(
+        self, kind: NodeKind, service: str, method: str
+    ) -> tuple[NodeKind, operation_pb2.OperationKey]:
+        context, operation = self.context, f"{service}.{method}"
         if context.is_evaluation:
             kind, operation = NodeKind.EVAL, f"evaluate.{operation}"
         return kind, context.journal.next_key(context.step, operation)
@@ -306,7 +326,7 @@ class RoleHandle(ServiceNodes):
     role: str
 
     def __init__(self, context: StepContext) -> None:
-        super().__init__(context, self.role)
+        super().__init__(context, *context.services_of(self.role))
 
 
 def outcome_of(result: Any) -> Outcome:

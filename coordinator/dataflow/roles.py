@@ -30,7 +30,7 @@ from rolemesh.engine.specs.columns import (
 )
 from rolemesh.rpc.references import concat_references
 from rolemesh.rpc.result_call import ProgressCallback
-from rolemesh.rpc.service_client import to_algorithm_part
+from rolemesh.rpc.service_client import ServiceClient, to_algorithm_part
 from rolemesh.v1 import (
     data_pb2,
     experience_pb2,
@@ -72,7 +72,7 @@ class _TrainedRole(RoleHandle):
         # The texts are rows of their own: the node waits for them, but does not join them.
         texts = () if pretraining is None else pretraining.parts
 
-        async def call(key: _Key, ref: _Ref, told: ProgressCallback) -> Any:
+        async def call(client: ServiceClient, key: _Key, ref: _Ref, told: ProgressCallback) -> Any:
             auxiliary = []
             if pretraining is not None:
                 auxiliary = [
@@ -82,7 +82,7 @@ class _TrainedRole(RoleHandle):
                         weight=self.context.parts.pretraining_weight,
                     )
                 ]
-            return await self.client.update(
+            return await client.update(
                 key,
                 ref,
                 _part(loss),
@@ -100,7 +100,7 @@ class _TrainedRole(RoleHandle):
         part = self.node(
             NodeKind.EVAL,
             "compute_loss",
-            lambda key, ref, told: self.client.forward_backward(
+            lambda client, key, ref, told: client.forward_backward(
                 key,
                 ref,
                 _part(loss),
@@ -123,7 +123,7 @@ class _TrainedRole(RoleHandle):
         part = self.node(
             NodeKind.INFER,
             "read",
-            lambda key, _, told: self.client.read_batch(key, rows, kind).result(told),
+            lambda client, key, _, told: client.read_batch(key, rows, kind).result(told),
             produces=columns,
         )
         return self._future(part)
@@ -197,7 +197,7 @@ class ActorHandle(_TrainedRole):
         return self.node(
             NodeKind.INFER,
             "select",
-            lambda key, ref, told: self.client.select_groups(key, ref, rule, max_groups).result(
+            lambda client, key, ref, told: client.select_groups(key, ref, rule, max_groups).result(
                 told
             ),
             rollouts,
@@ -254,9 +254,9 @@ class ActorHandle(_TrainedRole):
             )
         compared = None if baseline is None else baseline.select(spec.baseline_columns())
 
-        async def call(key: _Key, ref: _Ref, told: ProgressCallback) -> Any:
+        async def call(client: ServiceClient, key: _Key, ref: _Ref, told: ProgressCallback) -> Any:
             other = None if compared is None else await compared.result()
-            return await self.client.compute_advantages(key, ref, _part(spec), other).result(told)
+            return await client.compute_advantages(key, ref, _part(spec), other).result(told)
 
         # Groups, whitening and controllers take the whole batch, in one block.
         needs = (*spec.columns(), "prompt_lengths")
@@ -297,7 +297,7 @@ class CriticHandle(_TrainedRole):
         part = self.node(
             NodeKind.INFER,
             "compute_values",
-            lambda key, ref, told: self.client.compute_values(key, ref).result(told),
+            lambda client, key, ref, told: client.compute_values(key, ref).result(told),
             experience.select(INPUT_COLUMNS),
             ("values",),
         )
@@ -325,7 +325,7 @@ def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: 
     return handle.node(
         NodeKind.INFER,
         "compute_logprobs",
-        lambda key, ref, told: handle.client.compute_logprobs(
+        lambda client, key, ref, told: client.compute_logprobs(
             key, ref, column, temperature=temperature
         ).result(told),
         experience.select(INPUT_COLUMNS),
@@ -355,7 +355,7 @@ class _JudgingRole(_TrainedRole):
         part = self.node(
             NodeKind.INFER,
             method,
-            lambda key, ref, told: self.client.compute_reward(key, ref, pass_at=pass_at).result(
+            lambda client, key, ref, told: client.compute_reward(key, ref, pass_at=pass_at).result(
                 told
             ),
             reads,

@@ -293,12 +293,13 @@ class RolloutSampler:
         refs: list[weights_pb2.WeightsRef] = []
 
         async def publish(
+            client: ServiceClient,
             key: operation_pb2.OperationKey,
             _: experience_pb2.ExperienceRef,
             on_progress: ProgressCallback,
         ) -> weights_pb2.PublishWeightsResult:
             dtype = data_type_of(self._dtype)
-            result = await actor.client.publish_weights(key, dtype).result(on_progress)
+            result = await client.publish_weights(key, dtype).result(on_progress)
             refs.append(result.weights)
             return result
 
@@ -318,12 +319,12 @@ class RolloutSampler:
         chosen: dict[ServiceClient, str] = {}
 
         async def take(
+            client: ServiceClient,
             key: operation_pb2.OperationKey,
             _: experience_pb2.ExperienceRef,
             on_progress: ProgressCallback,
         ) -> rollout_pb2.UpdateWeightsResult:
             self._keys[service] = key
-            client = calls.client
             if client not in chosen:
                 # Once: a repeat of the call has to be the same.
                 chosen[client] = "" if pairing is None else await pairing.exchange_for(service)
@@ -349,6 +350,7 @@ class RolloutSampler:
         names: list[str] | None = None
 
         async def send(
+            client: ServiceClient,
             key: operation_pb2.OperationKey,
             _: experience_pb2.ExperienceRef,
             on_progress: ProgressCallback,
@@ -358,7 +360,7 @@ class RolloutSampler:
                 names = await exchanges.pair(context, pairing)
             if not names:
                 return exchange_pb2.SendWeightsResult()
-            result = await actor.client.send_weights(key, names).result(on_progress)
+            result = await client.send_weights(key, names).result(on_progress)
             exchanges.sent(result.failures)
             return result
 

@@ -36,7 +36,7 @@ METRICS: Mapping[str, tuple[Metric, ...]] = {
     "The step": _table(
         {
             "step": "Number of the step, from 1.",
-            "services/rollout": "Rollout services that the step began with, where they may join "
+            "services/<role>": "Services of a role that the step began with, where they may join "
             "and leave.",
             "tokens": "Tokens of all rows that the step sampled or read, prompts included.",
             "tokens_per_second": "`tokens` / `time/step`.",

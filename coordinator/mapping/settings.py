@@ -76,8 +76,8 @@ def _role_settings(recipe: Recipe, pool: PlannedPool, role: PlannedRole) -> list
         del cut["fsdp"]
     values = ", ".join(f"{key}: {value}" for key, value in cut.items())
     settings = [f"{name}.{'train' if hasattr(section, 'train') else 'layout'}={{{values}}}"]
-    if name == "rollout" and name in recipe.services:
-        settings.append("services.rollout.replicas=1")
+    if len(recipe.services_of(name)) > 1:
+        settings.append(f"services.{name}.replicas=1")
     model = f"{name}.source.model" if hasattr(section, "source") else f"{name}.model"
     if name != "rollout":
         settings.append(f"{model}.micro_batch_tokens={layout.micro_batch_tokens}")

@@ -47,16 +47,18 @@ class ServiceSpec(Spec):
     """host:port or grpc://host:port of a service that runs already; None: the coordinator starts
     one on loopback."""
     addresses: Annotated[tuple[Address, ...], Names("url")] = ()
-    """The same for several replicas of a rollout role."""
+    """The same for several replicas of a role that is not trained."""
     registers: bool = False
     """The services run already, or will, and register themselves (`rolemesh serve ROLE
     --register-at`): the run waits for them, and finds them in the store."""
     replicas: int = Field(default=1, ge=1)
-    """Services that the coordinator starts for the role, or that register; more than 1 for rollout
-    only."""
+    """Services that the coordinator starts for the role, or that register; more than 1 for roles
+    that are not trained. Rollout services share a step's prompts, the others the blocks of its
+    rows (schedule.sampler)."""
     most_replicas: int | None = Field(default=None, ge=2)
     """Services may join the run and leave it, between this number and `replicas`, which is the
-    least then: for rollout services that register, and the sampler sync. None: always the same."""
+    least then: for services that register; those of rollout with the sampler sync. None: always
+    the same."""
     threads: int | None = Field(default=None, ge=1)
     """Compute threads of each rank that the coordinator starts; None: every core."""
     experience_capacity_mib: int = Field(default=1024, ge=1)

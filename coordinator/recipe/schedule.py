@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -25,6 +26,16 @@ class _SamplerSpec(Spec):
     through shared memory. "nccl": straight from GPU to GPU, where all ranks of both services can;
     otherwise they are fetched, and an event says why. The bits are the same. No GPU has shown the
     second way yet."""
+
+    def calls(self, num_prompts: int, num_services: int) -> list[int]:
+        """Prompts of each call of a step, in their order."""
+        if self.batch_size is not None:
+            cuts = [*range(0, num_prompts, self.batch_size), num_prompts]
+        else:
+            num_calls = min(num_prompts, num_services)
+            # The first ones get one more, where it does not come out even.
+            cuts = [-(-number * num_prompts // num_calls) for number in range(num_calls + 1)]
+        return [stop - start for start, stop in pairwise(cuts)]
 
 
 class SyncSamplerSpec(_SamplerSpec):

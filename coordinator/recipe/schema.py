@@ -24,13 +24,12 @@ from rolemesh.coordinator.recipe.importance import with_importance
 from rolemesh.coordinator.recipe.placement import REGISTERED, PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.plan_section import PlanSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
+from rolemesh.coordinator.recipe.replicas import check_replicas
 from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.recipe.schedule import (
     AsyncSamplerSpec,
     OneStepAheadSpec,
-    SamplerSpec,
     ScheduleSpec,
-    SyncSamplerSpec,
 )
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
@@ -176,11 +175,6 @@ class Recipe(Spec):
                     f"services.{role}.registers is true, but certificates is not given: a service "
                     "registers by the certificate of its role; make them with `rolemesh certs`"
                 )
-            if role != "rollout" and (spec.replicas > 1 or spec.addresses or spec.most_replicas):
-                raise ValueError(
-                    f"services.{role}: has replicas, which only the rollout role can have: give "
-                    "one address or none, and spread the role with its layout"
-                )
         for role in self.run.health.grad_norm.above or ():
             if role not in self.roles:
                 raise ValueError(
@@ -272,6 +266,7 @@ class Recipe(Spec):
         self._check_sampler()
         if sampler.weights == "nccl":
             self._check_exchanges()
+        check_replicas(self)
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "
@@ -305,46 +300,6 @@ class Recipe(Spec):
             raise ValueError(
                 f"schedule.sampler.batch_size is {sampler.batch_size}, but run.prompts_per_step is "
                 f"{num_prompts}: give at most that, or leave it out"
-            )
-        replicas = len(self.services_of("rollout"))
-        num_calls = -(-num_prompts // (sampler.batch_size or 1))
-        if self.rollout is None or replicas == 1:
-            return
-        if self.service("rollout").most_replicas is not None:
-            self._check_changing(sampler)
-        if num_calls < replicas:
-            raise ValueError(
-                f"services.rollout has {replicas} services, but a step's {num_prompts} prompts "
-                f"make {num_calls} calls of them: lower schedule.sampler.batch_size, or have fewer "
-                "services"
-            )
-        pool = next(pool for pool in self.pools.values() if "rollout" in pool.roles)
-        if len(pool.roles) > 1:
-            raise ValueError(
-                f"services.rollout has {replicas} services, each on devices of its own, but the "
-                f"rollout role shares its pool with "
-                f"{', '.join(role for role in pool.roles if role != 'rollout')}: give it a pool of "
-                "its own"
-            )
-
-    def _check_changing(self, sampler: SamplerSpec) -> None:
-        """Services may come and go where no result depends on who samples."""
-        given = f"services.rollout.most_replicas is {self.service('rollout').most_replicas}"
-        if not isinstance(sampler, SyncSamplerSpec):
-            raise ValueError(
-                f"{given}, but schedule.sampler.type is {sampler.type!r}: services join and leave "
-                "with the sampler 'sync' alone; set it, or leave most_replicas out"
-            )
-        if sampler.batch_size is None:
-            raise ValueError(
-                f"{given}, but schedule.sampler.batch_size is not given, so that prompts would be "
-                "cut into calls by the number of services: give it, so that results do not depend "
-                "on that number"
-            )
-        if sampler.weights == "nccl":
-            raise ValueError(
-                f"{given}, but schedule.sampler.weights is 'nccl', whose exchanges are between "
-                "services that stay: set it to 'grpc', or leave most_replicas out"
             )
 
     def _check_exchanges(self) -> None:

@@ -99,9 +99,9 @@ def slurm_script(
     _check_options(options)
     check_nodes(recipe, nodes)
     words = list(command)
-    if any(name != role_of(name) for name in nodes):
+    for role in dict.fromkeys(role_of(name) for name in nodes if name != role_of(name)):
         # Numbered services have addresses instead.
-        words += ["--set", "services.rollout.replicas=1"]
+        words += ["--set", f"services.{role}.replicas=1"]
     parts = [
         _filled(_HEAD, name=recipe.run.name, made_by=made_by.replace("\n", "\n# ")),
         *(f"#SBATCH {one}\n" for one in _requests(recipe, nodes, options)),

@@ -225,7 +225,8 @@ class ChangingServices:
         if not left and not joined:
             return
         there = {role_of(name): self._there(role_of(name)) for name in (*left, *joined)}
-        self._loop.use(there["rollout"])
+        if "rollout" in there:
+            self._loop.use(there["rollout"])
         await self._tell()
         told = {"joined": joined, "left": dict(left), "services": there}
         await self._journal.note(step, SERVICES_OPERATION, told)

@@ -367,7 +367,12 @@ class TrainingLoop(RunLoop):
         """Makes and commits a step."""
         self.activity = f"step {step}"
         started = now()
-        num_rollouts = sum(one.role == "rollout" for one in self._mesh.connections.values())
+        roles = [one.role for one in self._mesh.connections.values()]
+        num_services = {
+            f"services/{role}": float(roles.count(role))
+            for role in set(roles)
+            if self._recipe.changes(role)
+        }
         context, prompts = self._ahead.take(step)
         self.dataflow = self.step_in_progress = context.dataflow
         refusal: NodeFailedError | None = None
@@ -393,9 +398,7 @@ class TrainingLoop(RunLoop):
         record = self.told.record(step, nodes, started) | self._health.marks()
         if self.cuts.is_on:
             record["time/cut"] = cut_seconds
-        if self._recipe.changes("rollout"):
-            record["services/rollout"] = float(num_rollouts)
-        await self._commit(step, self._ahead.position(step), record)
+        await self._commit(step, self._ahead.position(step), record | num_services)
         self._ahead.made(step)
         if self._tuning is not None:
             self._tuning.made(step, nodes)

@@ -200,7 +200,7 @@ async def load(
     def node(name: str, reads: Any) -> Any:
         calls = ServiceNodes(context, name)
 
-        async def call(key: Any, reference: Any, on_progress: Any) -> Any:
+        async def call(_: Any, key: Any, reference: Any, on_progress: Any) -> Any:
             request = value_pb2.ComputeValuesRequest(key=key, experience=reference)
             result = await ResultCall[Any](stream(name, request), name).result(on_progress)
             answered.append(time.thread_time())
@@ -320,8 +320,8 @@ async def traffic(address: str, calls_a_step: int) -> dict[str, Any]:
             )
             calls = ServiceNodes(context, "toy")
 
-            async def call(key: Any, reference: Any, on_progress: Any) -> Any:
-                return await connection.client.compute_values(key, reference).result(on_progress)
+            async def call(client: Any, key: Any, reference: Any, on_progress: Any) -> Any:
+                return await client.compute_values(key, reference).result(on_progress)
 
             async with dataflow:
                 last = None

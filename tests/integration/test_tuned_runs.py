@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from support.fake_roles import FakeMesh, fake_mesh, until
 from support.fake_runs import Recorder, make_run, read_lines
 from support.run_results import learnt
 
+from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.resume import reached
+from rolemesh.coordinator.run.told_steps import ToldSteps
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
@@ -27,6 +29,8 @@ STEPS = 14
 CONCURRENCY = "reward.source.concurrency"
 JUDGING_S = 0.12
 """Of a step's rows with one request in flight: far more than all else of a step."""
+OTHER_S = 0.002
+"""Of each other call."""
 SPACE = {CONCURRENCY: [6], "pools": [split_pools(ROLES)], "schedule.sampler.block_rows": [2]}
 
 
@@ -47,16 +51,37 @@ def recipe(space: dict[str, Any] | None, **run: Any) -> Recipe:
 
 @contextlib.asynccontextmanager
 async def judged_mesh() -> AsyncIterator[FakeMesh]:
-    """A mesh whose reward is as quick as it may have requests in flight."""
+    """A mesh whose reward is as quick as it may have requests in flight.
+
+    Steps are timed by what their calls would take, so that no load of the machine decides.
+    """
     async with fake_mesh(ROLES, has_cuts=True) as mesh:
+        measured = ToldSteps.record
 
-        def delay(service: str, method: str) -> float:
-            if method != "ComputeReward":
-                return 0.0
-            return JUDGING_S / concurrency_of(mesh)
+        def record(
+            told: ToldSteps, step: int, nodes: Sequence[Node], started: float
+        ) -> dict[str, float]:
+            seconds = lay_out(nodes, JUDGING_S / concurrency_of(mesh))
+            return {**measured(told, step, nodes, started), "time/step": seconds}
 
-        mesh.delay = delay
-        yield mesh
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ToldSteps, "record", record)
+            yield mesh
+
+
+def lay_out(nodes: Sequence[Node], judging_s: float) -> float:
+    """Gives the calls of a step times that follow from what they wait for; returns its seconds."""
+    begun = nodes[0].queued_at
+    ended: dict[int, float] = {}
+    free: dict[str, float] = {}
+    for node in nodes:
+        node.ready_at = max((ended[before] for before in node.inputs), default=begun)
+        node.started_at = max(node.ready_at, free.get(node.pool, begun))
+        node.ended_at = node.started_at + (
+            judging_s if node.method == "compute_reward" else OTHER_S
+        )
+        ended[node.node_id] = free[node.pool] = node.ended_at
+    return max(ended.values()) - begun
 
 
 def concurrency_of(mesh: FakeMesh) -> int:

@@ -298,18 +298,19 @@ class FakeMesh:
 
 @asynccontextmanager
 async def fake_mesh(
-    roles: tuple[str, ...] = ROLES, *, replicas: int = 1, **settings: Any
+    roles: tuple[str, ...] = ROLES, *, replicas: int = 1, of: str = "rollout", **settings: Any
 ) -> AsyncIterator[FakeMesh]:
     """Starts the fakes and stops them.
 
     Args:
         roles: Roles of the mesh.
-        replicas: Services of the rollout role.
+        replicas: Services of one role.
+        of: That role.
         **settings: Fields of FakeMesh.
     """
     mesh = FakeMesh(**settings)
     for role in roles:
-        mesh.add(role, replicas if role == "rollout" else 1)
+        mesh.add(role, replicas if role == of else 1)
     for fake in mesh.roles.values():
         await fake.start()
     try:

@@ -83,6 +83,21 @@ APART = {"roles": ROLES, "pools": split_pools(ROLES)}
             r"the rollout role shares its pool with actor, critic, reference, reward: give it",
         ),
         (
+            {**APART, "services": {"reward": {"replicas": 2}}},
+            r"services\.reward has 2 services, which share the blocks of a step's rows, but there "
+            r"is 1: lower",
+        ),
+        (
+            {**APART, "services": {"reference": {"replicas": 4}},
+             "sampler": {"type": "sync", "batch_size": 2, "block_rows": 2}},
+            r"services\.reference has 4 services, .* but there are 3: lower",
+        ),
+        (
+            {"services": {"reward": {"replicas": 2}}, "sampler": {"type": "sync", "block_rows": 2}},
+            r"services\.reward has 2 services, each on devices of its own, but the reward role "
+            r"shares its pool with actor, critic, reference: give it",
+        ),
+        (
             {**APART, "services": {"rollout": {"replicas": 2, "address": "h:1"}}},
             "address and replicas are given: give one of them",
         ),
@@ -107,6 +122,12 @@ def test_what_cannot_work_is_refused_with_field_value_and_remedy(
     [
         {"sampler": {"type": "sync", "block_rows": 4, "batch_size": 3}},
         {**APART, "services": {"rollout": {"replicas": 3}}},
+        {**APART, "services": {"reward": {"replicas": 3}, "rollout": {"replicas": 3}}},
+        {
+            **APART,
+            "services": {"reference": {"replicas": 2}},
+            "sampler": {"type": "sync", "block_rows": 4},
+        },
         {**APART, "sampler": {"type": "async", "batch_size": 1, "block_rows": 2}},
         {"roles": ROLES},
     ],
