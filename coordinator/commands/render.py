@@ -15,12 +15,13 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose import compose_file
+from rolemesh.coordinator.render.compose_hosts import ComposeHosts, file_of_host, hosts_header
 from rolemesh.coordinator.render.kubernetes import kubernetes_manifests
 from rolemesh.coordinator.render.kubernetes_options import KubernetesOptions, hosts_of, own_pools
 from rolemesh.coordinator.render.memory import unsized_models
+from rolemesh.coordinator.render.nodes import given_addresses, nodes_of, roles_of_nodes
 from rolemesh.coordinator.render.placement import names_gpus, spread
 from rolemesh.coordinator.render.slurm import SlurmOptions, slurm_script
-from rolemesh.coordinator.render.slurm_nodes import nodes_of, roles_of_nodes
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(
@@ -59,6 +60,24 @@ def compose(
             help="What cuda:0, cuda:1, ... are, as nvidia-smi counts them or by UUID; 0,1,...",
         ),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS,ADDRESS...",
+            help="Spreads the mesh over hosts, each with an address that the others reach; one "
+            "file is written for each, FILE.0.yaml and so on. Needs --on and --out.",
+        ),
+    ] = None,
+    on: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--on",
+            metavar="ROLE=HOST",
+            help="Puts a role on a host, counted from 0, or its ranks on several, as actor=0,1; of "
+            "several rollout services, rollout=0,1 puts each on one. May be repeated; roles that "
+            "are left out are on host 0.",
+        ),
+    ] = None,
     overrides: Overrides = None,
     out: Out = None,
 ) -> None:
@@ -72,23 +91,41 @@ def compose(
         refuse(f"--devices is {devices!r}: give each device once, e.g. --devices 0,1")
     if ids is not None and gpus is not None and len(ids) < gpus:
         refuse(f"--devices names {len(ids)} devices, but --gpus is {gpus}: name as many")
+    if (hosts is None) != (on is None):
+        refuse("give --hosts and --on together: the hosts' addresses, and the roles of each")
+    if hosts is not None and out is None:
+        refuse("--hosts is given, and each host has a file of its own: give --out, e.g. mesh.yaml")
     settings = list(overrides or ())
     try:
         loaded = load_recipe(recipe, overrides=settings)
+        nodes = nodes_of(loaded, on or (), "host")
         if gpus is not None:
-            settings += _spread(loaded, gpus)
+            settings += _spread(loaded, gpus, roles_of_nodes(loaded, nodes) if nodes else None)
             loaded = load_recipe(recipe, overrides=settings)
         elif ids is not None and not names_gpus(loaded):
             refuse("--devices is given, but no pool of the recipe names a GPU: give --gpus")
         given = [f"--set={text}" for text in overrides or ()]
         given += [] if gpus is None else [f"--gpus={gpus}"]
         given += [] if devices is None else [f"--devices={devices}"]
-        header = _header([*map(str, recipe), *given])
-        text = compose_file(loaded, _command(recipe, settings), ids, header)
+        command = _command(recipe, settings)
+        if hosts is None or out is None:
+            header = _header([*map(str, recipe), *given])
+            files = [(out, compose_file(loaded, command, ids, header))]
+        else:
+            given += [f"--hosts={hosts}", *(f"--on={text}" for text in on or ()), f"--out={out}"]
+            mesh = ComposeHosts.checked(loaded, hosts.split(","), nodes)
+            made_by = shlex.join([*map(str, recipe), *given])
+            command += given_addresses(nodes)
+            files = []
+            for number in range(len(mesh.addresses)):
+                header = hosts_header(mesh, number, out, made_by)
+                text = compose_file(loaded, command, ids, header, mesh, number)
+                files.append((file_of_host(out, number), text))
     except RecipeError as error:
         refuse(str(error))
-    _write(text, out)
-    if gpus is not None:
+    for file, text in files:
+        _write(text, file)
+    if gpus is not None and hosts is None:
         _tell_idle(loaded, gpus)
     _tell_unsized(loaded, "shm_size")
 

@@ -1,4 +1,4 @@
-"""A file of Docker Compose to add to docker-compose.yml: one recipe on the GPUs of one host.
+"""A file of Docker Compose to add to docker-compose.yml: one recipe on the GPUs of a host.
 
 It holds all that depends on the recipe: the GPUs of each role (a list with one for each rank), the
 layouts, the code and variables that it names, the shared memory, the rights of a reward that is
@@ -14,7 +14,8 @@ import yaml
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import trained_models
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.render.compose_hosts import ComposeHosts, add_host, gpus_on_host
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
 from rolemesh.coordinator.render.placement import device_ids
 from rolemesh.engine.specs import named_in
@@ -70,9 +71,14 @@ _Dumper.add_representer(_Reset, lambda dumper, _: dumper.represent_sequence("!re
 
 
 def compose_file(
-    recipe: Recipe, command: Sequence[str], devices: Sequence[str] | None, header: str
+    recipe: Recipe,
+    command: Sequence[str],
+    devices: Sequence[str] | None,
+    header: str,
+    hosts: ComposeHosts | None = None,
+    number: int = 0,
 ) -> str:
-    """Returns the text of the file.
+    """Returns the text of the file of one host.
 
     Args:
         recipe: The recipe, with its pools on GPUs or on the CPU.
@@ -80,15 +86,19 @@ def compose_file(
         devices: Devices of the host that "cuda:0", "cuda:1", ... of the pools mean: indexes of
             nvidia-smi or UUIDs; None: "0", "1", ...
         header: Comment at the top, without "# ".
+        hosts: The hosts; None: this one has all roles.
+        number: Number of the host whose file it is, from 0.
 
     Raises:
-        RecipeError: A role has several services, or a pool names a device that does not exist.
+        RecipeError: A role has several services, but is on one host, or a pool names a device that
+            does not exist.
     """
     for role in recipe.roles:
-        if len(recipe.services_of(role)) > 1:
+        if hosts is None and len(recipe.services_of(role)) > 1:
             raise RecipeError(
                 f"services.{role} has {len(recipe.services_of(role))} services, but the mesh of "
-                "docker-compose.yml has one container a role: have one, and spread it by its layout"
+                "docker-compose.yml has one container a role: have one, and spread it by its "
+                "layout, or give --hosts, and one to each host"
             )
     capacity = experience_bytes(recipe)
     services: dict[str, Any] = {
@@ -104,7 +114,11 @@ def compose_file(
         service["environment"] |= granted_settings(recipe, role)
         if role in _OPTIONAL_ROLES:
             service["profiles"] = _Reset()
-        ids = device_ids(recipe, role, devices)
+        if hosts is None:
+            ids = device_ids(recipe, role, devices)
+        else:
+            own = [one for one in hosts.services_on(number) if role_of(one) == role]
+            ids = gpus_on_host(recipe, hosts, own[0], devices) if own else []
         if ids:
             _add_gpus(service, ids)
         services[role] = service
@@ -113,6 +127,8 @@ def compose_file(
         services["reward"] |= _TRAINED_REWARD
         services["reward"]["environment"]["ROLEMESH_SERVICE__SHARED_MEMORY"] = "true"
     services["coordinator"] = {"command": list(command)}
+    if hosts is not None:
+        add_host(services, recipe, hosts, number, _Reset())
     body = yaml.dump({"services": services}, Dumper=_Dumper, sort_keys=False, width=100)
     return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + "\n" + body
 

@@ -72,6 +72,12 @@ def device_ids(recipe: Recipe, service: str, devices: Sequence[str] | None = Non
     return ids
 
 
+def gpus_of(recipe: Recipe, service: str, num_nodes: int) -> list[int]:
+    """GPUs of a service on each of its nodes, of those that the mesh has there, from 0."""
+    ids = [int(one) for one in device_ids(recipe, service)]
+    return ids if num_nodes == 1 else list(range(len(ids) // num_nodes))
+
+
 def spread(
     recipe: Recipe, num_gpus: int, hosts: Sequence[tuple[Collection[str], int]] | None = None
 ) -> list[str]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.service_flags import service_flags
-from rolemesh.coordinator.render.placement import device_ids
-from rolemesh.coordinator.render.slurm_nodes import check_nodes
+from rolemesh.coordinator.render.nodes import check_nodes, given_addresses
+from rolemesh.coordinator.render.placement import gpus_of
 
 _WORD = re.compile(r"^[\w.,:+@=/-]+$", re.ASCII)
 
@@ -98,10 +98,7 @@ def slurm_script(
     """
     _check_options(options)
     check_nodes(recipe, nodes)
-    words = list(command)
-    for role in dict.fromkeys(role_of(name) for name in nodes if name != role_of(name)):
-        # Numbered services have addresses instead.
-        words += ["--set", f"services.{role}.replicas=1"]
+    words = [*command, *given_addresses(nodes)]
     parts = [
         _filled(_HEAD, name=recipe.run.name, made_by=made_by.replace("\n", "\n# ")),
         *(f"#SBATCH {one}\n" for one in _requests(recipe, nodes, options)),
@@ -111,7 +108,7 @@ def slurm_script(
         members = ["coordinator", "client/drive", *recipe.roles]
         parts.append(_filled(_MESH, members=" ".join(members), address=_address(options)))
         for service, own in nodes.items():
-            places = [str(index + 1) for index in _gpus_of(recipe, service, len(own))]
+            places = [str(index + 1) for index in gpus_of(recipe, service, len(own))]
             gpus = ",".join(places) or "none"
             flags = [shlex.quote(flag) for flag in service_flags(recipe, role_of(service))]
             parts.append(f"serve {service} {own[0]} {len(own)} {gpus} {' '.join(flags)} &\n")
@@ -137,12 +134,6 @@ def _filled(text: str, **values: str) -> str:
     return text
 
 
-def _gpus_of(recipe: Recipe, service: str, num_nodes: int) -> list[int]:
-    """GPUs of a service on each of its nodes, of those that the job has there, from 0."""
-    ids = [int(one) for one in device_ids(recipe, service)]
-    return ids if num_nodes == 1 else list(range(len(ids) // num_nodes))
-
-
 def _requests(
     recipe: Recipe, nodes: Mapping[str, tuple[int, ...]], options: SlurmOptions
 ) -> list[str]:
@@ -151,7 +142,7 @@ def _requests(
     for role in recipe.roles:
         for service in recipe.services_of(role):
             if recipe.address(service) is None:
-                own = _gpus_of(recipe, service, len(nodes.get(service, (0,))))
+                own = gpus_of(recipe, service, len(nodes.get(service, (0,))))
                 num_gpus = max([num_gpus, *(index + 1 for index in own)])
     requests = [
         f"--job-name={recipe.run.name}",

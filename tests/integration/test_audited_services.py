@@ -40,6 +40,8 @@ OWN_PROGRAMS = (
     # Where a worker's Python looks for modules, which its sandbox has to show.
     "-P -c import sys; print(*sys.path",
     "bwrap --unshare-user",
+    # Tasks of reasoning-gym import matplotlib, which lists the fonts of a new machine once.
+    "fc-list --",
 )
 """In the command lines of programs that a service starts."""
 

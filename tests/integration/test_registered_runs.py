@@ -18,6 +18,7 @@ from support.registered_processes import certificates, member_address, started
 from support.run_results import learnt, written
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
+CHANGING = ("rollout", "reward")
 STEPS = 10
 
 
@@ -78,8 +79,8 @@ def test_a_run_says_which_services_have_not_come(tmp_path: Path) -> None:
     assert time.monotonic() - began < 120
 
 
-def rollout_recipe(model: Path) -> dict[str, Any]:
-    """One whose calls are the same, whatever the number of rollout services."""
+def recipe_of_blocks(model: Path) -> dict[str, Any]:
+    """One whose calls are the same, whatever the number of rollout and reward services."""
     recipe = tiny_recipe(
         model, run__steps=STEPS, schedule__sampler={"type": "sync", "batch_size": 2}
     )
@@ -92,16 +93,38 @@ def rollout_recipe(model: Path) -> dict[str, Any]:
     return recipe
 
 
-def without_number(directory: Path) -> list[dict[str, float]]:
+def without_numbers(directory: Path) -> list[dict[str, float]]:
     return [
-        {name: value for name, value in record.items() if name != "services/rollout"}
+        {name: value for name, value in record.items() if not name.startswith("services/")}
         for record in learnt(directory)
     ]
 
 
-def numbers(run: CliRun) -> list[float]:
-    """Rollout services that each step began with."""
-    return [record["services/rollout"] for record in run.metrics()]
+def numbers(run: CliRun, role: str) -> list[float]:
+    """Services of the role that each step began with."""
+    return [record[f"services/{role}"] for record in run.metrics()]
+
+
+def assert_joined_and_left(run: CliRun, role: str, method: str) -> None:
+    """The second service of the role made calls of the steps that it was there for, no others."""
+    there = numbers(run, role)
+    joined, left = there.index(2.0), STEPS - there[::-1].index(2.0)
+    assert 1 <= joined <= left - 2
+    assert left < STEPS
+    assert there == [1.0] * joined + [2.0] * (left - joined) + [1.0] * (STEPS - left)
+    assert f"{role}-1 joins: it takes part from step {joined + 1} on" in log(run)
+    # Between two steps, the one that is made next is named.
+    (named,) = re.findall(
+        rf"{role}-1 leaves in step (\d+): it drains; its calls are made by", log(run)
+    )
+    assert int(named) in (left, left + 1)
+    asked = [
+        [node["role"] for node in json.loads(line)["nodes"] if node["method"] == method]
+        for line in (run.out / "dataflow.jsonl").read_text().splitlines()
+    ]
+    assert [f"{role}-1" in roles for roles in asked[: left - 1]] == [
+        step >= joined for step in range(left - 1)
+    ]
 
 
 def wish(run: CliRun, what: str) -> None:
@@ -111,9 +134,11 @@ def wish(run: CliRun, what: str) -> None:
     ).raise_for_status()
 
 
-def test_a_rollout_service_joins_a_run_and_leaves_it_and_changes_nothing(tmp_path: Path) -> None:
+def test_rollout_and_reward_services_join_a_run_and_leave_it_and_change_nothing(
+    tmp_path: Path,
+) -> None:
     model = tiny_model(tmp_path / "model")
-    recipe = rollout_recipe(model)
+    recipe = recipe_of_blocks(model)
     (tmp_path / "alone").mkdir()
     alone = CliRun(recipe, tmp_path / "alone")
     try:
@@ -122,7 +147,8 @@ def test_a_rollout_service_joins_a_run_and_leaves_it_and_changes_nothing(tmp_pat
         alone.close()
     folder = tmp_path / "changing"
     folder.mkdir()
-    recipe["services"]["rollout"] = {"registers": True, "most_replicas": 2}
+    for role in CHANGING:
+        recipe["services"][role] = {"registers": True, "most_replicas": 2}
     recipe |= {
         "certificates": str(certificates(folder / "certs", "coordinator", *ROLES)),
         "api": {"member_port": 0},
@@ -131,40 +157,32 @@ def test_a_rollout_service_joins_a_run_and_leaves_it_and_changes_nothing(tmp_pat
     try:
         at = member_address(run)
         grants = (f"--folder={model}",)
-        with started("rollout", at, folder, *grants):
+        with started("rollout", at, folder, *grants), started("reward", at, folder):
             run.wait_until(lambda: len(run.metrics()) >= 1, 600)
             # A step is shorter than the start of a process.
             wish(run, "pause")
-            with started("rollout", at, folder, "--number", "1", *grants) as second:
-                run.wait_until(lambda: "rollout-1 is ready" in log(run), 600)
+            with (
+                started("rollout", at, folder, "--number", "1", *grants) as rollout,
+                started("reward", at, folder, "--number", "1") as reward,
+            ):
+                run.wait_until(
+                    lambda: all(f"{role}-1 is ready" in log(run) for role in CHANGING), 600
+                )
                 wish(run, "resume")
-                run.wait_until(lambda: numbers(run).count(2.0) >= 2, 600)
-                second.send_signal(signal.SIGTERM)
-                # It has ended in order, though the run went on.
-                assert second.wait(60) == 0
+                run.wait_until(
+                    lambda: all(numbers(run, role).count(2.0) >= 2 for role in CHANGING), 600
+                )
+                for second in (rollout, reward):
+                    second.send_signal(signal.SIGTERM)
+                # They have ended in order, though the run went on.
+                assert [rollout.wait(60), reward.wait(60)] == [0, 0]
             assert run.wait(600) == 0, run.output
     finally:
         run.close()
-    there = numbers(run)
-    joined, left = there.index(2.0), STEPS - there[::-1].index(2.0)
-    assert 1 <= joined <= left - 2
-    assert left < STEPS
-    assert there == [1.0] * joined + [2.0] * (left - joined) + [1.0] * (STEPS - left)
-    assert f"joins: it takes part from step {joined + 1} on" in log(run)
-    # Between two steps, the one that is made next is named.
-    (named,) = re.findall(
-        r"rollout-1 leaves in step (\d+): it drains; its calls are made by", log(run)
-    )
-    assert int(named) in (left, left + 1)
-    asked = [
-        [node["role"] for node in json.loads(line)["nodes"] if node["method"] == "generate"]
-        for line in (run.out / "dataflow.jsonl").read_text().splitlines()
-    ]
-    assert ["rollout-1" in roles for roles in asked[: left - 1]] == [
-        step >= joined for step in range(left - 1)
-    ]
+    assert_joined_and_left(run, "rollout", "generate")
+    assert_joined_and_left(run, "reward", "compute_reward")
     assert json.loads((run.out / "summary.json").read_text())["recoveries"] == []
-    assert without_number(run.out) == without_number(alone.out)
+    assert without_numbers(run.out) == without_numbers(alone.out)
     assert written(run.out) == written(alone.out)
 
 

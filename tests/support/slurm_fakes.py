@@ -73,7 +73,8 @@ class FakeSlurm:
         (self.folder / "code").write_text(str(code))
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         self.process = subprocess.Popen(
-            ["bash", "job.sh"],
+            # A shell cannot trap what was ignored before it began, as INT is in `make test &`.
+            ["env", "--default-signal=INT", "bash", "job.sh"],
             cwd=self.folder,
             env={"PATH": path, "SLURM_JOB_ID": "7", **(variables or {})},
             stdout=subprocess.PIPE,

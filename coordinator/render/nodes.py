@@ -1,4 +1,4 @@
-"""Nodes of a Slurm job, as a user puts roles on them."""
+"""Nodes of a Slurm job, or hosts of a mesh in containers, as a user puts roles on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 
 
-def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def nodes_of(
+    recipe: Recipe, placed: Sequence[str], word: str = "node"
+) -> dict[str, tuple[int, ...]]:
     """The nodes of each service, by its name; empty where all share one node.
 
     Args:
@@ -16,6 +18,7 @@ def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, tuple[int, ...]
         placed: Texts "role=node", nodes counted from 0, e.g. ["critic=1", "reference=1"]; with a
             node for each service of a role, "rollout=1,2"; or with several nodes over which the
             ranks of one service lie, "actor=0,1". Roles that are left out are on node 0.
+        word: What a node is for the user, in errors.
 
     Raises:
         RecipeError: A role or a node is wrong, or a node is left empty.
@@ -37,45 +40,45 @@ def nodes_of(recipe: Recipe, placed: Sequence[str]) -> dict[str, tuple[int, ...]
         if role not in recipe.roles or role in seen:
             what = "once" if role in seen else f"one of {', '.join(recipe.roles)}"
             raise RecipeError(
-                f"--on is {text!r}: give each role of the recipe {what}, as role=node"
+                f"--on is {text!r}: give each role of the recipe {what}, as role={word}"
             )
         seen.add(role)
         words = where.split(",")
         if not equals or not all(one.isdecimal() and int(one) < 1000 for one in words):
-            raise RecipeError(f"--on is {text!r}: give a node, counted from 0, e.g. {role}=1")
-        nodes |= _nodes_of_role(recipe, role, tuple(map(int, words)), text)
+            raise RecipeError(f"--on is {text!r}: give a {word}, counted from 0, e.g. {role}=1")
+        nodes |= _nodes_of_role(recipe, role, tuple(map(int, words)), text, word)
     used = {node for own in nodes.values() for node in own}
     for node in range(max(used)):
         if node not in used:
-            raise RecipeError(f"--on leaves node {node} without a role: count nodes from 0")
+            raise RecipeError(f"--on leaves {word} {node} without a role: count {word}s from 0")
     return nodes
 
 
 def _nodes_of_role(
-    recipe: Recipe, role: str, numbers: tuple[int, ...], text: str
+    recipe: Recipe, role: str, numbers: tuple[int, ...], text: str, word: str
 ) -> dict[str, tuple[int, ...]]:
     services = recipe.services_of(role)
     if len(services) > 1:
         if len(numbers) not in (1, len(services)):
             raise RecipeError(
-                f"--on is {text!r}, but the {role} has {len(services)} services: give one node for "
-                "all, or one for each"
+                f"--on is {text!r}, but the {role} has {len(services)} services: give one {word} "
+                "for all, or one for each"
             )
         return {service: (numbers[index % len(numbers)],) for index, service in enumerate(services)}
     if numbers != tuple(range(numbers[0], numbers[0] + len(numbers))):
-        raise RecipeError(f"--on is {text!r}: give nodes that follow each other, e.g. {role}=0,1")
+        raise RecipeError(f"--on is {text!r}: give {word}s that follow each other, e.g. {role}=0,1")
     return {role: numbers}
 
 
-def check_nodes(recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]) -> None:
+def check_nodes(recipe: Recipe, nodes: Mapping[str, tuple[int, ...]], word: str = "node") -> None:
     """Raises RecipeError where layouts or pools do not go with the nodes of services."""
     for service, own in nodes.items():
         layout = recipe.layout(role_of(service))
         if len(own) > 1 and layout.world_size % (len(own) * layout.tp):
             raise RecipeError(
-                f"--on puts the {service} on {len(own)} nodes, but its layout has "
-                f"{layout.world_size} ranks with tp {layout.tp}: each node gets as many ranks, and "
-                "whole tensor slices"
+                f"--on puts the {service} on {len(own)} {word}s, but its layout has "
+                f"{layout.world_size} ranks with tp {layout.tp}: each {word} gets as many ranks, "
+                "and whole tensor slices"
             )
     on_gpus = {
         service: own
@@ -90,15 +93,21 @@ def check_nodes(recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]) -> None:
         if len(pool.roles) > 1 and len(places) > 1:
             raise RecipeError(
                 f"pools.{name} has {', '.join(pool.roles)}, which take turns on its GPUs, but --on "
-                "puts them on several nodes: put them on one, or give each a pool of its own"
+                f"puts them on several {word}s: put them on one, or give each a pool of its own"
             )
     for service, own in on_gpus.items():
         for other, theirs in on_gpus.items():
             if len(own) > 1 and other != service and set(own) & set(theirs):
                 raise RecipeError(
-                    f"--on puts the {service} on several nodes, and the {other} on one of them: a "
-                    "role over several nodes has their GPUs for itself"
+                    f"--on puts the {service} on several {word}s, and the {other} on one of them: "
+                    f"a role over several {word}s has their GPUs for itself"
                 )
+
+
+def given_addresses(nodes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Flags for a recipe whose numbered services get addresses, which stand for their number."""
+    numbered = dict.fromkeys(role_of(name) for name in nodes if name != role_of(name))
+    return [word for role in numbered for word in ("--set", f"services.{role}.replicas=1")]
 
 
 def roles_of_nodes(
