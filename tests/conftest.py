@@ -28,6 +28,14 @@ with contextlib.suppress(ModuleNotFoundError):
 os.environ |= {"ROLEMESH_SERVICE__FOLDERS": "/", "ROLEMESH_SERVICE__CODE_ROOTS": "/"}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # The process that deals tests out to others, if there is one.
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        from support import warm_processes
+
+        warm_processes.share()
+
+
 # What collecting imports and makes, two million objects, is looked at by no collection of garbage:
 # neither while it grows, nor in each test that frees a model, where it would take a second.
 

@@ -55,7 +55,7 @@ class HeldOutRows:
 
     @property
     def _say_something(self) -> bool:
-        return can_evaluate(self._recipe, self._mesh.connections)
+        return can_evaluate(self._recipe, [one.role for one in self._mesh.connections.values()])
 
     @property
     def are_wanted(self) -> bool:

@@ -61,7 +61,6 @@ def test_functions_of_ranks_are_found_in_the_processes_of_the_ranks() -> None:
     said = beside_the_parts(
         "from first_hour_ranks import exchanged_weights, given_weights\n"
         "from support import rank_processes\n"
-        "rank_processes.PRELOADED.clear()\n"
         "print(rank_processes.run_ranks(exchanged_weights, 2, timeout_s=100.0))\n"
         "print(rank_processes.run_ranks(given_weights, 3, 1, timeout_s=100.0))"
     )

@@ -46,6 +46,7 @@ async def test_a_service_joins_and_leaves_between_steps_and_changes_nothing(
             (5, [], [second], [first]),
         ]
     assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed", role=role)
+    assert "held_out/score" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def leavings() -> list[Any]:

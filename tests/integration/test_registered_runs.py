@@ -112,7 +112,8 @@ def assert_joined_and_left(run: CliRun, role: str, method: str) -> None:
     assert 1 <= joined <= left - 2
     assert left < STEPS
     assert there == [1.0] * joined + [2.0] * (left - joined) + [1.0] * (STEPS - left)
-    assert f"{role}-1 joins: it takes part from step {joined + 1} on" in log(run)
+    (first,) = re.findall(rf"{role}-1 at \S+ joins: it takes part from step (\d+) on", log(run))
+    assert int(first) == joined + 1
     # Between two steps, the one that is made next is named.
     (named,) = re.findall(
         rf"{role}-1 leaves in step (\d+): it drains; its calls are made by", log(run)

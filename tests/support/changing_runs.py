@@ -189,7 +189,7 @@ async def scene(
 
 def learnt(directory: Path) -> list[dict[str, float]]:
     """What a run of all steps has learnt."""
-    names = ("step", "kl/mean", "score", "eval/score", "completion_length/mean")
+    names = ("step", "kl/mean", "reward/mean", "held_out/score", "completion_length/mean")
     records = read_lines(directory / "metrics.jsonl")
     assert len(records) == STEPS
     return [{name: record[name] for name in names if name in record} for record in records]

@@ -49,8 +49,11 @@ def located(function: Callable[..., Any]) -> Location:
     return Location(function.__module__, os.path.abspath(path), function.__name__)
 
 
-def serve(pipe: connection.Connection) -> None:
-    """Runs functions until the pipe ends."""
+def main() -> None:
+    """Runs functions until the pipe, which is standard input, ends."""
+    pipe = connection.Connection(os.dup(sys.stdin.fileno()))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
     gc.freeze()  # What was imported is never garbage; leaving it out makes each collection short.
     while True:
         try:
@@ -104,3 +107,8 @@ def _module(where: Location) -> ModuleType:
         del sys.modules[where.module]
         raise
     return module
+
+
+if __name__ == "__main__":
+    # Outcomes are to be of the class that pickle finds by name, which is not the one of this file.
+    importlib.import_module("support.rank_child").main()

@@ -26,18 +26,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import multiprocessing
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from support.rank_child import RankOutcome, by_value, located, serve
+from support import warm_processes
+from support.rank_child import RankOutcome, by_value, located
 
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -57,16 +58,6 @@ CHILD_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-
-PRELOADED = [
-    "rolemesh.engine.train.trainer",
-    "rolemesh.engine.weights.transfer",
-    "torch.distributed.fsdp",
-    "transformers.models.llama.modeling_llama",
-    "vllm.entrypoints.llm",
-]
-"""Modules of which none starts a thread."""
 
 
 class RankFailedError(AssertionError):
@@ -128,7 +119,7 @@ class RankContext:
 
 @dataclass(slots=True)
 class _Child:
-    process: BaseProcess
+    process: warm_processes.Fork
     pipe: connection.Connection
 
 
@@ -141,10 +132,6 @@ class RankPool:
 
     def __init__(self, max_ranks: int) -> None:
         self.max_ranks = max_ranks
-        # Forked from one process that has imported what most of them need: a start of its own
-        # costs each of them five seconds of computing.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
         self._children: list[_Child] = []
         self._store: dist.TCPStore | None = None
         self._num_calls = 0
@@ -269,8 +256,7 @@ class RankPool:
             outcome = self._children[rank].pipe.recv()
         except (EOFError, ConnectionResetError):
             process = self._children[rank].process
-            process.join(GRACE_S)
-            return RankOutcome(failure=f"died with exit code {process.exitcode}")
+            return RankOutcome(failure=f"died with exit code {process.wait(GRACE_S)}")
         assert isinstance(outcome, RankOutcome)
         return outcome
 
@@ -278,7 +264,7 @@ class RankPool:
         if self._store is None:
             self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         for rank, child in enumerate(self._children):
-            if not child.process.is_alive():
+            if child.process.wait(0.0) is not None:
                 child.pipe.close()
                 self._children[rank] = self._spawn()
         while len(self._children) < world_size:
@@ -292,37 +278,26 @@ class RankPool:
             try:
                 child.pipe.recv()
             except EOFError:
-                child.process.join(GRACE_S)
-                text = f"its process ended at start with exit code {child.process.exitcode}"
+                code = child.process.wait(GRACE_S)
+                text = f"its process ended at start with exit code {code}"
                 self.close()
                 raise RankFailedError(rank, text) from None
 
     def _spawn(self) -> _Child:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=serve, args=(theirs,), daemon=True)
-        # The server of forks starts with the first one and takes the environment of this moment.
-        before = {name: os.environ.get(name) for name in CHILD_ENVIRONMENT}
-        os.environ.update(CHILD_ENVIRONMENT)
-        try:
-            process.start()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-        theirs.close()
-        return _Child(process, ours)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            variables = {**os.environ, **CHILD_ENVIRONMENT, **path}
+            words = ["-m", "support.rank_child"]
+            process = warm_processes.Fork("RANKS", words, theirs.fileno(), variables)
+        return _Child(process, connection.Connection(ours.detach()))
 
     def _kill(self, ranks: range | list[int], after_s: float = 0.0) -> None:
         deadline = time.monotonic() + after_s
         for rank in ranks:
-            process = self._children[rank].process
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
+            self._children[rank].process.wait(max(0.0, deadline - time.monotonic()))
         for rank in ranks:
-            self._children[rank].process.join()
+            self._children[rank].process.kill()
 
 
 def run_ranks(

@@ -8,6 +8,9 @@ exit code of the fork, passes signals on to it (but for SIGSTOP), and takes it a
 killed. The fork itself has another process id and the warm process as its parent. When its program
 ends, a fork waits for its threads and calls what is registered with atexit, as every Python does,
 and leaves the objects alone.
+
+Where several processes run tests, the one that deals the tests out calls `share`, and all of them
+ask the same warm processes.
 """
 
 from __future__ import annotations
@@ -56,8 +59,19 @@ MODULES = {
         "rolemesh.services.reward.outside.check.samples",
         "rolemesh.services.reward.outside.make",
     ),
+    "RANKS": (
+        "rolemesh.engine.train.trainer",
+        "rolemesh.engine.weights.transfer",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+        "vllm.entrypoints.llm",
+    ),
 }
 """Imported once, by the warm process. None may start a thread: a fork has only one."""
+_MAY_LACK = frozenset({"vllm"})
+"""Packages that a machine of the GPU tests need not have."""
+_FOLDER = "ROLEMESH_TEST_WARM_FOLDER"
+"""Variable with the folder of the shared ones."""
 
 _ONE_AT_A_TIME = threading.Lock()
 """Tests start several services at once, from threads."""
@@ -81,6 +95,48 @@ def commands() -> dict[str, str]:
         return _environment("COMMANDS")
 
 
+def share() -> None:
+    """Begins all of them for this process and those that it starts from now on."""
+    for kind in MODULES:
+        _environment(kind)
+    os.environ[_FOLDER] = str(_folder())
+
+
+class Fork:
+    """A fork that this process has asked for itself, without a process in front; ends with it."""
+
+    def __init__(self, kind: str, words: list[str], stdin: int, variables: dict[str, str]) -> None:
+        """Starts `python WORDS` with these variables alone, in this process's directory."""
+        with _ONE_AT_A_TIME:
+            address = _environment(kind)[f"ROLEMESH_TEST_WARM_{kind}"]
+        self._warm = socket.socket(socket.AF_UNIX)
+        self._warm.connect(address)
+        start = json.dumps([words, os.getcwd(), variables]).encode()
+        socket.send_fds(self._warm, [len(start).to_bytes(4, "big")], [stdin, 1, 2])
+        self._warm.sendall(start)
+        answer = self._warm.recv(4, socket.MSG_WAITALL)
+        if len(answer) != 4:
+            raise RuntimeError(f"the warm process of {kind} ended before it had forked")
+        self.pid = int.from_bytes(answer, "big")
+        self.exit_code: int | None = None
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code, as subprocess counts it; None if it has not ended in time."""
+        if self.exit_code is None:
+            self._warm.settimeout(max(timeout_s, 1e-3))
+            with contextlib.suppress(TimeoutError):
+                told = self._warm.recv(4, socket.MSG_WAITALL)
+                self.exit_code = int.from_bytes(told, "big", signed=True) if told else 1
+        return self.exit_code
+
+    def kill(self) -> None:
+        """Ends it at once, and returns when it has ended."""
+        while self.wait(0.0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait(1.0)
+
+
 def forked(pid: int) -> int:
     """The process id of a fork, by that of the process in front of it.
 
@@ -92,6 +148,8 @@ def forked(pid: int) -> int:
 
 @functools.cache
 def _folder() -> Path:
+    if shared := os.environ.get(_FOLDER):
+        return Path(shared)
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
@@ -99,13 +157,15 @@ def _folder() -> Path:
 
 @functools.cache
 def _environment(kind: str) -> dict[str, str]:
-    """Begins a warm process, which ends with this one."""
+    """Begins a warm process, which ends with this one, unless it is a shared one."""
     address = str(_folder() / kind)
+    added = [str(Path(__file__).with_name("warm")), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, added)), "OMP_NUM_THREADS": "1"}
+    if os.environ.get(_FOLDER):
+        return {**variables, f"ROLEMESH_TEST_WARM_{kind}": address}
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    added = [str(Path(__file__).with_name("warm")), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, added)), "OMP_NUM_THREADS": "1"}
     # Reads its standard input, which ends with this process.
     process = subprocess.Popen(
         [sys.executable, "-u", str(Path(__file__).resolve()), kind, str(listener.fileno())],
@@ -139,7 +199,11 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
         In a fork: the arguments of Python that say what to run. In the warm process: None.
     """
     for module in MODULES[kind]:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name not in _MAY_LACK:
+                raise
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(
@@ -159,7 +223,7 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
                 # The end of a fork.
                 pid, asked, told = key.data
                 _, status = os.waitpid(pid, 0)
-                told.unlink()
+                told.unlink(missing_ok=True)
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
                 _tell(asked, os.waitstatus_to_exitcode(status))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from click.testing import Result
@@ -91,6 +90,9 @@ def trained(documents: dict[str, Document]) -> Recipe:
     ids=lambda words: " ".join(words)[8:40],
 )
 def test_manifests_obey_the_schemas_of_kubernetes(arguments: tuple[str, ...]) -> None:
+    # Importing it takes 1.5 s, which not every process that collects tests has to pay.
+    import kubernetes_validate
+
     for document in rendered(*arguments).values():
         kubernetes_validate.validate(document, "1.33", strict=True)
 
