@@ -15,6 +15,11 @@ from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables
 from rolemesh.coordinator.render.compose import granted_settings
+from rolemesh.coordinator.render.kubernetes_job import (
+    MEMBER_PORT,
+    SERVICE_PORT,
+    coordinator_manifests,
+)
 from rolemesh.coordinator.render.kubernetes_options import KubernetesOptions, check_options
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
 from rolemesh.coordinator.render.placement import device_ids
@@ -23,13 +28,14 @@ from rolemesh.coordinator.render.pods import (
     ROLE_USERS,
     Volumes,
     headless_service,
+    identity_container,
+    labels_of,
     network_policies,
     pod_security,
     selected_by,
     store_manifests,
 )
 
-_PORT = 50051
 _METRICS_PORT = 9100
 _MEETING_PORT = 29400
 _HEALTH_CHECK = ["python", "/mesh/deploy/health_check.py"]
@@ -38,8 +44,6 @@ _ANSWERS_BYTES = 1 << 30
 """Shared memory of reward and cost: the default of docker-compose.yml."""
 
 _JUDGES = ("reward", "cost")
-
-_RECIPE_FOLDER = "/mesh/recipe"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -81,10 +85,10 @@ def kubernetes_manifests(
     documents += network_policies(options.name)
     documents += store_manifests(options.name, options.store_image)
     for role in recipe.roles:
-        documents.append(headless_service(options.name, role, {"grpc": _PORT}))
+        documents.append(headless_service(options.name, role, {"grpc": SERVICE_PORT}))
         documents.append(_role(recipe, role, options))
     documents.append(_disruption_budget(options))
-    documents.append(_coordinator(recipe, list(files), settings, options))
+    documents += coordinator_manifests(recipe, list(files), settings, options)
     for document in documents:
         if options.namespace is not None:
             document["metadata"]["namespace"] = options.namespace
@@ -93,36 +97,15 @@ def kubernetes_manifests(
     return head + "".join(f"---\n{body}" for body in bodies)
 
 
-def _labels(options: KubernetesOptions, component: str) -> dict[str, str]:
-    return {**selected_by(options.name), "app.kubernetes.io/component": component}
-
-
 def _config_map(files: Mapping[str, str], options: KubernetesOptions) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": f"{options.name}-recipe", "labels": _labels(options, "coordinator")},
+        "metadata": {
+            "name": f"{options.name}-recipe",
+            "labels": labels_of(options.name, "coordinator"),
+        },
         "data": dict(files),
-    }
-
-
-def _identity(volumes: Volumes, member: str, files: Sequence[str], image: str) -> dict[str, Any]:
-    """Container that copies a member's identity to where its user alone reads it.
-
-    Kubernetes lets a group read the files of a Secret, or they would be root's alone.
-    """
-    volumes.add_secret("given-identity", f"{volumes.name}-{member}")
-    volumes.add_memory("identity", 1 << 20)
-    copies = " ".join(f"/given/{file}" for file in files)
-    return {
-        "name": "identity",
-        "image": image,
-        "command": ["install", "-m", "0600", *copies.split(), "/mesh/identity/"],
-        "securityContext": CONFINED,
-        "volumeMounts": [
-            {"name": "given-identity", "mountPath": "/given", "readOnly": True},
-            {"name": "identity", "mountPath": "/mesh/identity"},
-        ],
     }
 
 
@@ -134,14 +117,14 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
     num_pods = options.hosts.get(role, 1)
     num_gpus = max(len(device_ids(recipe, service)) for service in services) // num_pods
     volumes = Volumes(options.name, options.claim)
-    identity = _identity(volumes, role, [f"{role}.pem"], options.image)
+    identity = identity_container(volumes, role, [f"{role}.pem"], options.image)
     volumes.add_memory("shm", _ANSWERS_BYTES if is_judge else shared_memory_bytes(recipe))
     volumes.add_disk("tmp", 2 << 30)
     environment = {
         "ROLEMESH_SERVICE__HOST": "0.0.0.0",
-        "ROLEMESH_SERVICE__PORT": str(_PORT),
+        "ROLEMESH_SERVICE__PORT": str(SERVICE_PORT),
         "ROLEMESH_SERVICE__METRICS_PORT": str(_METRICS_PORT),
-        "ROLEMESH_SERVICE__ADVERTISE": f"$(POD_NAME).{options.name}-{role}:{_PORT}",
+        "ROLEMESH_SERVICE__ADVERTISE": f"$(POD_NAME).{options.name}-{role}:{SERVICE_PORT}",
         "ROLEMESH_SERVICE__IDENTITY": f"/mesh/identity/{role}.pem",
         "ROLEMESH_SERVICE__LAYOUT": recipe.layout(role).flag(),
         "ROLEMESH_SERVICE__EXPERIENCE_CAPACITY_BYTES": str(experience_bytes(recipe)),
@@ -163,9 +146,16 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
     if num_gpus:
         environment |= {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", "NCCL_DEBUG": "WARN"}
     # Before those that name them.
+    facts = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    if recipe.service(role).registers:
+        at = f"{options.name}-coordinator:{MEMBER_PORT}"
+        environment["ROLEMESH_SERVICE__REGISTER_AT"] = at
+        if num_pods == 1:
+            facts["POD_INDEX"] = "metadata.labels['apps.kubernetes.io/pod-index']"
+            environment["ROLEMESH_SERVICE__NUMBER"] = "$(POD_INDEX)"
     pod_facts = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-        for name, path in (("POD_NAME", "metadata.name"), ("POD_IP", "status.podIP"))
+        for name, path in facts.items()
     ]
     container: dict[str, Any] = {
         "name": role,
@@ -177,7 +167,7 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
             *_variables(recipe, role, options),
         ],
         "ports": [
-            {"name": "grpc", "containerPort": _PORT},
+            {"name": "grpc", "containerPort": SERVICE_PORT},
             {"name": "metrics", "containerPort": _METRICS_PORT},
         ],
         "securityContext": CONFINED,
@@ -192,7 +182,7 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
         container["resources"] = {"limits": {"nvidia.com/gpu": num_gpus}}
     user = ROLE_USERS["actor" if is_trained else role]
     template = {
-        "metadata": {"labels": {**_labels(options, role), "rolemesh/member": "role"}},
+        "metadata": {"labels": {**labels_of(options.name, role), "rolemesh/member": "role"}},
         "spec": {
             **pod_security(user),
             # Longer than the drain.
@@ -203,7 +193,7 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
             "volumes": volumes.listed,
         },
     }
-    metadata = {"name": f"{options.name}-{role}", "labels": _labels(options, role)}
+    metadata = {"name": f"{options.name}-{role}", "labels": labels_of(options.name, role)}
     if num_pods > 1:
         followers = {**template, "spec": {**template["spec"], "containers": [container]}}
         return _leader_worker_set(metadata, num_pods, template, followers)
@@ -213,9 +203,10 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
         "metadata": metadata,
         "spec": {
             "serviceName": f"{options.name}-{role}",
-            "replicas": len(services),
+            # Of services that join and leave, the least; more are scaled up to.
+            "replicas": recipe.service(role).replicas,
             "podManagementPolicy": "Parallel",
-            "selector": {"matchLabels": _labels(options, role)},
+            "selector": {"matchLabels": labels_of(options.name, role)},
             "template": template,
         },
     }
@@ -260,9 +251,9 @@ def _probes(*, is_one_pod: bool) -> dict[str, Any]:
     A service answers while it computes. One that does not for minutes is started again. Of several
     pods the first one answers, at its address alone.
     """
-    check = [*_HEALTH_CHECK, f"127.0.0.1:{_PORT}"]
+    check = [*_HEALTH_CHECK, f"127.0.0.1:{SERVICE_PORT}"]
     if not is_one_pod:
-        text = f'exec {" ".join(_HEALTH_CHECK)} "$POD_IP:{_PORT}" "$@"'
+        text = f'exec {" ".join(_HEALTH_CHECK)} "$POD_IP:{SERVICE_PORT}" "$@"'
         check = ["sh", "-c", text, "sh"]
 
     def probe(entry: str, period_s: int, failures: int) -> dict[str, Any]:
@@ -303,90 +294,6 @@ def _disruption_budget(options: KubernetesOptions) -> dict[str, Any]:
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {
                 "matchLabels": {**selected_by(options.name), "rolemesh/member": "role"},
-            },
-        },
-    }
-
-
-def _coordinator(
-    recipe: Recipe, files: Sequence[str], settings: Sequence[str], options: KubernetesOptions
-) -> dict[str, Any]:
-    volumes = Volumes(options.name, options.claim)
-    names = ["coordinator.pem", "client-drive.pem"]
-    identity = _identity(volumes, "coordinator", names, options.coordinator_image)
-    volumes.add_secret("store-password", f"{options.name}-store")
-    volumes.add_secret("api-token", f"{options.name}-api")
-    volumes.add_config("recipe", f"{options.name}-recipe")
-    volumes.add_disk("tmp", 256 << 20)
-    settings = [*settings]
-    environment = {
-        "ROLEMESH_CERTIFICATES": "/mesh/identity",
-        # kubectl port-forward reaches it there, and nothing else does.
-        "ROLEMESH_API__HOST": "127.0.0.1",
-        "ROLEMESH_API__HTTP_PORT": "8321",
-        "ROLEMESH_API__GRPC_PORT": "50050",
-        "ROLEMESH_API__TOKEN_FILE": "/mesh/api/token",
-        "ROLEMESH_STORE__TYPE": "redis",
-        "ROLEMESH_STORE__URL": f"redis://rolemesh@{options.name}-store:6379/0",
-        "ROLEMESH_STORE__PASSWORD_FILE": "/mesh/store/password",
-    }
-    for role in recipe.roles:
-        base = f"{options.name}-{role}"
-        # Also of the first pod of several.
-        addresses = [
-            f"{base}-{index}.{base}:{_PORT}" for index in range(len(recipe.services_of(role)))
-        ]
-        variable = f"ROLEMESH_SERVICES__{role.upper()}__ADDRESS"
-        if len(addresses) == 1:
-            environment[variable] = addresses[0]
-        else:
-            environment[f"{variable}ES"] = str(addresses)
-            # Pods have addresses instead.
-            settings.append(f"services.{role}.replicas=1")
-    # Kubernetes would put a variable in the place of $(NAME).
-    flags = [word for one in settings for word in ("--set", one.replace("$(", "$$("))]
-    container = {
-        "name": "coordinator",
-        "image": options.coordinator_image,
-        # A container that is started again goes on with its run.
-        "args": ["train", "--restartable", *(f"{_RECIPE_FOLDER}/{file}" for file in files), *flags],
-        "env": [{"name": name, "value": value} for name, value in environment.items()],
-        "securityContext": CONFINED,
-        "volumeMounts": [
-            {"name": "identity", "mountPath": "/mesh/identity", "readOnly": True},
-            {"name": "store-password", "mountPath": "/mesh/store", "readOnly": True},
-            {"name": "api-token", "mountPath": "/mesh/api", "readOnly": True},
-            {"name": "recipe", "mountPath": _RECIPE_FOLDER, "readOnly": True},
-            {"name": "tmp", "mountPath": "/tmp"},
-            *volumes.folders(writes_runs=True),
-        ],
-    }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {
-            "name": f"{options.name}-coordinator",
-            "labels": _labels(options, "coordinator"),
-        },
-        "spec": {
-            # A run that fails for good fails each time.
-            "backoffLimit": 3,
-            "template": {
-                "metadata": {
-                    "labels": {
-                        **_labels(options, "coordinator"),
-                        "rolemesh/member": "coordinator",
-                    },
-                },
-                "spec": {
-                    **pod_security(ROLE_USERS["actor"]),
-                    "restartPolicy": "OnFailure",
-                    # SIGTERM ends the run after the step in progress, with everything saved.
-                    "terminationGracePeriodSeconds": 600,
-                    "initContainers": [identity],
-                    "containers": [container],
-                    "volumes": volumes.listed,
-                },
             },
         },
     }

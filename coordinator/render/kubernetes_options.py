@@ -101,10 +101,11 @@ def check_options(recipe: Recipe, options: KubernetesOptions) -> None:
                 else f"{flag} is {value!r}: give an image, e.g. registry.example/rolemesh:gpu"
             )
     for role in recipe.roles:
-        if any(recipe.address(service) is not None for service in recipe.services_of(role)):
+        spec = recipe.service(role)
+        if spec.address is not None or spec.addresses:
             raise RecipeError(
-                f"services.{role} has an address, or registers, but a rendered mesh has all roles, "
-                "and lets none of them out: take it out of the recipe"
+                f"services.{role} has an address, but a rendered mesh has all roles, and lets none "
+                "of them out: take it out of the recipe"
             )
     for name, pool in recipe.pools.items():
         sharing = [role for role in pool.roles if role in recipe.roles]

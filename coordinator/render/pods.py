@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 GROUP = 10001
@@ -43,6 +44,11 @@ def selected_by(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "rolemesh", "app.kubernetes.io/instance": name}
 
 
+def labels_of(name: str, component: str) -> dict[str, str]:
+    """Labels of one part of a mesh."""
+    return {**selected_by(name), "app.kubernetes.io/component": component}
+
+
 class Volumes:
     """The volumes of one pod."""
 
@@ -82,6 +88,28 @@ class Volumes:
         return mounts
 
 
+def identity_container(
+    volumes: Volumes, member: str, files: Sequence[str], image: str
+) -> dict[str, Any]:
+    """Container that copies a member's identity to where its user alone reads it.
+
+    Kubernetes lets a group read the files of a Secret, or they would be root's alone.
+    """
+    volumes.add_secret("given-identity", f"{volumes.name}-{member}")
+    volumes.add_memory("identity", 1 << 20)
+    copies = " ".join(f"/given/{file}" for file in files)
+    return {
+        "name": "identity",
+        "image": image,
+        "command": ["install", "-m", "0600", *copies.split(), "/mesh/identity/"],
+        "securityContext": CONFINED,
+        "volumeMounts": [
+            {"name": "given-identity", "mountPath": "/given", "readOnly": True},
+            {"name": "identity", "mountPath": "/mesh/identity"},
+        ],
+    }
+
+
 def pod_security(user: int, group: int = GROUP) -> dict[str, Any]:
     """What each pod of a mesh is not allowed."""
     return {
@@ -100,7 +128,7 @@ def pod_security(user: int, group: int = GROUP) -> dict[str, Any]:
 
 def headless_service(name: str, component: str, ports: dict[str, int]) -> dict[str, Any]:
     """Names for the pods of a StatefulSet, also while they start."""
-    labels = {**selected_by(name), "app.kubernetes.io/component": component}
+    labels = labels_of(name, component)
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -178,7 +206,7 @@ def _policy(
 
 def store_manifests(name: str, image: str) -> list[dict[str, Any]]:
     """The store of docker-compose.yml, on a disk of its own."""
-    labels = {**selected_by(name), "app.kubernetes.io/component": "store"}
+    labels = labels_of(name, "store")
     probe = {
         "exec": {"command": ["sh", "-c", "valkey-cli ping | grep -q PONG"]},
         "periodSeconds": 10,

@@ -27,6 +27,13 @@ IMAGES = (
 )
 
 Document = dict[str, Any]
+SCALED = (
+    "--gpu",
+    "--set=certificates=/mesh/identity",
+    "--set=services.reward={registers: true, most_replicas: 3}",
+    "--set=schedule.sampler={type: sync, batch_size: 4}",
+)
+"""A reward whose set may be scaled to three pods."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +93,7 @@ def trained(documents: dict[str, Document]) -> Recipe:
         (PPO, "--gpu", "--namespace", "team-a", "--name", "mine"),
         ("recipes/safe-rlhf.yaml", "--gpu"),
         ("recipes/reward-model.yaml", "--gpu"),
+        (PPO, *SCALED),
     ],
     ids=lambda words: " ".join(words)[8:40],
 )
@@ -333,6 +341,40 @@ def test_rollout_services_are_replicas_of_one_set() -> None:
         "rolemesh-rollout-0.rolemesh-rollout:50051",
         "rolemesh-rollout-1.rolemesh-rollout:50051",
     )
+
+
+def test_services_that_join_and_leave_register_and_their_set_may_be_scaled() -> None:
+    documents = rendered(PPO, *SCALED)
+    reward = documents["StatefulSet/rolemesh-reward"]["spec"]
+    assert reward["replicas"] == 1
+    found = environment(documents, "StatefulSet/rolemesh-reward")
+    assert found["ROLEMESH_SERVICE__REGISTER_AT"] == "rolemesh-coordinator:29300"
+    assert found["ROLEMESH_SERVICE__NUMBER"] == "$(POD_INDEX)"
+    # Kubernetes replaces names of variables that stand before.
+    assert [*found].index("POD_INDEX") < [*found].index("ROLEMESH_SERVICE__NUMBER")
+    (index,) = [
+        one["valueFrom"]["fieldRef"]["fieldPath"]
+        for one in reward["template"]["spec"]["containers"][0]["env"]
+        if one["name"] == "POD_INDEX"
+    ]
+    assert index == "metadata.labels['apps.kubernetes.io/pod-index']"
+    numbered = {**found, "ROLEMESH_SERVICE__NUMBER": "2"}
+    assert load_config("reward", [], numbered).number == 2
+
+    job = documents["Job/rolemesh-coordinator"]["spec"]["template"]
+    named = documents["Service/rolemesh-coordinator"]["spec"]
+    assert named["selector"].items() <= job["metadata"]["labels"].items()
+    means = trained(documents)
+    assert (means.api.host, means.api.member_port) == ("0.0.0.0", 29300)
+    assert means.service("reward").registers
+    assert means.service("reward").most_replicas == 3
+    # The others are where their sets are, and nothing listens without need.
+    assert means.address("actor") == "rolemesh-actor-0.rolemesh-actor:50051"
+    assert "ROLEMESH_SERVICE__REGISTER_AT" not in environment(
+        documents, "StatefulSet/rolemesh-actor"
+    )
+    assert "Service/rolemesh-coordinator" not in rendered(PPO)
+    assert trained(rendered(PPO)).api.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
