@@ -32,6 +32,7 @@ SCALED = (
     "--set=certificates=/mesh/identity",
     "--set=services.reward={registers: true, most_replicas: 3}",
     "--set=schedule.sampler={type: sync, batch_size: 4}",
+    "--set=pools={reward: {roles: [reward]}, actor: {roles: [actor, critic, reference]}}",
 )
 """A reward whose set may be scaled to three pods."""
 
