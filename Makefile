@@ -50,7 +50,7 @@ TRITON_INSTALLED := $(TRITON)/.installed-$(shell sed -n '/^triton==/,/[^\\]$$/p'
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
 # Processes that run the tests, each with the services that its tests start; 0 is this one alone.
-WORKERS ?= 3
+WORKERS ?= 4
 
 export HF_HUB_OFFLINE := 1
 # Where bytecode is not kept, each process that a test or a run starts compiles all of the source.

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,12 +28,29 @@ with contextlib.suppress(ModuleNotFoundError):
 os.environ |= {"ROLEMESH_SERVICE__FOLDERS": "/", "ROLEMESH_SERVICE__CODE_ROOTS": "/"}
 
 
+LOAD_VLLM = [f"tests/numerics/test_rollout_vllm{part}.py" for part in ("", "_bfloat16", "_fast")]
+"""Loading it takes ten seconds of computing."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The process that deals tests out to others, if there is one.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         from support import warm_processes
 
         warm_processes.share()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each file to one process, as `--dist loadfile`; those that load vLLM, all to one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "vllm" if file in LOAD_VLLM else file
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 # What collecting imports and makes, two million objects, is looked at by no collection of garbage:

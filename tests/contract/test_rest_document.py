@@ -29,7 +29,7 @@ max-stream-events = 20
 request-timeout = 10
 {parameters}
 [generation]
-max-examples = 15
+max-examples = {examples}
 [[operations]]
 include-operation-id = "watch_run"
 checks.positive_data_acceptance.expected-statuses = ["2xx", "404", "410"]
@@ -61,19 +61,26 @@ class Creator:
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "examples"),
     [
-        pytest.param("", id="any-run"),
+        pytest.param("", 5, id="any-run"),
+        pytest.param("", 15, id="any-run-longer", marks=pytest.mark.slow),
         pytest.param(
-            '[parameters]\nrun_id = "live-1"\nlog = "actor"', id="live-run", marks=pytest.mark.slow
+            '[parameters]\nrun_id = "live-1"\nlog = "actor"',
+            15,
+            id="live-run",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-async def test_schemathesis_finds_no_failure(parameters: str, tmp_path: Path) -> None:
+async def test_schemathesis_finds_no_failure(
+    parameters: str, examples: int, tmp_path: Path
+) -> None:
     store = MemoryStateStore()
     await fill_store(store, "live-1", tmp_path / "live-1", num_steps=8, is_live=True)
     await fill_store(store, "ended-1", tmp_path / "ended-1", num_steps=8)
-    (tmp_path / "schemathesis.toml").write_text(CONFIG.format(parameters=parameters))
+    settings = CONFIG.format(parameters=parameters, examples=examples)
+    (tmp_path / "schemathesis.toml").write_text(settings)
     operations = StoreOperations(store, Creator(store))
     async with served(operations, tokens=tokens_of(TOKEN), stream_lifetime_s=0.2) as (client, _):
         process = await asyncio.create_subprocess_exec(

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
+from support import warm_processes
 from support.fake_roles import fake_mesh, fake_recipe
 
 from rolemesh.coordinator.sdk import AsyncClient, Event, RetryPolicy, RunState, StepMade
@@ -38,18 +40,23 @@ async def coordinator(folder: Path, port: int, store_url: str) -> AsyncIterator[
         *("--data", "data", "--port", str(port), "--http-port", "0", "--store-url", store_url),
         *("--folder", "/", "--allow-host", "127.0.0.1"),
         cwd=folder,
-        env={k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")},
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")},
+            **warm_processes.commands(),
+        },
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     try:
         assert await process.stdout.readline()
+        fork = psutil.Process(warm_processes.forked(process.pid))
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+        await asyncio.to_thread(psutil.wait_procs, [fork])  # It has the port.
 
 
 async def test_one_watch_through_killed_coordinators_misses_and_repeats_no_event(

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import yaml
 from redis import Redis
+from support import warm_processes
 from support.commands import command_of
 from support.mesh_runs import tiny_model, tiny_recipe
 from support.reward_servers import RewardServer, reward_server
@@ -78,7 +79,7 @@ def hub(folder: Path, store_url: str) -> Iterator[tuple[subprocess.Popen[str], s
             *("--allow-host", "127.0.0.1"),
         ],
         cwd=folder,
-        env={**os.environ, **VARIABLES, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **VARIABLES, **warm_processes.services()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=(folder / "stderr.log").open("wb"),

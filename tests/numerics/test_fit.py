@@ -131,6 +131,7 @@ def count(at: RankContext, work: RankWork) -> RankMemory:
         return counted(work, mesh, tally)
 
 
+@pytest.mark.slow
 def test_sharing_the_tokens_saves_what_is_estimated(folder: Path, rank_pool: RankPool) -> None:
     """To the byte, of the tensors of the code: gloo takes copies of its own where it sums."""
     layout, model = HybridLayout(TrainLayout(tp=2)), {"recompute": "full"}

@@ -96,7 +96,8 @@ class Face:
             The answers by rank.
 
         Raises:
-            RolemeshError: Error of the first rank that failed; that of a peer names the rank.
+            RolemeshError: Error of the first rank that failed; that of a peer names the rank, unless
+                this rank fails alike.
             UnavailableError: RANKS_DIVERGED: the ranks have diverged in an earlier call.
         """
         async with self._turn:
@@ -115,6 +116,10 @@ class Face:
                 cause = next(iter(failures.values()))
                 if not any(_is_gone(error) for error in failures.values()):
                     await self._settle(tasks)
+                own = _failures(tasks).get(0)
+                if own is not None and str(cause).endswith(f": {own}"):
+                    # What this rank says as well is said of the service, whichever was first.
+                    cause = own
                 # A lost rank explains the errors of the others.
                 gone = [error for error in _failures(tasks).values() if _is_gone(error)]
                 if gone:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import grpc
+import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from rolemesh.rpc.channel import open_channel
+from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.ranks.face import Face, join_answers, join_reports
 from rolemesh.v1 import experience_pb2, reward_pb2, trainer_pb2
 
@@ -79,3 +84,25 @@ async def test_a_rank_that_has_ended_has_left_and_one_that_refuses_has_not() -> 
         assert not await face.leave()
         await server.stop(None)
         assert await face.leave()
+
+
+@pytest.mark.parametrize(
+    ("of_this_rank", "told"),
+    [("tp is 2", "tp is 2"), ("its peer failed", "toy rank 1: tp is 2")],
+    ids=["alike", "otherwise"],
+)
+async def test_what_all_ranks_say_is_said_of_the_service_whichever_is_first(
+    of_this_rank: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(face: Face, rank: int, *_: Any) -> None:
+        raise face._of_rank(rank, InvalidRequestError("tp is 2"))
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        raise InvalidRequestError(of_this_rank)
+
+    monkeypatch.setattr(Face, "_ask", ask)
+    async with open_channel("127.0.0.1:1") as channel:
+        with pytest.raises(InvalidRequestError) as caught:
+            await Face("toy", [channel], lambda _: None).everywhere(reward_pb2.Rewards(), work)
+    assert caught.value.message == told
