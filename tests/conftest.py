@@ -28,7 +28,10 @@ with contextlib.suppress(ModuleNotFoundError):
 os.environ |= {"ROLEMESH_SERVICE__FOLDERS": "/", "ROLEMESH_SERVICE__CODE_ROOTS": "/"}
 
 
-LOAD_VLLM = [f"tests/numerics/test_rollout_vllm{part}.py" for part in ("", "_bfloat16", "_fast")]
+LOAD_VLLM = [
+    f"tests/numerics/test_{name}.py"
+    for name in ("rollout_vllm", "rollout_vllm_bfloat16", "rollout_vllm_fast", "sampler_sleep")
+]
 """Loading it takes ten seconds of computing."""
 
 

@@ -51,7 +51,7 @@ async def test_a_service_joins_and_leaves_between_steps_and_changes_nothing(
 
 def leavings() -> list[Any]:
     """Roles, the call during which one of their services leaves, and how; some are slow repeats."""
-    fast = [("reward", "own", "drains"), ("reference", "own", "dies"), ("reward", "later", "dies")]
+    fast = [("reward", "own", "drains"), ("reward", "later", "dies")]
     # The fakes' advantages read rewards, and no log-probs of the reference.
     cases = [("reward", "own"), ("reward", "later"), ("reference", "own")]
     return [

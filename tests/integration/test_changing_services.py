@@ -55,7 +55,7 @@ def repeats() -> list[Any]:
     """Calls during which the service leaves, and how; one for each of them is not slow."""
     # The updates read the tokens, some of which lie on the service that leaves.
     calls = [(SECOND, "UpdateWeights"), (SECOND, "Generate"), ("actor", "ComputeAdvantages")]
-    fast = [("Generate", BLOCKS, "drains"), ("ComputeAdvantages", BLOCKS, "dies")]
+    fast = [("Generate", BLOCKS, "drains")]
     fast.append(("UpdateWeights", SYNC, "lease ends"))
     return [
         pytest.param(

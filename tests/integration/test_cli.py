@@ -294,6 +294,7 @@ async def test_failed_run_is_one_message_and_exit_code_1(recipe_file: Path, tmp_
     assert "failed" in output
 
 
+@pytest.mark.slow
 async def test_lost_service_is_named(recipe_file: Path, tmp_path: Path, mesh: FakeMesh) -> None:
     process = await start("train", recipe_file, "--set", "run.steps=100000", folder=tmp_path)
     assert process.stdout is not None

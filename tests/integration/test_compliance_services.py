@@ -57,7 +57,14 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str,
         yield dict(zip(ROLES, pool.map(start, ROLES), strict=True))
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    "role",
+    [
+        # The code of cost is that of reward, and reference's one method is of actor's kind.
+        pytest.param(role, marks=pytest.mark.slow if role in ("cost", "reference") else ())
+        for role in ROLES
+    ],
+)
 def test_our_service_of_each_role_passes_every_check(
     role: str, addresses: Mapping[str, str], specs: Mapping[str, Any], tmp_path: Path
 ) -> None:

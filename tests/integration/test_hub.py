@@ -267,6 +267,7 @@ async def wait_for_step(hub: Coordinator, run_id: str, step: int) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_run_whose_process_is_killed_goes_on_from_its_newest_step(tmp_path: Path) -> None:
     num_steps = 30
     async with fake_mesh(delay=slow_steps, has_cuts=True) as mesh, coordinator(tmp_path) as hub:

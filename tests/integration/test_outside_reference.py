@@ -80,6 +80,7 @@ async def test_the_outsider_passes_the_suite(outside: str, model: Path) -> None:
     assert broken == ["transport.reflection"], "it has none, which is a SHOULD"
 
 
+@pytest.mark.slow
 async def test_a_run_with_an_outside_reference_learns_what_one_with_ours_does(
     outside: str, model: Path, frozen: Path, tmp_path: Path
 ) -> None:

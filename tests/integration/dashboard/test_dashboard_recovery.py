@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.sync_api import expect
 from support.browser import wait_for
 from support.dashboard_pages import plotted, records_of
@@ -70,6 +71,7 @@ def test_a_recovery_is_shown_while_it_lasts_and_no_step_is_shown_twice(
     wait_for(lambda: plotted(later, "Reward") == expected, "no step is there twice")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_after_its_end_is_followed_on(
     opened: Any, server: PageServer, tmp_path: Path
 ) -> None:
