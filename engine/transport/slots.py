@@ -37,7 +37,8 @@ NUM_LOGS = NUM_SLOTS + 1
 """Logs of a rank, one a step: of the step in progress, and of those whose cuts may be there."""
 
 SLOT_NAME = re.compile(
-    r"rolemesh-cut-[0-9a-f]{16}-[a-z][a-z0-9_]*-[0-9]{1,6}of[0-9]{1,6}-(?:[01]|log[0-2])", re.ASCII
+    r"rolemesh-cut-[0-9a-f]{16}-[a-z][a-z0-9_]*-[0-9]{1,6}of[0-9]{1,6}-(?:[01]|log[0-2](?:s[0-9]{1,2})?)",
+    re.ASCII,
 )
 """The only names that are ever opened or removed. Leftovers of other shared memory differ."""
 
@@ -70,6 +71,10 @@ class LogUnavailableError(RuntimeError):
     """A log can be neither opened nor made; says why."""
 
 
+class LogHeldError(LogUnavailableError):
+    """A process that still lives holds the lock of a log."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotOwner:
     """The rank of a role in a run to which slots belong, in whatever process."""
@@ -80,6 +85,8 @@ class SlotOwner:
     world_size: int
     directory: Path = SHM_DIRECTORY
     """Where the files are."""
+    number: int = 0
+    """Of the process among those of several services of the role: each has logs of its own."""
 
     def path(self, index: int) -> Path:
         """The file of a slot, 0 <= index < NUM_SLOTS."""
@@ -87,7 +94,7 @@ class SlotOwner:
 
     def log_path(self, index: int) -> Path:
         """The file of a log, 0 <= index < NUM_LOGS."""
-        return self._file(f"log{index}")
+        return self._file(f"log{index}s{self.number}" if self.number else f"log{index}")
 
     def _file(self, name: str) -> Path:
         place = f"{self.rank}of{self.world_size}"
@@ -222,20 +229,25 @@ def read_header(owner: SlotOwner, index: int) -> bytes | None:
         os.close(descriptor)
 
 
-def open_log(owner: SlotOwner, index: int) -> int:
+def open_log(owner: SlotOwner, index: int, wait_s: float = 0.0) -> int:
     """Opens a log, or makes an empty one; closing the descriptor lets it go, and the file stays.
+
+    Args:
+        owner: Of the log.
+        index: Of the log, 0 <= index < NUM_LOGS.
+        wait_s: Longest wait for another process to let it go, in seconds.
 
     Returns:
         A descriptor with the lock of the file. Records begin at byte PAGE_BYTES.
 
     Raises:
-        LogUnavailableError: A process that still lives holds it, there is no room, or something
-            else has its name.
+        LogHeldError: A process that still lives holds it.
+        LogUnavailableError: There is no room, or something else has its name.
     """
     path = owner.log_path(index)
     descriptor = None
     try:
-        descriptor = _open_locked(path)
+        descriptor = _open_locked(path, wait_s)
         if descriptor is None:
             descriptor = _create_locked(path)
         if _run_of(descriptor) != owner.run_id:
@@ -243,10 +255,25 @@ def open_log(owner: SlotOwner, index: int) -> int:
             _write_prologue(descriptor, owner)
             os.ftruncate(descriptor, PAGE_BYTES)
         return descriptor
-    except (OSError, SlotHeldError) as error:
+    except SlotHeldError as error:
+        raise LogHeldError(f"{path} is not to be had: {error}") from error
+    except OSError as error:
         if descriptor is not None:
             os.close(descriptor)
         raise LogUnavailableError(f"{path} is not to be had: {error}") from error
+
+
+def read_log(owner: SlotOwner, index: int, start: int, num_bytes: int) -> bytes:
+    """Bytes of a log that another process may be writing; fewer, or none, where it ends before."""
+    descriptor = _open_checked(owner.log_path(index))
+    if descriptor is None:
+        return b""
+    try:
+        return (
+            os.pread(descriptor, num_bytes, start) if _run_of(descriptor) == owner.run_id else b""
+        )
+    finally:
+        os.close(descriptor)
 
 
 def remove_slots(run_id: str, role: str, directory: Path = SHM_DIRECTORY) -> list[str]:
@@ -323,9 +350,9 @@ def _create_locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _open_locked(path: Path) -> int | None:
+def _open_locked(path: Path, wait_s: float | None = None) -> int | None:
     """A descriptor with the lock of the file that has this name now; None if there is none."""
-    deadline = time.monotonic() + LOCK_WAIT_S
+    deadline = time.monotonic() + (LOCK_WAIT_S if wait_s is None else wait_s)
     while (descriptor := _open_checked(path)) is not None:
         if _is_free(descriptor):
             if os.fstat(descriptor).st_nlink:
@@ -333,7 +360,7 @@ def _open_locked(path: Path) -> int | None:
             os.close(descriptor)  # removed meanwhile
             continue
         os.close(descriptor)
-        if time.monotonic() > deadline:
+        if time.monotonic() >= deadline:
             raise SlotHeldError(
                 f"shared memory {path} is held by another process that still lives: end the "
                 "service of this run that hangs, then try again"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 
 from rolemesh.engine.transport.slots import (
     NUM_LOGS,
     PAGE_BYTES,
+    LogHeldError,
     LogUnavailableError,
     SlotOwner,
     open_log,
+    read_log,
 )
 from rolemesh.services.reward.outside.answers import AnswerLog, Answers
 from rolemesh.v1 import operation_pb2
@@ -17,8 +21,15 @@ from rolemesh.v1 import operation_pb2
 logger = logging.getLogger(__name__)
 
 
+MAX_SERVICES = 16
+"""Most services of a role on one host that keep answers."""
+
+
 class AnswerBook:
     """A log for the step in progress and for each step whose cut may be there.
+
+    Each of several services of the role writes logs of its own and reads those of the others: the
+    call that one has made may be made again by another one.
 
     Owner: the compute thread. Invariant: the answers of a step go when the step
     NUM_LOGS steps later begins.
@@ -40,16 +51,29 @@ class AnswerBook:
         index = key.step % NUM_LOGS
         if index not in self._logs and not self._is_off:
             try:
-                descriptor = open_log(self.owner, index)
+                self._logs[index] = self._opened(index)
             except LogUnavailableError as error:
                 self._is_off = True
                 self._tell(str(error))
-            else:
-                self._logs[index] = AnswerLog(descriptor, PAGE_BYTES, self._tell)
         if self._is_off:
             return None
-        self._logs[index].turn_to(key.step)
-        return Answers(self._logs[index], key.step, (key.operation, key.sequence, key.lineage))
+        log = self._logs[index]
+        log.turn_to(key.step)
+        for number in range(MAX_SERVICES):
+            if number != log.number:
+                other = dataclasses.replace(self.owner, number=number)
+                log.take_in(number, functools.partial(read_log, other, index))
+        return Answers(log, key.step, (key.operation, key.sequence, key.lineage))
+
+    def _opened(self, index: int) -> AnswerLog:
+        """The first log of an index that no other process holds."""
+        for number in range(MAX_SERVICES):
+            owner = dataclasses.replace(self.owner, number=number)
+            try:
+                return AnswerLog(open_log(owner, index), PAGE_BYTES, self._tell, number)
+            except LogHeldError as error:
+                held = error
+        raise held
 
     def close(self) -> None:
         """Lets the files go; they stay."""

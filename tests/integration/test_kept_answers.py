@@ -189,6 +189,27 @@ async def test_a_reward_service_that_was_killed_asks_only_for_what_was_not_answe
             assert judge.answered == once + once
 
 
+async def test_services_of_one_role_know_what_the_others_were_answered(run_id: str) -> None:
+    with on_a_thread(MoodyJudge(FAILS)) as judge:
+        async with (
+            serving() as producer,
+            serving(RewardRole()) as first,
+            serving(RewardRole()) as second,
+        ):
+            results = [
+                await judged_by(one.runtime.address, run_id, epoch, judge, producer)
+                for epoch, one in enumerate((first, second, first), start=1)
+            ]
+            assert len(logs_of(run_id)) == 2
+            # The next step is one that the second service judges first.
+            async with judging(
+                second.runtime.address, run_id, 4, {"source": source(judge)}
+            ) as caller:
+                await caller.judge(batch(producer, run_id), STEP + 1)
+    assert judge.asked == 2 * len(ROWS)
+    assert results[0] == results[1] == results[2]
+
+
 @pytest.mark.slow
 async def test_each_rank_keeps_the_answers_to_its_own_rows(run_id: str, tmp_path: Path) -> None:
     with on_a_thread(MoodyJudge(FAILS)) as judge:

@@ -133,7 +133,11 @@ class AnswerLog:
     """
 
     def __init__(
-        self, descriptor: int, begin: int, tell: Callable[[str], None] = logger.warning
+        self,
+        descriptor: int,
+        begin: int,
+        tell: Callable[[str], None] = logger.warning,
+        number: int = 0,
     ) -> None:
         """Takes a file that this process alone writes; reads nothing yet.
 
@@ -141,12 +145,16 @@ class AnswerLog:
             descriptor: Of the file; closed by `close`.
             begin: Byte at which the records begin.
             tell: Told when an answer cannot be kept.
+            number: Of the log among those of several services.
         """
+        self.number = number
         self._descriptor: int | None = descriptor
         self._begin = self._end = begin
         self._tell = tell
         self._step: int | None = None
         self._records: dict[tuple[str, str, int], _Record] = {}
+        self._taken: dict[int, int] = {}
+        """Bytes up to which other logs of the step are known, by their numbers."""
         self._lock = threading.Lock()
 
     def turn_to(self, step: int) -> None:
@@ -163,8 +171,26 @@ class AnswerLog:
                     found = held
                     self._end += num_bytes
             self._step, self._records = step, {record.key: record for record in found}
+            self._taken.clear()
             # Also what follows the last whole record.
             os.ftruncate(self._descriptor, self._end)
+
+    def take_in(self, number: int, read: Callable[[int, int], bytes]) -> None:
+        """Takes in what another service has written of the step since this was last called.
+
+        Args:
+            number: Of its log.
+            read: Returns bytes of it, of a first byte and a number of bytes.
+        """
+        with self._lock:
+            start = self._taken.get(number, self._begin)
+            found, num_bytes = _records_in(read(start, MAX_LOG_BYTES))
+            for record in found:
+                if record.step == self._step:
+                    self._records.setdefault(record.key, record)
+            # A log that has not come to the step yet is begun anew then.
+            if found and all(record.step == self._step for record in found):
+                self._taken[number] = start + num_bytes
 
     def find(self, step: int, key: tuple[str, str, int]) -> _Record | None:
         """The record of a request; None if there is none."""

@@ -96,8 +96,8 @@ class Face:
             The answers by rank.
 
         Raises:
-            RolemeshError: Error of the first rank that failed; that of a peer names the rank, unless
-                this rank fails alike.
+            RolemeshError: Error of the first rank that failed; that of a peer names the rank,
+                unless this rank fails alike.
             UnavailableError: RANKS_DIVERGED: the ranks have diverged in an earlier call.
         """
         async with self._turn:

@@ -66,6 +66,33 @@ async def get(known, sent, outcome, policy=DROP, source="judge"):
     return await known.get(known.key_of(source, sent), len(sent), policy, ask)
 
 
+async def test_what_another_service_writes_is_taken_in_as_it_grows(logs, tmp_path):
+    other = Logs(tmp_path / "other")
+
+    def read(start, num_bytes):
+        return other.path.read_bytes()[start : start + num_bytes]
+
+    own = logs.open(step=2)
+    theirs = other.open(step=1)
+    calls = Answers(theirs, 1, CALL)
+    await get(calls, [b"old"], Judgement(rewards=[0.5]))
+    own.take_in(1, read)
+    theirs.turn_to(2)
+    for number in range(3):
+        sent, given = [bytes([number])], Judgement(rewards=[float(number)])
+        await get(Answers(theirs, 2, CALL), sent, given)
+        whole = other.path.read_bytes()
+        # One that is being written.
+        other.path.write_bytes(whole + whole[BEGIN : BEGIN + 20])
+        own.take_in(1, read)
+        other.path.write_bytes(whole)
+        own.take_in(1, read)
+        assert await get(Answers(own, 2, CALL), sent, None) == given
+    assert logs.records == b""
+    with pytest.raises(AssertionError, match="asked again"):
+        await get(Answers(own, 2, CALL), [b"old"], None)
+
+
 async def test_an_answer_comes_back_exactly_in_another_process(logs):
     draw = random.Random(3)
     rewards = [draw.gauss(0, 1e-30), -0.0, 5e-324, 3.4028234663852886e38, 0.1 + 0.2, None]
