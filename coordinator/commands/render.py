@@ -118,7 +118,7 @@ def compose(
             command += given_addresses(nodes)
             files = []
             for number in range(len(mesh.addresses)):
-                header = hosts_header(mesh, number, out, made_by)
+                header = hosts_header(loaded, mesh, number, out, made_by)
                 text = compose_file(loaded, command, ids, header, mesh, number)
                 files.append((file_of_host(out, number), text))
     except RecipeError as error:

@@ -169,7 +169,7 @@ def _given_identities(services: Mapping[str, Any], here: Mapping[str, str]) -> d
     return {
         # The identities are files of the user who has brought them.
         "cap_add": ["DAC_READ_SEARCH"],
-        "command": ["\n".join(give) + "\n"],
+        "command": [" && ".join(give)],
         "volumes": [
             "${ROLEMESH_IDENTITIES:?name the folder with the identities that host 0 has issued}"
             ":/given:ro"
@@ -177,13 +177,19 @@ def _given_identities(services: Mapping[str, Any], here: Mapping[str, str]) -> d
     }
 
 
+def shares_runs(recipe: Recipe, hosts: ComposeHosts) -> bool:
+    """Whether roles on several hosts write the checkpoints of a run."""
+    trained = trained_models(recipe)
+    return any(own != (0,) for name, own in hosts.nodes.items() if role_of(name) in trained)
+
+
 def _share_runs(
     services: dict[str, Any], recipe: Recipe, hosts: ComposeHosts, here: Mapping[str, str]
 ) -> None:
     """Mounts one folder of runs on all hosts where a trained role writes its checkpoints apart."""
-    trained = trained_models(recipe)
-    if all(set(own) == {0} for name, own in hosts.nodes.items() if role_of(name) in trained):
+    if not shares_runs(recipe, hosts):
         return
+    trained = trained_models(recipe)
     folder = "${ROLEMESH_RUNS:?name a folder of a disk that all hosts share}:/mesh/runs"
     for role in here:
         services[role]["volumes"] = [folder if role in trained else f"{folder}:ro"]
@@ -196,7 +202,7 @@ def file_of_host(out: Path, number: int) -> Path:
     return out.with_suffix(f".{number}{out.suffix}")
 
 
-def hosts_header(hosts: ComposeHosts, number: int, out: Path, made_by: str) -> str:
+def hosts_header(recipe: Recipe, hosts: ComposeHosts, number: int, out: Path, made_by: str) -> str:
     """Comment at the top of a host's file, with the commands that start the mesh."""
     own = ", ".join(hosts.services_on(number)) or "no role"
     compose = "docker compose -f docker-compose.yml -f"
@@ -204,7 +210,18 @@ def hosts_header(hosts: ComposeHosts, number: int, out: Path, made_by: str) -> s
         f"One recipe on {len(hosts.addresses)} hosts: the part of host {number},",
         f"{hosts.addresses[number]} ({own}), to add to docker-compose.yml there.",
         "Containers have the network of their host: keep it private, and its ports 29400 to 29415",
-        "and all above 32767 open between the hosts. First, on host 0, which signs for all:",
+        "and all above 32767 open between the hosts.",
+    ]
+    if shares_runs(recipe, hosts):
+        lines += [
+            "",
+            "On each, a folder of a disk that all share, in which user 10001 may write:",
+            "",
+            "  export ROLEMESH_RUNS=/shared/runs",
+        ]
+    lines += [
+        "",
+        "First, on host 0, which signs for all:",
         "",
         f"  {compose} {file_of_host(out, 0)} run --rm certs",
     ]

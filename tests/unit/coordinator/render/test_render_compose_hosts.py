@@ -97,13 +97,12 @@ def test_one_authority_signs_and_each_host_gets_the_identities_of_its_roles(
     first, second = hosts(tmp_path, "--on=critic=1", "--on=reward=1")
     assert "certs issue" in first["certs"]["command"][0]
     assert second["certs"]["command"] == [
-        "cd /given\n"
-        "cp critic.pem /identities/critic/.critic.pem\n"
-        "chown 10001:10001 /identities/critic/.critic.pem\n"
-        "mv -f /identities/critic/.critic.pem /identities/critic/critic.pem\n"
-        "cp reward.pem /identities/reward/.reward.pem\n"
-        "chown 10002:10002 /identities/reward/.reward.pem\n"
-        "mv -f /identities/reward/.reward.pem /identities/reward/reward.pem\n"
+        "cd /given && cp critic.pem /identities/critic/.critic.pem"
+        " && chown 10001:10001 /identities/critic/.critic.pem"
+        " && mv -f /identities/critic/.critic.pem /identities/critic/critic.pem"
+        " && cp reward.pem /identities/reward/.reward.pem"
+        " && chown 10002:10002 /identities/reward/.reward.pem"
+        " && mv -f /identities/reward/.reward.pem /identities/reward/reward.pem"
     ]
     assert mounts(second["certs"])["/given"] == ("/home/me/identities", False)
     header = (tmp_path / "mesh.0.yaml").read_text()
@@ -157,6 +156,8 @@ def test_runs_are_on_a_shared_disk_where_checkpoints_are_written_on_several_host
     for name in ("coordinator", "actor"):
         folder = "/shared/runs" if is_trained else "runs"
         assert mounts(first[name])["/mesh/runs"] == (folder, True)
+    asks = "export ROLEMESH_RUNS=" in (tmp_path / "mesh.1.yaml").read_text()
+    assert asks == is_trained
     without = {name: value for name, value in SHARED.items() if name != "ROLEMESH_RUNS"}
     asked = compose(BASE_FILE, tmp_path / "mesh.0.yaml", variables=IMAGES | without, profiles=())
     assert (asked.returncode != 0) == is_trained
