@@ -123,8 +123,8 @@ class Fork:
     def wait(self, timeout_s: float) -> int | None:
         """Its exit code, as subprocess counts it; None if it has not ended in time."""
         if self.exit_code is None:
-            self._warm.settimeout(max(timeout_s, 1e-3))
-            with contextlib.suppress(TimeoutError):
+            self._warm.settimeout(timeout_s)
+            with contextlib.suppress(TimeoutError, BlockingIOError):
                 told = self._warm.recv(4, socket.MSG_WAITALL)
                 self.exit_code = int.from_bytes(told, "big", signed=True) if told else 1
         return self.exit_code
