@@ -43,7 +43,7 @@ LAYOUTS = {
     "1-2-4_to_1-1-2-4": (4, "tp=2,dp=4,fsdp=1", {"tp": 1}),
     "fsdp_of_8": (4, "dp=8,fsdp=8", {}),
     "2-2-2_to_1-1-4-2": (4, "pp=2,tp=2,dp=2,fsdp=1", {"tp": 1}),
-    "2-2-2_to_1-2-2-2": (4, "pp=2,tp=2,dp=2,fsdp=2", {"tp": 2}),
+    "2-2-2_to_1-2-2-2_vllm": (4, "pp=2,tp=2,dp=2,fsdp=2", {"tp": 2}),
     "1-2-4_published": (4, "tp=2,dp=4,fsdp=1", {}),
 }
 """Number of hosts, with two ranks each, and layouts by the paper's names: p-t-d of training, and of
