@@ -69,6 +69,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         ),
         "rolemesh.engine.transport.slots.SlotHeldError": CatalogueEntry(_PRECONDITION, "CUT_HELD"),
         "rolemesh.engine.transport.slots.SlotRoomError": CatalogueEntry(_EXHAUSTED, "CUT_CAPACITY"),
+        "rolemesh.engine.transport.slots.LogHeldError": CatalogueEntry(_PRECONDITION, "CUT_HELD"),
         "rolemesh.engine.transport.slots.LogUnavailableError": CatalogueEntry(
             _EXHAUSTED, "CUT_CAPACITY"
         ),
