@@ -247,7 +247,10 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
                 os.close(descriptor)
             in_front, *_ = struct.unpack("3i", asked.getsockopt(*PEER, struct.calcsize("3i")))
             told = Path(listener.getsockname()).with_name(str(in_front))
-            told.write_text(str(pid))
+            # Whole at once: a test may read it at any moment.
+            written = told.with_suffix(".part")
+            written.write_text(str(pid))
+            written.replace(told)
             _tell(asked, pid)
             selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asked, told))
 
