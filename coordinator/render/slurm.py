@@ -233,7 +233,9 @@ ended() { # EXIT STATUS of the coordinator
     130/*) ;; # The run was told to end.
     129/* | 13?/* | 14?/*) again "the coordinator was killed ($1)" ;;
     esac
-    rm -rf "$run.mesh"
+    # Under a new name, since services that have not ended yet may write there.
+    mv "$run.mesh" "$run.mesh.old" 2>/dev/null
+    rm -rf "$run.mesh.old"
     exit "$1"
 }
 
