@@ -10,8 +10,9 @@ pulls from it:
     weights  fetch_boxes of a publication, as a rollout service does
 in clear and with TLS between members. Ways take turns, so that a slow moment of the machine meets
 all. `link_share` is of the link's rate, `socket_share` of what bare sockets carried in the same
-run, which the two cores of producer, consumer and cable bound as well. `compression` says what it
-would save, and what it costs. Prints one JSON line.
+run, which the two cores of producer, consumer and cable bound as well. `one_host` has the same
+producer and consumer on one host, without a link, and besides through shared memory (`shm`).
+Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpc
 import torch
 from experience_transfer import make_batch
-from safetensors import safe_open
 from support.cables import Cable
 from support.hosts import HostNetwork, are_apart
-from tokenizers import Tokenizer
 
 from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import Parameter
@@ -65,11 +63,11 @@ from rolemesh.services.runtime.server.operations import OperationLedger
 from rolemesh.v1 import experience_pb2, weights_pb2
 
 NAMES = ["tokens", "logprobs", "values"]
+HOST_ID = "of the producer"
 READY = "ready "
 RESULT = "result "
 STARTUP_S = 120.0
 MATRIX = (1024, 1024)
-MODEL = Path(".models/SmolLM2-135M-Instruct")
 
 
 # --- the host that has the data --------------------------------------------------------------
@@ -86,7 +84,7 @@ def make_publication(mebibytes: int) -> Publication:
         0,
         weights,
         policy_version=1,
-        shares_memory=False,
+        shares_memory=True,
     )
 
 
@@ -113,13 +111,13 @@ def serve_sockets(host: str, num_bytes: int) -> int:
 async def produce(host: str, mebibytes: int, identity: Path) -> None:
     """Says in one line where what lies, then serves until it is ended."""
     batch, publication = make_batch(mebibytes), make_publication(mebibytes)
-    store = ExperienceStore(1 << 40, shared_memory=False, shared_memory_threshold_bytes=1)
+    store = ExperienceStore(1 << 40, shared_memory=True, shared_memory_threshold_bytes=1)
     held = store.put("run", 0, batch)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    ExperienceServicer(store, OperationLedger(), "").add_to(server)
+    ExperienceServicer(store, OperationLedger(), HOST_ID).add_to(server)
 
     async def fetch_weights(request: Any, context: object) -> AsyncIterator[bytes]:
-        async for message in answer_fetch(publication, request, ""):
+        async for message in answer_fetch(publication, request, HOST_ID):
             yield message
 
     handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
@@ -185,7 +183,11 @@ def copies_of(ref: weights_pb2.WeightsRef) -> list[Copy]:
 
 
 async def consume(
-    told: dict[str, Any], identity: Identity, connections: list[int], repetitions: int
+    told: dict[str, Any],
+    identity: Identity,
+    connections: list[int],
+    repetitions: int,
+    on_one_host: bool,
 ) -> dict[str, list[float]]:
     """Bytes a second of each way, one figure a repetition."""
     shard = experience_pb2.Shard.FromString(bytes.fromhex(told["shard"]))
@@ -196,14 +198,22 @@ async def consume(
         def way(
             what: str, kind: str, number: int, channel: MeshChannel
         ) -> Callable[[], Awaitable[int]]:
+            host_id, transport = "", pull.grpc_over(number)
+            if kind == "shm":
+                host_id, transport = HOST_ID, "shm"
+
             async def rows() -> int:
-                fetched = await fetch_rows(channel, shard, NAMES, range(shard.num_rows), "")
-                assert fetched.transport == pull.grpc_over(number), fetched.transport
+                fetched = await fetch_rows(channel, shard, NAMES, range(shard.num_rows), host_id)
+                assert fetched.transport == transport, fetched.transport
                 return fetched.num_bytes
 
             async def weights() -> int:
-                fetched = await fetch_boxes(channel, ref, 0, copies, "")
-                assert fetched.transport == pull.grpc_over(number), fetched.transport
+                fetched = await fetch_boxes(channel, ref, 0, copies, host_id)
+                assert fetched.transport == transport, fetched.transport
+                if fetched.transport == "shm":
+                    # What is mapped costs nothing before it is read.
+                    for box in fetched.boxes:
+                        box.clone()
                 return fetched.num_bytes
 
             async def bare() -> int:
@@ -214,15 +224,22 @@ async def consume(
             return {"rows": rows, "weights": weights, "socket": bare}[what]
 
         ways: dict[str, tuple[int, Callable[[], Awaitable[int]]]] = {}
-        for number in connections:
+        cases = [
+            (what, kind, number)
+            for number in connections
             for what, kind in (
                 ("socket", "clear"),
                 *itertools.product(("rows", "weights"), ("clear", "tls")),
-            ):
-                member = identity if kind == "tls" else None
-                channel = await stack.enter_async_context(open_channel(told[kind], identity=member))
-                name = f"{what}_{kind}_{number}".replace("socket_clear", "socket")
-                ways[name] = (number, way(what, kind, number, channel))
+            )
+        ]
+        if on_one_host:
+            cases += [("rows", "shm", 1), ("weights", "shm", 1)]
+        for what, kind, number in cases:
+            member = identity if kind == "tls" else None
+            address = told["tls" if member else "clear"]
+            channel = await stack.enter_async_context(open_channel(address, identity=member))
+            name = f"{what}_{kind}_{number}".replace("socket_clear", "socket")
+            ways[name.replace("shm_1", "shm")] = (number, way(what, kind, number, channel))
         rates: dict[str, list[float]] = defaultdict(list)
         for repetition in range(repetitions + 1):
             for name, (number, run) in ways.items():
@@ -234,56 +251,6 @@ async def consume(
                 if repetition:
                     rates[name].append(taken / (time.perf_counter() - started))
         return rates
-
-
-# --- compression -----------------------------------------------------------------------------
-
-
-def compression(megabytes: int = 8) -> dict[str, Any]:
-    """How much smaller columns and weights become, and the rate of one core at each end.
-
-    By zlib's quickest level; tokens also by int32 in place of int64.
-    """
-    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    text = "".join(page.read_text() for page in sorted(Path("docs").glob("*.md")))
-    ids = torch.tensor(tokenizer.encode(text).ids)
-    tokens = ids.repeat(1 + (megabytes << 20) // ids.nbytes)
-    with safe_open(MODEL / "model.safetensors", "pt") as opened:
-        embedding = opened.get_tensor("model.embed_tokens.weight")
-    found: dict[str, Any] = {}
-    for name, values in (
-        ("tokens_int64", tokens),
-        ("logprobs_float32", torch.randn(len(tokens))),
-        ("weights_bfloat16", embedding.bfloat16()),
-    ):
-        content = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy().data)
-        content = content[: megabytes << 20]
-        started = time.perf_counter()
-        packed = zlib.compress(content, 1)
-        there = time.perf_counter()
-        assert zlib.decompress(packed) == content
-        back = time.perf_counter()
-        found[f"{name}_zlib"] = summary(content, len(packed), there - started, back - there)
-    started = time.perf_counter()
-    narrow = tokens.int()
-    there = time.perf_counter()
-    assert torch.equal(narrow.long(), tokens)
-    back = time.perf_counter()
-    found["tokens_as_int32"] = summary(
-        memoryview(tokens.numpy()).cast("B"), narrow.nbytes, there - started, back - there
-    )
-    return found
-
-
-def summary(
-    content: memoryview, packed_bytes: int, there_s: float, back_s: float
-) -> dict[str, Any]:
-    """Size after packing, as a share, and the rates."""
-    return {
-        "size_share": round(packed_bytes / len(content), 3),
-        "pack_mb_per_s": round(len(content) / there_s / 1e6),
-        "unpack_mb_per_s": round(len(content) / back_s / 1e6),
-    }
 
 
 # --- both ------------------------------------------------------------------------------------
@@ -301,16 +268,12 @@ def lines_of(log: Path, beginning: str, is_alive: Callable[[], bool]) -> Iterato
         time.sleep(0.05)
 
 
-def over_link(
-    gigabits: float, round_trip_ms: float, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Rates by way over one link, and their shares."""
+def measured_rates(
+    network: HostNetwork, addresses: Sequence[str], arguments: argparse.Namespace
+) -> tuple[dict[str, list[float]], int]:
+    """Rates by way from the first host to the last one, and the bytes of the rows."""
     authority = Authority.make()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        HostNetwork(2) as network,
-        Cable(network, bits_per_s=gigabits * 1e9, round_trip_s=round_trip_ms / 1e3) as cable,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         for member in ("actor", "reward"):
             place = Path(folder, f"{member}.pem")
             place.touch(mode=0o600)
@@ -318,31 +281,58 @@ def over_link(
         common = [sys.executable, __file__, f"--mebibytes={arguments.mebibytes}"]
         log = Path(folder, "produce.log")
         producer = network.start(
-            0,
-            [*common, "--produce", cable.addresses[0], "--identity", f"{folder}/actor.pem"],
-            log,
+            0, [*common, "--produce", addresses[0], "--identity", f"{folder}/actor.pem"], log
         )
         (told,) = lines_of(log, READY, lambda: producer.process.poll() is None)
         log = Path(folder, "consume.log")
         numbers = [str(number) for number in arguments.connections]
         consumer = network.start(
-            1,
+            len(addresses) - 1,
             [*common, "--consume", json.dumps(told), "--identity", f"{folder}/reward.pem",
+             *(["--on-one-host"] if len(addresses) == 1 else []),
              "--repetitions", str(arguments.repetitions), "--connections", *numbers],
             log,
         )  # fmt: skip
         (rates,) = lines_of(log, RESULT, lambda: consumer.process.poll() is None)
+        return rates, told["num_bytes"]
+
+
+def over_link(
+    gigabits: float, round_trip_ms: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Rates by way over one link, and their shares."""
+    with (
+        HostNetwork(2) as network,
+        Cable(network, bits_per_s=gigabits * 1e9, round_trip_s=round_trip_ms / 1e3) as cable,
+    ):
+        rates, num_bytes = measured_rates(network, cable.addresses, arguments)
     link = gigabits * 1e9 / 8
     medians = {name: statistics.median(found) for name, found in rates.items()}
     best_socket = max(rate for name, rate in medians.items() if name.startswith("socket"))
     return {
         "gigabits_per_s": gigabits,
         "round_trip_ms": round_trip_ms,
-        "bytes": told["num_bytes"],
+        "bytes": num_bytes,
         "link_share": {name: round(rate / link, 3) for name, rate in medians.items()},
         "socket_share": {name: round(rate / best_socket, 3) for name, rate in medians.items()},
         "spread": {
             name: [round(min(found) / link, 3), round(max(found) / link, 3)]
+            for name, found in rates.items()
+        },
+    }
+
+
+def within_one_host(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Rates by way between two processes of this machine."""
+    with HostNetwork(1, are_apart=False) as network:
+        rates, num_bytes = measured_rates(network, network.addresses, arguments)
+    return {
+        "bytes": num_bytes,
+        "gigabits_per_s": {
+            name: round(statistics.median(found) * 8e-9, 2) for name, found in rates.items()
+        },
+        "spread": {
+            name: [round(min(found) * 8e-9, 2), round(max(found) * 8e-9, 2)]
             for name, found in rates.items()
         },
     }
@@ -357,6 +347,7 @@ def main() -> None:
     parser.add_argument("--produce", help=argparse.SUPPRESS)
     parser.add_argument("--consume", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--identity", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--on-one-host", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.produce is not None:
         asyncio.run(produce(arguments.produce, arguments.mebibytes, arguments.identity))
@@ -364,7 +355,13 @@ def main() -> None:
     if arguments.consume is not None:
         identity = Identity.read(arguments.identity)
         rates = asyncio.run(
-            consume(arguments.consume, identity, arguments.connections, arguments.repetitions)
+            consume(
+                arguments.consume,
+                identity,
+                arguments.connections,
+                arguments.repetitions,
+                arguments.on_one_host,
+            )
         )
         print(RESULT + json.dumps(rates), flush=True)
         return
@@ -374,12 +371,12 @@ def main() -> None:
         "machine": {"cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
         "versions": {"python": platform.python_version(), "grpcio": grpc.__version__},
     }
+    line["one_host"] = within_one_host(arguments)
     if are_apart() and Path("/dev/net/tun").exists():
         links = [tuple(map(float, link.split(":"))) for link in arguments.links]
         line["links"] = [over_link(*link, arguments) for link in links]
     else:
         line["skipped"] = "this user can make no network namespaces, or there is no /dev/net/tun"
-    line["compression"] = compression()
     print(json.dumps(line))
 
 
