@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.render.nodes import read_roles
 from rolemesh.coordinator.render.placement import needs_gpu
 
 _NAME = re.compile(r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")
@@ -59,13 +60,7 @@ def hosts_of(recipe: Recipe, given: Sequence[str]) -> dict[str, int]:
         RecipeError: A role or a number is wrong, or does not go with the role's layout.
     """
     hosts: dict[str, int] = {}
-    for text in given:
-        role, _, number = text.partition("=")
-        if role not in recipe.roles or role in hosts:
-            what = "once" if role in hosts else f"one of {', '.join(recipe.roles)}"
-            raise RecipeError(
-                f"--hosts is {text!r}: give each role of the recipe {what}, as role=2"
-            )
+    for text, role, number in read_roles(recipe, "--hosts", given, "2"):
         if not number.isdecimal() or not 1 < int(number) < 1000:
             raise RecipeError(f"--hosts is {text!r}: give a number of pods from 2, e.g. {role}=2")
         if len(recipe.services_of(role)) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
@@ -34,17 +34,9 @@ def nodes_of(
     nodes: dict[str, tuple[int, ...]] = {
         service: (0,) for role in recipe.roles for service in recipe.services_of(role)
     }
-    seen = set()
-    for text in placed:
-        role, equals, where = text.partition("=")
-        if role not in recipe.roles or role in seen:
-            what = "once" if role in seen else f"one of {', '.join(recipe.roles)}"
-            raise RecipeError(
-                f"--on is {text!r}: give each role of the recipe {what}, as role={word}"
-            )
-        seen.add(role)
+    for text, role, where in read_roles(recipe, "--on", placed, word):
         words = where.split(",")
-        if not equals or not all(one.isdecimal() and int(one) < 1000 for one in words):
+        if not all(one.isdecimal() and int(one) < 1000 for one in words):
             raise RecipeError(f"--on is {text!r}: give a {word}, counted from 0, e.g. {role}=1")
         nodes |= _nodes_of_role(recipe, role, tuple(map(int, words)), text, word)
     used = {node for own in nodes.values() for node in own}
@@ -52,6 +44,32 @@ def nodes_of(
         if node not in used:
             raise RecipeError(f"--on leaves {word} {node} without a role: count {word}s from 0")
     return nodes
+
+
+def read_roles(
+    recipe: Recipe, flag: str, given: Sequence[str], what: str
+) -> Iterator[tuple[str, str, str]]:
+    """What an option says of roles: each text, its role, and what stands behind the "=".
+
+    Args:
+        recipe: The recipe.
+        flag: The option, in errors.
+        given: Texts "role=...".
+        what: What has to stand behind the "=", in errors.
+
+    Raises:
+        RecipeError: A role is not one of the recipe's, or is given twice.
+    """
+    seen = set()
+    for text in given:
+        role, _, value = text.partition("=")
+        if role not in recipe.roles or role in seen:
+            those = "once" if role in seen else f"one of {', '.join(recipe.roles)}"
+            raise RecipeError(
+                f"{flag} is {text!r}: give each role of the recipe {those}, as role={what}"
+            )
+        seen.add(role)
+        yield text, role, value
 
 
 def _nodes_of_role(

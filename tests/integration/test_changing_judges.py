@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +10,13 @@ from support.changing_runs import (
     METHODS,
     SYNC,
     changing_recipe,
-    check_went_on,
-    learnt,
+    leaves_within_a_step,
     quick_looks,
-    scene,
-    undisturbed,
 )
 
 from rolemesh.coordinator.recipe.schema import Recipe
 
 pytestmark = pytest.mark.usefixtures(quick_looks.__name__)
-
-
-@pytest.mark.parametrize("role", ["reward", "reference"])
-async def test_a_service_joins_and_leaves_between_steps_and_changes_nothing(
-    role: str, tmp_path: Path
-) -> None:
-    first, second = f"{role}-0", f"{role}-1"
-    async with scene(tmp_path, role=role) as made:
-        task = asyncio.create_task(made.run.execute())
-        async with made.during("actor", "Update", 2):
-            made.register(second)
-            await made.loaded(second)
-        async with made.during("actor", "Update", 4):
-            made.drain(second)
-            await made.told(f"{second} leaves in step 4: it drains")
-        check_went_on(made, await task)
-        assert made.numbers == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
-        # Three blocks are dealt out over two services.
-        assert made.answered(second) == [3, 4]
-        assert made.answered(first) == [1, 2, 3, 4, 5, 6]
-        assert await made.journal() == [
-            (3, [second], [], [first, second]),
-            (5, [], [second], [first]),
-        ]
-    assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed", role=role)
-    assert "held_out/score" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def leavings() -> list[Any]:
@@ -68,28 +38,9 @@ async def test_others_make_what_a_service_that_leaves_within_a_step_has_not_made
     second = f"{role}-1"
     # What it has answered is read by the advantages.
     service, method = (second, METHODS[role]) if when == "own" else ("actor", "ComputeAdvantages")
-    async with scene(tmp_path, role=role) as made:
-        task = asyncio.create_task(made.run.execute())
-        async with made.during("actor", "Update", 2):
-            made.register(second)
-            await made.loaded(second)
-        async with made.during(service, method, 4):
-            if way == "drains":
-                made.drain(second)
-            else:
-                made.unregister(second)
-            if way == "dies":
-                await made.mesh.roles[second].stop()
-            await made.told(f"{second} leaves in step 4")
-            await made.mesh.roles[second].stop()
-        summary = await task
-        # A process that dies may be missed by its lease or by its connection first.
-        check_went_on(made, summary, deaths=len(summary.recoveries))
-        assert len(summary.recoveries) <= (way == "dies")
-        assert made.numbers == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
-        made_again = [call.step for call in made.mesh.of(f"{role}.{METHODS[role]}")].count(4)
-        assert made_again > 3
-    assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed", role=role)
+    made = await leaves_within_a_step(tmp_path, service, method, way, role=role)
+    made_again = [call.step for call in made.mesh.of(f"{role}.{METHODS[role]}")].count(4)
+    assert made_again > 3
 
 
 def test_judges_may_change_in_a_schedule_that_samples_ahead() -> None:

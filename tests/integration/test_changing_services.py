@@ -13,6 +13,7 @@ from support.changing_runs import (
     changing_recipe,
     check_went_on,
     learnt,
+    leaves_within_a_step,
     quick_looks,
     scene,
     undisturbed,
@@ -27,28 +28,34 @@ BLOCKS = {"type": "sync", "batch_size": 2, "block_rows": 2}
 FIRST, SECOND, THIRD = (f"rollout-{number}" for number in range(3))
 
 
+@pytest.mark.parametrize("role", ["rollout", "reward", "reference"])
 async def test_a_service_joins_and_leaves_between_steps_and_changes_nothing(
-    tmp_path: Path,
+    role: str, tmp_path: Path
 ) -> None:
-    async with scene(tmp_path) as made:
+    first, second = f"{role}-0", f"{role}-1"
+    async with scene(tmp_path, role=role) as made:
         task = asyncio.create_task(made.run.execute())
         async with made.during("actor", "Update", 2):
-            made.register(SECOND)
-            await made.loaded(SECOND)
+            made.register(second)
+            await made.loaded(second)
         async with made.during("actor", "Update", 4):
-            made.drain(SECOND)
-            await made.told(f"{SECOND} leaves in step 4: it drains")
+            made.drain(second)
+            await made.told(f"{second} leaves in step 4: it drains")
         check_went_on(made, await task)
         assert made.numbers == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
-        assert made.answered(SECOND) == [3, 4]
+        # Three blocks are dealt out over two services.
+        assert made.answered(second) == [3, 4]
+        assert made.answered(first) == [1, 2, 3, 4, 5, 6]
         assert await made.journal() == [
-            (3, [SECOND], [], [FIRST, SECOND]),
-            (5, [], [SECOND], [FIRST]),
+            (3, [second], [], [first, second]),
+            (5, [], [second], [first]),
         ]
-        await made.told(f"{SECOND} at {made.mesh.roles[SECOND].address} joins: it takes part from")
+        await made.told(f"{second} at {made.mesh.roles[second].address} joins: it takes part from")
         record = await made.store.get_run(made.run.run_id)
-        assert [name for name in record.services if "rollout" in name] == [FIRST]
-    assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed")
+        # A run tells the services that it began with.
+        assert [name for name in record.services if role in name] == [first]
+    assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed", role=role)
+    assert "held_out/score" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def repeats() -> list[Any]:
@@ -72,27 +79,7 @@ def repeats() -> list[Any]:
 async def test_others_make_what_a_service_that_leaves_within_a_step_has_not_made(
     service: str, method: str, sampler: dict[str, Any], way: str, tmp_path: Path
 ) -> None:
-    async with scene(tmp_path, sampler) as made:
-        task = asyncio.create_task(made.run.execute())
-        async with made.during("actor", "Update", 2):
-            made.register(SECOND)
-            await made.loaded(SECOND)
-        async with made.during(service, method, 4):
-            if way == "drains":
-                made.drain(SECOND)
-            elif way == "lease ends":
-                made.unregister(SECOND)
-            else:
-                made.unregister(SECOND)
-                await made.mesh.roles[SECOND].stop()
-            await made.told(f"{SECOND} leaves in step 4")
-            await made.mesh.roles[SECOND].stop()
-        summary = await task
-        # A process that dies may be missed by its lease or by its connection first.
-        check_went_on(made, summary, deaths=len(summary.recoveries))
-        assert len(summary.recoveries) <= (way == "dies")
-        assert made.numbers == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
-    assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed", sampler)
+    await leaves_within_a_step(tmp_path, service, method, way, sampler)
 
 
 async def test_a_death_that_the_run_goes_on_after_is_told_as_one(tmp_path: Path) -> None:

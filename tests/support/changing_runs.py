@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.fake_recipes import PPO_ROLES, fake_recipe, split_pools
-from support.fake_roles import FakeMesh, expected_weight, fake_mesh, until
+from support.fake_roles import FakeMesh, expected_weight, fake_mesh, hold_call, until
 from support.fake_runs import Recorder, make_run, read_lines
 
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -117,29 +117,12 @@ class Scene:
     @contextlib.asynccontextmanager
     async def during(self, service: str, method: str, step: int) -> AsyncIterator[None]:
         """Holds a call of a service in a step until the end of the block."""
-        fake = self.mesh.roles[service]
-        gate = fake.gates.setdefault(method, asyncio.Event())
-
-        def is_there() -> bool:
-            return any(
-                call.name == f"{service}.{method}" and call.step == step and call.state == "running"
-                for call in self.mesh.calls
-            )
-
-        while not is_there():
-            # Calls of earlier steps go on.
-            gate.set()
-            await asyncio.sleep(0)
-            if not is_there():
-                gate.clear()
-                await asyncio.sleep(0.002)
-        gate.clear()
-        assert is_there(), "the call was made while the test looked away"
+        gate = await hold_call(self.mesh, service, method, step)
         try:
             yield
         finally:
             gate.set()
-            fake.gates.pop(method, None)
+            self.mesh.roles[service].gates.pop(method, None)
 
     async def told(self, text: str) -> None:
         await until(lambda: any(text in event for event in self.recorder.events))
@@ -212,3 +195,47 @@ def check_went_on(made: Scene, summary: RunSummary, *, deaths: int = 0) -> None:
     assert made.mesh.roles["actor"].weight == expected_weight(STEPS)
     assert {call.key[1] for call in made.mesh.calls} == {1}
     assert [one.restarted for one in summary.recoveries] == [()] * deaths
+
+
+async def leaves_within_a_step(
+    directory: Path,
+    service: str,
+    method: str,
+    way: str,
+    sampler: dict[str, Any] = SYNC,
+    role: str = "rollout",
+) -> Scene:
+    """A run in which the role's second service leaves while a call of the fourth step is made.
+
+    Others make what it has not made, and the run learns what one that is left alone learns.
+
+    Args:
+        directory: For all files.
+        service: Whose call is made then.
+        method: The call.
+        way: How it leaves: "drains", "lease ends" or "dies".
+        sampler: Of the recipe.
+        role: Whose service leaves.
+    """
+    second = f"{role}-1"
+    async with scene(directory, sampler, role) as made:
+        task = asyncio.create_task(made.run.execute())
+        async with made.during("actor", "Update", 2):
+            made.register(second)
+            await made.loaded(second)
+        async with made.during(service, method, 4):
+            if way == "drains":
+                made.drain(second)
+            else:
+                made.unregister(second)
+            if way == "dies":
+                await made.mesh.roles[second].stop()
+            await made.told(f"{second} leaves in step 4")
+            await made.mesh.roles[second].stop()
+        summary = await task
+        # A process that dies may be missed by its lease or by its connection first.
+        check_went_on(made, summary, deaths=len(summary.recoveries))
+        assert len(summary.recoveries) <= (way == "dies")
+        assert made.numbers == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
+    assert learnt(directory) == await undisturbed(directory / "undisturbed", sampler, role)
+    return made

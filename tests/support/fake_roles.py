@@ -329,3 +329,37 @@ async def until(claim: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> No
         if holds:
             return
         await asyncio.sleep(0.005)
+
+
+async def hold_call(
+    mesh: FakeMesh,
+    service: str,
+    method: str,
+    step: int,
+    is_over: Callable[[], bool] = lambda: False,
+) -> asyncio.Event:
+    """Holds a call of a service in a step, and lets those of earlier steps go on.
+
+    Returns:
+        What lets it go on when it is set.
+
+    Raises:
+        AssertionError: The call was made while the test looked away, or the run is over.
+    """
+    gate = mesh.roles[service].gates.setdefault(method, asyncio.Event())
+
+    def is_there() -> bool:
+        return any(
+            call.name == f"{service}.{method}" and call.step == step and call.state == "running"
+            for call in mesh.calls
+        )
+
+    while not is_there() and not is_over():
+        gate.set()
+        await asyncio.sleep(0)
+        if not is_there():
+            gate.clear()
+            await asyncio.sleep(0.002)
+    gate.clear()
+    assert is_there(), "the call was made while the test looked away: nothing can be done within it"
+    return gate

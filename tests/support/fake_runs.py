@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.fake_roles import FakeMesh
+from support.fake_roles import FakeMesh, hold_call
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.summary import RunSummary
@@ -57,26 +57,8 @@ async def kill_during(
     run: TrainingRun, mesh: FakeMesh, service: str, method: str, victim: str, step: int
 ) -> RunSummary:
     """Makes the run; the victim is killed while the service answers the method in the step."""
-    gate = mesh.roles[service].gates[method] = asyncio.Event()
     task = asyncio.create_task(run.execute())
-
-    def is_there() -> bool:
-        return any(
-            call.name == f"{service}.{method}" and call.step == step and call.state == "running"
-            for call in mesh.calls
-        )
-
-    while not is_there():
-        # Calls of earlier steps go on.
-        gate.set()
-        await asyncio.sleep(0)
-        if not is_there():
-            gate.clear()
-            await asyncio.sleep(0.002)
-        if task.done():
-            break
-    gate.clear()
-    assert is_there(), "the call was made while the test looked away: nothing was killed in it"
+    gate = await hold_call(mesh, service, method, step, task.done)
     await mesh.roles[victim].stop()
     # After the watcher's, the same news would be those of another loss.
     if victim not in run._lost.names and victim not in mesh.restarted:
