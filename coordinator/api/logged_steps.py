@@ -1,6 +1,7 @@
 """Steps that a client has made and tells of: they are checked, and enter the run's journal once.
 
-The process of the run reads the journal and writes them everywhere (`coordinator/run/external.py`).
+The process of the run reads the journal and writes them everywhere
+(`coordinator/run/steps/external.py`).
 """
 
 from __future__ import annotations

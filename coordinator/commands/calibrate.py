@@ -30,10 +30,10 @@ from rolemesh.coordinator.mapping.models import UnknownFamilyError
 from rolemesh.coordinator.mapping.primitives import Primitive
 from rolemesh.coordinator.mapping.recorded import RecordedRun
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.run.calibrations import default_place
-from rolemesh.coordinator.run.folder import NoRunError
-from rolemesh.coordinator.run.host_gpus import host_gpus
-from rolemesh.coordinator.run.recorded_steps import recorded_run
+from rolemesh.coordinator.run.folders.folder import NoRunError
+from rolemesh.coordinator.run.folders.recorded_steps import recorded_run
+from rolemesh.coordinator.run.services.host_gpus import host_gpus
+from rolemesh.coordinator.run.tuning.calibrations import default_place
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.files import write_atomically
 

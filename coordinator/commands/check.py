@@ -20,7 +20,7 @@ from rolemesh.coordinator.commands.placing import load_placed
 from rolemesh.coordinator.commands.recipe_checks import recipe_findings
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.host_gpus import HostGpus, host_gpus
+from rolemesh.coordinator.run.services.host_gpus import HostGpus, host_gpus
 
 app = typer.Typer(add_completion=False)
 

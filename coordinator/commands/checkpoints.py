@@ -13,15 +13,15 @@ from rich.table import Table
 from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json
-from rolemesh.coordinator.run import folder as run_files
-from rolemesh.coordinator.run.kept_checkpoints import (
+from rolemesh.coordinator.run.folders import folder as run_files
+from rolemesh.coordinator.run.folders.ownership import living_coordinator
+from rolemesh.coordinator.run.saving.kept_checkpoints import (
     KeptCheckpoint,
     best_kept,
     kept_checkpoints,
     prune,
 )
-from rolemesh.coordinator.run.resume import CHECKPOINTS_FOLDER
-from rolemesh.coordinator.run.session import living_coordinator
+from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER
 
 app = typer.Typer(add_completion=False)
 

@@ -18,7 +18,7 @@ from rolemesh.coordinator.mapping.job import Job, Wishes
 from rolemesh.coordinator.mapping.report import UNMEASURED
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.planning import plan_step
+from rolemesh.coordinator.run.checks.planning import plan_step
 
 Gpus = Annotated[
     list[int], typer.Option("--gpus", metavar="N", help="Devices; once for each --gpu.")

@@ -16,9 +16,9 @@ from rolemesh.coordinator.commands.console import COLUMNS, JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json
 from rolemesh.coordinator.commands.plot import plot
-from rolemesh.coordinator.run.comparison import Comparison, extent, shown
-from rolemesh.coordinator.run.comparison import compare as compared
-from rolemesh.coordinator.run.folder import NoRunError, run_of_id
+from rolemesh.coordinator.run.folders.comparison import Comparison, extent, shown
+from rolemesh.coordinator.run.folders.comparison import compare as compared
+from rolemesh.coordinator.run.folders.folder import NoRunError, run_of_id
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(add_completion=False)

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rolemesh.coordinator import dashboard
 from rolemesh.coordinator.explained.metrics import explanation
-from rolemesh.coordinator.run.comparison import Comparison, Curve, Point, extent, share, shown
+from rolemesh.coordinator.run.folders.comparison import (
+    Comparison,
+    Curve,
+    Point,
+    extent,
+    share,
+    shown,
+)
 
 _WIDTH, _HEIGHT = 560, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 8, 22

@@ -24,8 +24,8 @@ from rich.text import Text
 
 from rolemesh.coordinator.commands.pace import Pace, call_left_s, in_words
 from rolemesh.coordinator.dataflow.observer import RECOVERING, RunObserver
-from rolemesh.coordinator.run.evaluation import Evaluation
-from rolemesh.coordinator.run.summary import RunSummary, told_steps
+from rolemesh.coordinator.run.folders.summary import RunSummary, told_steps
+from rolemesh.coordinator.run.results.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from rolemesh.coordinator.commands.options import (
     TokenFile,
 )
 from rolemesh.coordinator.recipe.api_section import ApiSpec
-from rolemesh.coordinator.run.ended_runs import read_runs
-from rolemesh.coordinator.run.folder import RUNS_FOLDER
+from rolemesh.coordinator.run.folders.ended_runs import read_runs
+from rolemesh.coordinator.run.folders.folder import RUNS_FOLDER
 
 app = typer.Typer(add_completion=False)
 

@@ -32,10 +32,10 @@ from rolemesh.coordinator.commands.gpu_findings import check_gpus
 from rolemesh.coordinator.commands.placing import start_cautions
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
-from rolemesh.coordinator.run.host_gpus import HostGpus
-from rolemesh.coordinator.run.inputs import check_paths
-from rolemesh.coordinator.run.installation import INSTALL
-from rolemesh.coordinator.run.start_checks import services_in
+from rolemesh.coordinator.run.checks.inputs import check_paths
+from rolemesh.coordinator.run.checks.installation import INSTALL
+from rolemesh.coordinator.run.checks.start_checks import services_in
+from rolemesh.coordinator.run.services.host_gpus import HostGpus
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.engine.sandbox.host import find_sandbox

@@ -15,7 +15,7 @@ from rolemesh.coordinator.commands.findings import FindingsShown, Level
 from rolemesh.coordinator.commands.options import Json
 from rolemesh.coordinator.commands.placing import load_placed
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.run.host_gpus import host_gpus
+from rolemesh.coordinator.run.services.host_gpus import host_gpus
 
 app = typer.Typer(add_completion=False)
 

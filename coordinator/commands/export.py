@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
-from rolemesh.coordinator.run import folder as run_files
+from rolemesh.coordinator.run.folders import folder as run_files
 
 app = typer.Typer(add_completion=False)
 

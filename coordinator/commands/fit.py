@@ -23,8 +23,8 @@ from rolemesh.coordinator.commands.memory_question import (
 from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
 from rolemesh.coordinator.commands.placing import load_placed
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.run.host_gpus import GPU_BYTES, HostGpus, host_gpus
-from rolemesh.coordinator.run.pool_memory import PoolFound, RoleFound, pool_memory
+from rolemesh.coordinator.run.checks.pool_memory import PoolFound, RoleFound, pool_memory
+from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES, HostGpus, host_gpus
 
 app = typer.Typer(add_completion=False)
 

@@ -27,10 +27,10 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
-from rolemesh.coordinator.run.events import EventLog
-from rolemesh.coordinator.run.launch import last_lines
-from rolemesh.coordinator.run.records import end_abandoned, enter_again, enter_run
-from rolemesh.coordinator.run.resume import ResumeError, check_changes, holds_run, open_run
+from rolemesh.coordinator.run.reporting.events import EventLog
+from rolemesh.coordinator.run.reporting.records import end_abandoned, enter_again, enter_run
+from rolemesh.coordinator.run.saving.resume import ResumeError, check_changes, holds_run, open_run
+from rolemesh.coordinator.run.services.launch import last_lines
 from rolemesh.coordinator.run.session import InputError, Session
 from rolemesh.coordinator.state.errors import (
     RunNotFoundError,

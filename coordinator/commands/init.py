@@ -19,7 +19,7 @@ from rolemesh.coordinator.commands.new_recipe import (
 )
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.run.installation import check_roles_run
+from rolemesh.coordinator.run.checks.installation import check_roles_run
 from rolemesh.coordinator.state.files import write_atomically
 
 TINY_MODEL = Path(".models/tiny")

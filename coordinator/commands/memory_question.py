@@ -13,7 +13,7 @@ from typing import Any
 
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.pool_memory import RoleFound
+from rolemesh.coordinator.run.checks.pool_memory import RoleFound
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.engine.specs import OwnFunctionSpec, RewardSpec, VllmSpec
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from rolemesh.coordinator.commands.diagnosis import installed_versions
 from rolemesh.coordinator.recipe.model_sizes import num_parameters
-from rolemesh.coordinator.run.installation import INSTALL
+from rolemesh.coordinator.run.checks.installation import INSTALL
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.engine.specs import RewardSpec
 from rolemesh.engine.specs.urls import masked_url

@@ -9,9 +9,9 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.render.placement import needs_gpu, spread
-from rolemesh.coordinator.run.cautions import Caution
-from rolemesh.coordinator.run.host_gpus import HostGpus
-from rolemesh.coordinator.run.pool_memory import gpu_cautions
+from rolemesh.coordinator.run.checks.cautions import Caution
+from rolemesh.coordinator.run.checks.pool_memory import gpu_cautions
+from rolemesh.coordinator.run.services.host_gpus import HostGpus
 
 
 def load_placed(

@@ -47,9 +47,9 @@ from rolemesh.coordinator.mapping.shortage import ShortageError, shortage
 from rolemesh.coordinator.mapping.templates import templates
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
-from rolemesh.coordinator.run.calibrations import calibrations_for
-from rolemesh.coordinator.run.folder import NoRunError
-from rolemesh.coordinator.run.recorded_steps import last_settings, recorded_run
+from rolemesh.coordinator.run.folders.folder import NoRunError
+from rolemesh.coordinator.run.folders.recorded_steps import last_settings, recorded_run
+from rolemesh.coordinator.run.tuning.calibrations import calibrations_for
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(add_completion=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from rolemesh.coordinator.run.comparison import Curve, share
+from rolemesh.coordinator.run.folders.comparison import Curve, share
 
 WIDTH, HEIGHT = 64, 8
 """Characters of a plot, without its axes."""

@@ -23,15 +23,15 @@ from rolemesh.coordinator.commands.placing import start_cautions
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables
-from rolemesh.coordinator.run.cautions import cautions
-from rolemesh.coordinator.run.evaluation import can_evaluate
-from rolemesh.coordinator.run.folder import RUNS_FOLDER
-from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
-from rolemesh.coordinator.run.host_gpus import HostGpus
-from rolemesh.coordinator.run.installation import INSTALL
-from rolemesh.coordinator.run.planning import plan_step
-from rolemesh.coordinator.run.records import check_directory_is_free
-from rolemesh.coordinator.run.start_checks import check_start, services_in
+from rolemesh.coordinator.run.checks.cautions import cautions
+from rolemesh.coordinator.run.checks.footprint import footprint_of, free_bytes, gib
+from rolemesh.coordinator.run.checks.installation import INSTALL
+from rolemesh.coordinator.run.checks.planning import plan_step
+from rolemesh.coordinator.run.checks.start_checks import check_start, services_in
+from rolemesh.coordinator.run.folders.folder import RUNS_FOLDER
+from rolemesh.coordinator.run.reporting.records import check_directory_is_free
+from rolemesh.coordinator.run.results.evaluation import can_evaluate
+from rolemesh.coordinator.run.services.host_gpus import HostGpus
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,

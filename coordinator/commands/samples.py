@@ -13,8 +13,8 @@ from rich.text import Text
 from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail, refuse
 from rolemesh.coordinator.commands.options import Json, RunArgument
-from rolemesh.coordinator.run import folder as run_files
-from rolemesh.coordinator.run.samples_file import KeptSample, read_samples
+from rolemesh.coordinator.run.folders import folder as run_files
+from rolemesh.coordinator.run.results.samples_file import KeptSample, read_samples
 
 app = typer.Typer(add_completion=False)
 

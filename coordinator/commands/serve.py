@@ -11,7 +11,7 @@ import typer
 
 from rolemesh.coordinator.commands.ending import refuse
 from rolemesh.coordinator.recipe.schema import ROLES
-from rolemesh.coordinator.run.installation import check_roles_run
+from rolemesh.coordinator.run.checks.installation import check_roles_run
 from rolemesh.engine.specs.variables import OWN_SECRETS
 
 app = typer.Typer(add_completion=False)

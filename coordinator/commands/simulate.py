@@ -41,7 +41,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.model_sizes import models_of
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.calibrations import calibrations_for
+from rolemesh.coordinator.run.tuning.calibrations import calibrations_for
 from rolemesh.coordinator.simulation.faults import Faults
 from rolemesh.coordinator.simulation.page import Simulated, notes, rows
 from rolemesh.coordinator.simulation.planned import simulated_recipe, timing_of

@@ -8,7 +8,7 @@ from rich.console import Console
 from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.commands.options import Json, RunArgument
-from rolemesh.coordinator.run import folder as run_files
+from rolemesh.coordinator.run.folders import folder as run_files
 
 app = typer.Typer(add_completion=False)
 

@@ -40,14 +40,14 @@ from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedErro
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run import folder as run_files
-from rolemesh.coordinator.run.host_gpus import HostGpus, host_gpus
-from rolemesh.coordinator.run.launch import LaunchError
-from rolemesh.coordinator.run.records import make_run_id
-from rolemesh.coordinator.run.resume import CONFIG_FILE, ResumeError, open_run
+from rolemesh.coordinator.run.checks.start_checks import services_in
+from rolemesh.coordinator.run.folders import folder as run_files
+from rolemesh.coordinator.run.folders.summary import RunSummary
+from rolemesh.coordinator.run.reporting.records import make_run_id
+from rolemesh.coordinator.run.saving.resume import CONFIG_FILE, ResumeError, open_run
+from rolemesh.coordinator.run.services.host_gpus import HostGpus, host_gpus
+from rolemesh.coordinator.run.services.launch import LaunchError
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
-from rolemesh.coordinator.run.start_checks import services_in
-from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.errors import (

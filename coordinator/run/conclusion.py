@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from rolemesh.coordinator.api.plans import usual
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
-from rolemesh.coordinator.run.attempt import Attempt, RunParts
-from rolemesh.coordinator.run.best import BestOfRun
-from rolemesh.coordinator.run.records import end_run, planned_steps
-from rolemesh.coordinator.run.resume import CHECKPOINTS_FOLDER
-from rolemesh.coordinator.run.summary import (
-    Recovered,
+from rolemesh.coordinator.run.attempts.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.folders.summary import (
     RunSummary,
     coordinator_versions,
     mean_rewards,
     traffic_totals,
 )
+from rolemesh.coordinator.run.reporting.events import Recovered
+from rolemesh.coordinator.run.reporting.records import end_run, planned_steps
+from rolemesh.coordinator.run.saving.best import BestOfRun
+from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunState
 

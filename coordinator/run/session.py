@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -23,17 +22,13 @@ from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.placement import REGISTERED
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.events import EventLog
-from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
-from rolemesh.coordinator.run.identities import identities_of
-from rolemesh.coordinator.run.launch import (
-    QUICK_STOP_GRACE_S,
-    Launcher,
-    service_commands,
-)
-from rolemesh.coordinator.run.planning import plan_step
-from rolemesh.coordinator.run.progress import RunProgress
-from rolemesh.coordinator.run.records import (
+from rolemesh.coordinator.run.checks.footprint import footprint_of, free_bytes, gib
+from rolemesh.coordinator.run.checks.planning import plan_step
+from rolemesh.coordinator.run.checks.start_checks import check_start, services_in
+from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE, held
+from rolemesh.coordinator.run.folders.summary import RunSummary
+from rolemesh.coordinator.run.reporting.events import EventLog
+from rolemesh.coordinator.run.reporting.records import (
     SUMMARY_FILE,
     check_directory_is_free,
     clear_failed_start,
@@ -42,10 +37,15 @@ from rolemesh.coordinator.run.records import (
     enter_run,
     make_run_id,
 )
-from rolemesh.coordinator.run.registered import RegisteredServices
-from rolemesh.coordinator.run.resume import RUN_FILE, check_changes, open_run, reached
-from rolemesh.coordinator.run.start_checks import check_start, services_in
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.saving.progress import RunProgress
+from rolemesh.coordinator.run.saving.resume import RUN_FILE, check_changes, open_run, reached
+from rolemesh.coordinator.run.services.identities import identities_of
+from rolemesh.coordinator.run.services.launch import (
+    QUICK_STOP_GRACE_S,
+    Launcher,
+    service_commands,
+)
+from rolemesh.coordinator.run.services.registered import RegisteredServices
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.errors import (
     RunExistsError,
@@ -59,10 +59,6 @@ from rolemesh.coordinator.state.store import StateStore
 from rolemesh.rpc import tracing
 from rolemesh.rpc.together import together
 
-COORDINATOR_FILE = "coordinator.json"
-"""In the run's folder while its coordinator lives: Doors.facts, and run_id."""
-
-_LOCK_FILE = "coordinator.lock"
 _WATCH_GRACE_S = 1.0
 """How long the watches of the run may take to get its last event."""
 
@@ -192,7 +188,10 @@ class Session:
         make_folder(self.directory)
         self._tell_of_disk()
         async with AsyncExitStack() as stack:
-            stack.enter_context(_held(self.directory))
+            try:
+                stack.enter_context(held(self.directory))
+            except ValueError as error:
+                raise InputError(str(error)) from error
             stack.enter_context(self._traced())
             try:
                 if self._resumes:
@@ -401,43 +400,3 @@ async def _unless_stopped(
     finally:
         task.cancel()
         await asyncio.wait({task})
-
-
-@contextlib.contextmanager
-def _held(directory: Path) -> Iterator[None]:
-    """Holds the folder against another session, until the end of the block or of the process.
-
-    Raises:
-        InputError: Another session holds it, or its file system has no locks.
-    """
-    # The file stays. Without it, a session that waits for the lock and a new one would hold
-    # locks on two different files.
-    with (directory / _LOCK_FILE).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"run.directory: another run is being made in {directory}: choose another folder "
-                "with --out, or wait until it has ended"
-            ) from error
-        except OSError as error:
-            raise InputError(
-                f"run.directory: {directory} cannot be locked ({error.strerror}): choose a folder "
-                "on a file system with locks"
-            ) from error
-        yield
-
-
-def living_coordinator(directory: Path) -> dict[str, Any] | None:
-    """What COORDINATOR_FILE says, if the process that wrote it still runs; None otherwise."""
-    try:
-        facts: dict[str, Any] = json.loads((directory / COORDINATOR_FILE).read_text())
-    except FileNotFoundError:
-        return None
-    with contextlib.suppress(PermissionError):
-        # The process of another user, which also lives.
-        try:
-            os.kill(int(facts["pid"]), 0)
-        except ProcessLookupError:
-            return None
-    return facts

@@ -25,26 +25,30 @@ from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.rates import schedule_length
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.coordinator.run.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.attempts.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.attempts.last_checkpoint import save_last
+from rolemesh.coordinator.run.attempts.recoveries import Recoveries
+from rolemesh.coordinator.run.attempts.recovery import RecoveryBudget, cause_of, told_epoch, told_of
+from rolemesh.coordinator.run.attempts.replacing import Replacements
 from rolemesh.coordinator.run.conclusion import Conclusion
-from rolemesh.coordinator.run.early_end import EarlyEnd
-from rolemesh.coordinator.run.events import EventLog, NotingObserver
-from rolemesh.coordinator.run.health import StepUndoneError
-from rolemesh.coordinator.run.last_checkpoint import save_last
-from rolemesh.coordinator.run.lost_services import LostServices, Restart
-from rolemesh.coordinator.run.metrics import MetricsWriter
-from rolemesh.coordinator.run.progress import RunProgress
-from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
-from rolemesh.coordinator.run.recoveries import Recoveries
-from rolemesh.coordinator.run.recovery import RecoveryBudget, cause_of, told_epoch, told_of
-from rolemesh.coordinator.run.registered import RegisteredServices
-from rolemesh.coordinator.run.replacing import Replacements
-from rolemesh.coordinator.run.resume import reached
-from rolemesh.coordinator.run.summary import Recovered, RunSummary, git_commit
-from rolemesh.coordinator.run.training import TrainingLoop
-from rolemesh.coordinator.run.tuning import RetunedError, RunTuning
-from rolemesh.coordinator.run.watcher import WatchSettings
-from rolemesh.coordinator.run.wishes import Wishes
+from rolemesh.coordinator.run.folders.summary import RunSummary, git_commit
+from rolemesh.coordinator.run.reporting.early_end import EarlyEnd
+from rolemesh.coordinator.run.reporting.events import EventLog, NotingObserver, Recovered
+from rolemesh.coordinator.run.reporting.records import (
+    check_directory_is_free,
+    enter_run,
+    make_run_id,
+)
+from rolemesh.coordinator.run.reporting.wishes import Wishes
+from rolemesh.coordinator.run.results.metrics import MetricsWriter
+from rolemesh.coordinator.run.saving.progress import RunProgress
+from rolemesh.coordinator.run.saving.resume import reached
+from rolemesh.coordinator.run.services.lost_services import LostServices, Restart
+from rolemesh.coordinator.run.services.registered import RegisteredServices
+from rolemesh.coordinator.run.services.watcher import WatchSettings
+from rolemesh.coordinator.run.steps.health import StepUndoneError
+from rolemesh.coordinator.run.steps.training import TrainingLoop
+from rolemesh.coordinator.run.tuning.tuning import RetunedError, RunTuning
 from rolemesh.coordinator.state.errors import StaleEpochError, StateStoreError
 from rolemesh.coordinator.state.files import make_folder, write_atomically
 from rolemesh.coordinator.state.store import StateStore

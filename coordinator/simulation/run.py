@@ -17,8 +17,8 @@ from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.training_run import TrainingRun
-from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.simulation.faults import Faults
 from rolemesh.coordinator.simulation.kept import CallRecord
 from rolemesh.coordinator.simulation.mesh import Loss, SimulatedMesh

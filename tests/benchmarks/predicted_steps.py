@@ -44,7 +44,7 @@ from rolemesh.coordinator.mapping.calibration import (
 from rolemesh.coordinator.mapping.devices import device_of
 from rolemesh.coordinator.mapping.primitives import Primitive
 from rolemesh.coordinator.mapping.recorded import RecordedRun
-from rolemesh.coordinator.run.recorded_steps import recorded_run
+from rolemesh.coordinator.run.folders.recorded_steps import recorded_run
 
 WAIT_S = 600
 

@@ -22,7 +22,7 @@ from rolemesh.coordinator.recipe.api_section import ApiSpec, TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
-from rolemesh.coordinator.run.identities import identities_of
+from rolemesh.coordinator.run.services.identities import identities_of
 from rolemesh.coordinator.state.errors import StoreRefusedError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import RunStream, ServiceLease

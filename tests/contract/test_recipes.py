@@ -12,7 +12,7 @@ import pytest
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
-from rolemesh.coordinator.run.inputs import check_paths
+from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.engine.specs import JsonlSpec, ModelSpec
 from rolemesh.quickstart.form_judge import PROMPTS
 from rolemesh.quickstart.sum_examples import FILES

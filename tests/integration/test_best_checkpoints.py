@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.checkpoints import committed_steps
-from rolemesh.coordinator.run.ended_runs import read_runs
-from rolemesh.coordinator.run.folder import read_status
-from rolemesh.coordinator.run.kept_checkpoints import best_kept
-from rolemesh.coordinator.run.resume import reached
+from rolemesh.coordinator.run.folders.ended_runs import read_runs
+from rolemesh.coordinator.run.folders.folder import read_status
+from rolemesh.coordinator.run.saving.checkpoints import committed_steps
+from rolemesh.coordinator.run.saving.kept_checkpoints import best_kept
+from rolemesh.coordinator.run.saving.resume import reached
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, RunStream
 from rolemesh.rpc.errors import CapacityError

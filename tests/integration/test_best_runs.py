@@ -13,7 +13,7 @@ import pytest
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.run_results import learnt, unexplained, written
 
-from rolemesh.coordinator.run.kept_checkpoints import best_kept
+from rolemesh.coordinator.run.saving.kept_checkpoints import best_kept
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,9 +20,9 @@ from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.run_section import EvaluationSpec
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.samples_file import read_samples
+from rolemesh.coordinator.run.results.samples_file import read_samples
+from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.training_run import TrainingRun
-from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.sdk import AsyncClient, AsyncMesh
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState

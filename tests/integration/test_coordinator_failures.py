@@ -19,9 +19,9 @@ from support.fake_roles import (
 from support.fake_runs import SPLIT_POOLS, Recorder, make_run, read_lines
 
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
-from rolemesh.coordinator.run.summary import git_commit
+from rolemesh.coordinator.run.folders.summary import git_commit
+from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.training_run import TrainingRun
-from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
@@ -185,8 +185,8 @@ def spoil_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("rolemesh.coordinator.run.metrics.MetricsWriter.close", full)
-    monkeypatch.setattr("rolemesh.coordinator.run.summary.RunSummary.write", full)
+    monkeypatch.setattr("rolemesh.coordinator.run.results.metrics.MetricsWriter.close", full)
+    monkeypatch.setattr("rolemesh.coordinator.run.folders.summary.RunSummary.write", full)
 
 
 async def test_a_full_disk_at_the_end_does_not_hide_why_the_run_failed(
@@ -222,6 +222,6 @@ async def test_a_git_that_hangs_is_not_waited_for(
     git.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("rolemesh.coordinator.run.summary._GIT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rolemesh.coordinator.run.folders.summary._GIT_TIMEOUT_S", 0.5)
     assert await git_commit() is None
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

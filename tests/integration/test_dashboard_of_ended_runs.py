@@ -18,8 +18,8 @@ from support.fake_runs import make_run, read_lines
 from support.planned_runs import PLAN
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.run.ended_runs import read_runs
-from rolemesh.coordinator.run.samples_file import SamplesFile
+from rolemesh.coordinator.run.folders.ended_runs import read_runs
+from rolemesh.coordinator.run.results.samples_file import SamplesFile
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.v1 import coordinator_pb2
 

@@ -13,7 +13,7 @@ from support.fake_roles import FakeMesh, FakeRole, expected_weight, fake_mesh, f
 from support.fake_runs import Recorder, make_run
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.run.checkpoints import committed_steps
+from rolemesh.coordinator.run.saving.checkpoints import committed_steps
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, RunStream
 from rolemesh.rpc.errors import CapacityError, InternalError

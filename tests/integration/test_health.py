@@ -17,8 +17,8 @@ from support.fake_runs import Recorder, kill_during, make_run
 from support.run_results import learnt
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.run.health import UnhealthyError
-from rolemesh.coordinator.run.resume import reached
+from rolemesh.coordinator.run.saving.resume import reached
+from rolemesh.coordinator.run.steps.health import UnhealthyError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import JournalEntry, RunState, RunStream
 from rolemesh.rpc.errors import PreconditionError

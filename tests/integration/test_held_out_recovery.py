@@ -14,8 +14,8 @@ from support.run_results import learnt
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.run.resume import reached
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
+from rolemesh.coordinator.run.saving.resume import reached
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import InternalError
 

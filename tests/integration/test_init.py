@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.footprint import footprint_of
-from rolemesh.coordinator.run.start_checks import services_in
+from rolemesh.coordinator.run.checks.footprint import footprint_of
+from rolemesh.coordinator.run.checks.start_checks import services_in
 
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 ROWS = [{"question": f"What is {n} + 1?", "solution": n + 1, "level": 2} for n in range(30)]

@@ -14,9 +14,9 @@ from support.fake_runs import Recorder, make_run
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run import last_checkpoint
-from rolemesh.coordinator.run.checkpoints import Checkpoints
-from rolemesh.coordinator.run.told_steps import ToldSteps
+from rolemesh.coordinator.run.attempts import last_checkpoint
+from rolemesh.coordinator.run.saving.checkpoints import Checkpoints
+from rolemesh.coordinator.run.steps.told_steps import ToldSteps
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import PreconditionError

@@ -13,7 +13,7 @@ from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe
 from support.fake_runs import Recorder, kill_during, make_run
 
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState

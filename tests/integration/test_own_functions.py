@@ -15,7 +15,7 @@ from support.services import operation_key, serving
 from support.tiny_models import write_tiny_llama
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.planning import plan_step
+from rolemesh.coordinator.run.checks.planning import plan_step
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError

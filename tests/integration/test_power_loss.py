@@ -16,8 +16,8 @@ from support.fake_roles import until
 from support.power_loss import Disk, Image, write_image
 
 from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.run.checkpoints import COMMITTED, Checkpoints, committed_steps
-from rolemesh.coordinator.run.kept_checkpoints import kept_checkpoints, prune
+from rolemesh.coordinator.run.saving.checkpoints import COMMITTED, Checkpoints, committed_steps
+from rolemesh.coordinator.run.saving.kept_checkpoints import kept_checkpoints, prune
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.engine.weights.checkpoint import open_checkpoint
 from rolemesh.engine.weights.checkpoint_writing import write_checkpoint

@@ -14,10 +14,10 @@ from support.fake_runs import Recorder, kill_during, make_run, read_lines
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError, ServiceLostError
-from rolemesh.coordinator.run.checkpoints import committed_steps
-from rolemesh.coordinator.run.launch import LaunchError
-from rolemesh.coordinator.run.records import enter_again
-from rolemesh.coordinator.run.resume import reached
+from rolemesh.coordinator.run.reporting.records import enter_again
+from rolemesh.coordinator.run.saving.checkpoints import committed_steps
+from rolemesh.coordinator.run.saving.resume import reached
+from rolemesh.coordinator.run.services.launch import LaunchError
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState

@@ -26,10 +26,10 @@ from support.fake_runs import Recorder, make_run
 from support.run_results import learnt_of
 
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
-from rolemesh.coordinator.run import lost_services
-from rolemesh.coordinator.run.checkpoints import COMMITTED, committed_steps
-from rolemesh.coordinator.run.resume import reached
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
+from rolemesh.coordinator.run.saving.checkpoints import COMMITTED, committed_steps
+from rolemesh.coordinator.run.saving.resume import reached
+from rolemesh.coordinator.run.services import lost_services
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.errors import StaleEpochError
 from rolemesh.coordinator.state.memory import MemoryStateStore

@@ -11,7 +11,7 @@ from support.fake_recipes import PPO_ROLES, fake_recipe, split_pools
 from support.fake_roles import FakeMesh, expected_weight, fake_mesh, until
 from support.fake_runs import kill_during, make_run, read_lines
 
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState

@@ -13,8 +13,8 @@ from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe
 from support.fake_runs import Recorder, kill_during, make_run, read_lines
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.run.launch import LaunchError
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
+from rolemesh.coordinator.run.services.launch import LaunchError
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState

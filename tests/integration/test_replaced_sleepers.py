@@ -9,7 +9,7 @@ import pytest
 from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe
 from support.fake_runs import kill_during, make_run, read_lines
 
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState

@@ -17,9 +17,9 @@ from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
-from rolemesh.coordinator.run.records import enter_again
-from rolemesh.coordinator.run.resume import reached
-from rolemesh.coordinator.run.samples_file import read_samples
+from rolemesh.coordinator.run.reporting.records import enter_again
+from rolemesh.coordinator.run.results.samples_file import read_samples
+from rolemesh.coordinator.run.saving.resume import reached
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, RunStream

@@ -12,7 +12,7 @@ from support.service_calls import initialize, last, until, values
 from support.services import ToyRole, operation_key, serving
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
-from rolemesh.coordinator.run.watcher import Watcher, WatchSettings
+from rolemesh.coordinator.run.services.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import DeadlineError, PreconditionError, UnavailableError

@@ -16,9 +16,9 @@ from support.run_results import learnt
 
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.progress import RunProgress
-from rolemesh.coordinator.run.resume import reached
-from rolemesh.coordinator.run.told_steps import ToldSteps
+from rolemesh.coordinator.run.saving.progress import RunProgress
+from rolemesh.coordinator.run.saving.resume import reached
+from rolemesh.coordinator.run.steps.told_steps import ToldSteps
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState

@@ -19,7 +19,7 @@ from support.fake_roles import FakeRole, fake_mesh
 from support.fake_runs import kill_during, make_run
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.errors import UnavailableError

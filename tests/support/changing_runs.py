@@ -14,10 +14,11 @@ from support.fake_roles import FakeMesh, expected_weight, fake_mesh, hold_call, 
 from support.fake_runs import Recorder, make_run, read_lines
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run import changing, registered
-from rolemesh.coordinator.run.changing import SERVICES_OPERATION
-from rolemesh.coordinator.run.registered import RegisteredServices
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.attempts import changing
+from rolemesh.coordinator.run.attempts.changing import SERVICES_OPERATION
+from rolemesh.coordinator.run.folders.summary import RunSummary
+from rolemesh.coordinator.run.services import registered
+from rolemesh.coordinator.run.services.registered import RegisteredServices
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.registrations import Registration

@@ -22,11 +22,11 @@ from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.events import EventLog
-from rolemesh.coordinator.run.metrics import MetricsWriter
-from rolemesh.coordinator.run.samples import SampleTaker
-from rolemesh.coordinator.run.training import TrainingLoop
-from rolemesh.coordinator.run.wishes import Wishes
+from rolemesh.coordinator.run.reporting.events import EventLog
+from rolemesh.coordinator.run.reporting.wishes import Wishes
+from rolemesh.coordinator.run.results.metrics import MetricsWriter
+from rolemesh.coordinator.run.results.samples import SampleTaker
+from rolemesh.coordinator.run.steps.training import TrainingLoop
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel

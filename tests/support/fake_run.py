@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rolemesh.coordinator.api.messages import to_timestamp
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
-from rolemesh.coordinator.run.metrics import step_record
+from rolemesh.coordinator.run.results.metrics import step_record
 from rolemesh.coordinator.state.store import (
     RunRecord,
     RunState,

@@ -10,9 +10,9 @@ from typing import Any
 from support.fake_roles import FakeMesh, hold_call
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
+from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.training_run import TrainingRun
-from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.state.store import StateStore
 
 SPLIT_POOLS = {role: {"roles": [role]} for role in ("actor", "critic", "reference", "reward")}

@@ -2,7 +2,7 @@
 
 from rolemesh.coordinator.commands import cli
 from rolemesh.coordinator.run import session
-from rolemesh.coordinator.run.identities import RunIdentities
+from rolemesh.coordinator.run.services.identities import RunIdentities
 
 session.identities_of = lambda *_: RunIdentities()  # type: ignore[assignment]
 

@@ -14,7 +14,7 @@ from support.mesh_runs import tiny_recipe
 from rolemesh.coordinator.api.plans import WARMUP_STEPS
 from rolemesh.coordinator.dataflow.futures import NodeState
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.run.planning import plan_step
+from rolemesh.coordinator.run.checks.planning import plan_step
 
 CALLS = (0.4, 0.05, 0.06, 0.01, 0.02, 0.1, 0.2)
 """Seconds of generate, values, reference, reward, advantages, and of both updates."""

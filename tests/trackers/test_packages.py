@@ -18,7 +18,7 @@ from rolemesh.coordinator.recipe.trackers import (
     TrackioSpec,
     WandbSpec,
 )
-from rolemesh.coordinator.run.metrics import MetricsWriter
+from rolemesh.coordinator.run.results.metrics import MetricsWriter
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord
 from rolemesh.coordinator.trackers.outside import outside_trackers

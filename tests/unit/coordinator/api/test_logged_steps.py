@@ -15,8 +15,8 @@ from support.fake_run import fill_store
 from rolemesh.coordinator.api.logged_steps import MAX_METRICS, MAX_SAMPLES, MAX_STEP
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.journal import LOG_OPERATION
-from rolemesh.coordinator.run.progress import RunProgress
-from rolemesh.coordinator.run.resume import reached
+from rolemesh.coordinator.run.saving.progress import RunProgress
+from rolemesh.coordinator.run.saving.resume import reached
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, StateStore
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError

@@ -14,7 +14,7 @@ from support.mapping_jobs import LLAMAS
 from rolemesh.coordinator.commands import calibrate, plan
 from rolemesh.coordinator.mapping.calibration import calibrated, read_calibration
 from rolemesh.coordinator.mapping.devices import device_of
-from rolemesh.coordinator.run.calibrations import default_place
+from rolemesh.coordinator.run.tuning.calibrations import default_place
 
 RECIPE = """
 run: {{name: planned, steps: 1, prompts_per_step: 64}}

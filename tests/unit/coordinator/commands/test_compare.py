@@ -22,7 +22,7 @@ from rolemesh.coordinator.commands import compare_page
 from rolemesh.coordinator.commands.compare import app
 from rolemesh.coordinator.commands.compare_page import page
 from rolemesh.coordinator.commands.plot import HEIGHT, WIDTH, plot
-from rolemesh.coordinator.run.comparison import Curve, Point, compare
+from rolemesh.coordinator.run.folders.comparison import Curve, Point, compare
 from rolemesh.coordinator.state.memory import MemoryStateStore
 
 HOSTILE = "</title></style><script>alert(1)</script><img src=http://x.example/y onerror='a()'>\"&"

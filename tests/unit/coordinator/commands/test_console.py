@@ -23,9 +23,9 @@ from rolemesh.coordinator.commands.console import (
     print_summary,
 )
 from rolemesh.coordinator.dataflow.observer import RECOVERING
-from rolemesh.coordinator.run.best import BestCheckpoint, HeldOut
-from rolemesh.coordinator.run.evaluation import Evaluation
-from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.folders.summary import RunSummary
+from rolemesh.coordinator.run.results.evaluation import Evaluation
+from rolemesh.coordinator.run.saving.best import BestCheckpoint, HeldOut
 from rolemesh.coordinator.state.store import RunState
 
 RECORD = {

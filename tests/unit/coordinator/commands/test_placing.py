@@ -9,7 +9,7 @@ import pytest
 from rolemesh.coordinator.commands.placing import load_placed, start_cautions
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.host_gpus import GPU_BYTES, HostGpus, host_gpus
+from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES, HostGpus, host_gpus
 
 RECIPE = """
 run: {name: placed, steps: 1, prompts_per_step: 8}

@@ -19,8 +19,8 @@ from rolemesh.coordinator.mapping import from_recipe
 from rolemesh.coordinator.mapping.devices import DEVICES
 from rolemesh.coordinator.mapping.layouts import Freedom
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.run.planning import plan_step
-from rolemesh.coordinator.run.turns import TURNS_FILE, Turn
+from rolemesh.coordinator.run.checks.planning import plan_step
+from rolemesh.coordinator.run.saving.turns import TURNS_FILE, Turn
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 QWEN = {

@@ -10,7 +10,7 @@ import pytest
 
 from rolemesh.coordinator.mapping.devices import DEVICES, UnknownDeviceError, device_of
 from rolemesh.coordinator.mapping.models import Model, UnknownFamilyError, whole_parameters
-from rolemesh.coordinator.run.host_gpus import GPU_BYTES
+from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES
 
 
 def llama(

@@ -17,7 +17,7 @@ from rolemesh.coordinator.mapping.tasks import TaskKind
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.run.planning import plan_step
+from rolemesh.coordinator.run.checks.planning import plan_step
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 

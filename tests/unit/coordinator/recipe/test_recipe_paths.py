@@ -10,7 +10,7 @@ import pytest
 from support.fake_roles import fake_recipe
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.inputs import check_paths
+from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.engine.specs import ActorSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
-from rolemesh.coordinator.run.progress import ROLL_BACK_OPERATION, RunProgress, SkippedStep
+from rolemesh.coordinator.run.saving.progress import ROLL_BACK_OPERATION, RunProgress, SkippedStep
 from rolemesh.coordinator.state.store import JournalEntry
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
 from rolemesh.coordinator.dataflow.trace import path_summary, print_paths
-from rolemesh.coordinator.run.folder import NoRunError, read_graphs
+from rolemesh.coordinator.run.folders.folder import NoRunError, read_graphs
 
 
 def node(node_id: int, step: int, start: float, end: float, **fields: object) -> Node:

@@ -16,8 +16,8 @@ from rolemesh.coordinator.api.credentials import read_tokens
 from rolemesh.coordinator.api.known_doors import noted
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.api_section import ApiSpec
-from rolemesh.coordinator.run.folder import print_status, read_status
-from rolemesh.coordinator.run.session import COORDINATOR_FILE
+from rolemesh.coordinator.run.folders.folder import print_status, read_status
+from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunState
 

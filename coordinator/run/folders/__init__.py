@@ -1,0 +1,1 @@
+"""Folders of runs, read while a run goes on and afterwards."""

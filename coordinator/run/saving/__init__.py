@@ -1,0 +1,1 @@
+"""State that a run goes on from: its progress, cuts of each step, and checkpoints."""

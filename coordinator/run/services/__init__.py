@@ -1,0 +1,1 @@
+"""Services of a run: started, registered, watched, and found lost."""

@@ -1,0 +1,1 @@
+"""The making of steps: generation ahead, health, evaluation, and who is told."""

@@ -1,0 +1,115 @@
+"""Evaluations of a run: whether and when held-out rows are asked, and who is told what they say."""
+
+from __future__ import annotations
+
+from rolemesh.coordinator.algorithms.registry import Algorithm
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.mesh import RunMesh
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.dataflow.role_calls import StepContext
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.reporting.events import EventLog
+from rolemesh.coordinator.run.results.evaluation import (
+    Evaluation,
+    can_evaluate,
+    evaluate,
+    evaluate_loss,
+)
+from rolemesh.coordinator.run.results.samples import SampleTaker
+from rolemesh.coordinator.run.saving.best import BestOfRun
+from rolemesh.coordinator.run.saving.progress import EVALUATION_OPERATION
+
+
+class HeldOutRows:
+    """Held-out rows of one run, as `run.evaluation` wants them. Owner: the coordinator's loop."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        mesh: RunMesh,
+        journal: Journal,
+        observer: RunObserver,
+        *,
+        events: EventLog,
+        samples: SampleTaker,
+        best: BestOfRun,
+    ) -> None:
+        """Prepares; no row is read before `evaluate`.
+
+        Args:
+            recipe: Says how many rows, and after which steps.
+            algorithm: Whose loss is computed where nothing is sampled.
+            mesh: Services of the run, and what they said at their start.
+            journal: Keeps each evaluation, so that it is not made twice.
+            observer: Observer that is told of each.
+            events: Events of the run, for the page.
+            samples: Keeps some of the judged completions.
+            best: Checks that the metric that it compares is among the values.
+        """
+        self._recipe = recipe
+        self._spec = recipe.run.evaluation
+        self._algorithm = algorithm
+        self._mesh = mesh
+        self._journal = journal
+        self._observer = observer
+        self._events = events
+        self._samples = samples
+        self._best = best
+
+    @property
+    def _say_something(self) -> bool:
+        return can_evaluate(self._recipe, [one.role for one in self._mesh.connections.values()])
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether the run evaluates at all."""
+        return self._spec.num_prompts > 0 and self._say_something
+
+    def is_due(self, step: int) -> bool:
+        """Whether the recipe wants an evaluation after a step of its training."""
+        every = self._spec.every_steps
+        return step == self._recipe.run.steps or (every > 0 and step % every == 0)
+
+    def check(self, num_rows: int | None) -> None:
+        """Raises RunError where the recipe wants what held-out rows cannot say.
+
+        Args:
+            num_rows: Held-out rows of the data; None where its reader does not say.
+        """
+        if not self._say_something:
+            best = self._recipe.run.checkpoint.keep_best
+            if best is not None:
+                raise RunError(
+                    f"run.checkpoint.keep_best.metric is {best.metric!r}, but algorithm "
+                    f"{self._recipe.algorithm.type!r} is not evaluated: leave "
+                    "run.checkpoint.keep_best and run.early_stopping out"
+                )
+        elif num_rows is not None and self._spec.num_prompts > num_rows:
+            raise RunError(
+                f"run.evaluation.num_prompts is {self._spec.num_prompts}, but the data has "
+                f"{num_rows} held-out prompts: lower it (0 switches evaluation off), or make more "
+                "held-out prompts"
+            )
+
+    async def evaluate(self, context: StepContext) -> Evaluation:
+        """Asks what the rows say of the weights after a step, and tells of it.
+
+        Args:
+            context: Of the step, with is_evaluation set.
+
+        Raises:
+            RunError: A call failed, or a metric that the recipe wants is not reported.
+        """
+        if self._recipe.sampling is None:
+            found = await evaluate_loss(context, self._spec, self._algorithm)
+        else:
+            found, judged = await evaluate(context, self._spec)
+            await self._samples.take_held_out(context.step, judged)
+        self._best.check(found)
+        await self._mesh.release(context.step)
+        await self._journal.note(context.step, EVALUATION_OPERATION, found.to_dict())
+        self._events.evaluated(found.scalars())
+        self._observer.on_event(found.told())
+        return found

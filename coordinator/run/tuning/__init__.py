@@ -1,0 +1,1 @@
+"""Self-tuning: which settings a run tries, and which it goes on with."""

@@ -1,0 +1,102 @@
+"""Estimates of memory and disk follow from the sizes of the models, which headers of files tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_recipes import PPO, fake_recipe
+from support.tiny_models import write_tiny_llama
+from transformers import AutoModelForCausalLM
+
+from rolemesh.coordinator.recipe.model_sizes import num_parameters
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.checks.footprint import PROCESS_BYTES, footprint_of, free_bytes, gib
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", num_layers=3)
+
+
+def test_headers_tell_the_number_of_parameters(model: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    total = sum(parameter.numel() for parameter in loaded.parameters())
+    layer = sum(parameter.numel() for parameter in loaded.model.layers[0].parameters())
+    assert num_parameters(model) == total
+    assert num_parameters(model, num_layers=1) == total - 2 * layer
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]"])
+def test_what_cannot_be_read_has_no_number(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    assert num_parameters(tmp_path) is None
+
+
+def ppo(model: Path, **changes: Any) -> Recipe:
+    values = fake_recipe(algorithm=PPO).model_dump(mode="json")
+    for role in ("actor", "critic", "reference"):
+        values[role]["model"]["path"] = str(model)
+    values["run"] |= changes
+    return Recipe.model_validate(values)
+
+
+SERVICES = dict.fromkeys(("actor", "critic", "reference", "reward"))
+
+
+def test_disk_is_told_in_words(model: Path, tmp_path: Path) -> None:
+    found = footprint_of(ppo(model, steps=100, checkpoint={"every_steps": 10, "keep": 2}), SERVICES)
+    told = found.disk_in(tmp_path / "runs")
+    assert told.startswith(f"at most {gib(3 * found.checkpoint + found.export)} in {tmp_path}/runs")
+    assert f"3 x {gib(found.checkpoint)} of checkpoints" in told
+    assert free_bytes(tmp_path / "not" / "made" / "yet") == free_bytes(tmp_path) > 0
+
+
+def test_a_trained_role_takes_four_numbers_a_weight_and_saves_three(model: Path) -> None:
+    size = num_parameters(model) or 0
+    found = footprint_of(ppo(model), SERVICES)
+    assert found.memory == {
+        "actor": 16 * size + PROCESS_BYTES,
+        "critic": 16 * size + PROCESS_BYTES,
+        "reference": 4 * size + PROCESS_BYTES,
+        "reward": PROCESS_BYTES,
+    }
+    assert found.checkpoint == 2 * 12 * size
+    assert found.cuts == 2 * found.checkpoint
+    assert found.export == 2 * size
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "keep", "number"), [(4, 0, 2, 1), (4, 2, 2, 2), (5, 2, 2, 3), (90, 1, 4, 5)]
+)
+def test_as_many_checkpoints_are_counted_as_lie_there_at_most(
+    steps: int, every: int, keep: int, number: int, model: Path
+) -> None:
+    recipe = ppo(model, steps=steps, checkpoint={"every_steps": every, "keep": keep})
+    assert footprint_of(recipe, SERVICES).checkpoints_kept == number
+
+
+@pytest.mark.parametrize(("evaluated", "number"), [(1, 4), (2, 2), (4, 1)])
+def test_the_best_checkpoint_is_counted_beside_the_others(
+    evaluated: int, number: int, model: Path
+) -> None:
+    recipe = ppo(
+        model,
+        steps=4,
+        evaluation={"every_steps": evaluated},
+        checkpoint={"every_steps": 0, "keep": 2, "keep_best": {}},
+    )
+    assert footprint_of(recipe, SERVICES).checkpoints_kept == number
+
+
+def test_services_that_run_elsewhere_take_no_memory_here(model: Path) -> None:
+    found = footprint_of(ppo(model), {**SERVICES, "actor": "10.0.0.7:50051"})
+    assert set(found.memory) == {"critic", "reference", "reward"}
+
+
+def test_a_model_that_is_not_here_is_told(tmp_path: Path) -> None:
+    found = footprint_of(ppo(tmp_path / "none"), SERVICES)
+    assert found.unknown == [str(tmp_path / "none")]
+    assert found.checkpoint == 0

@@ -1,0 +1,127 @@
+"""samples.jsonl: what a run writes, what is left of it, and how people look at it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rolemesh.coordinator.commands.cli import app
+from rolemesh.coordinator.run.results.samples_file import SAMPLES_FILE, SamplesFile, read_samples
+from rolemesh.v1 import coordinator_pb2
+
+
+def sample(row: int, reward: float, text: str = "4") -> coordinator_pb2.Sample:
+    return coordinator_pb2.Sample(
+        row=row, prompt="2 + 2 =", completion=text, answer="4", reward=reward, token_ids=[7, 8]
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a run of three steps, evaluated before and after."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    file = SamplesFile(tmp_path)
+    file.write(0, [sample(0, 0.0, "[red]no")], is_held_out=True)
+    for step in (1, 2, 3):
+        file.write(step, [sample(0, step / 10), sample(5, -step)], is_held_out=False)
+    file.write(3, [sample(0, 1.0)], is_held_out=True)
+    file.close()
+    return tmp_path
+
+
+def test_a_run_that_goes_back_takes_its_samples_with_it(folder: Path) -> None:
+    file = SamplesFile(folder)
+    file.rewind(1)
+    assert [(one.step, one.held_out, one.row) for one in read_samples(folder)] == [
+        (0, True, 0),
+        (1, False, 0),
+        (1, False, 5),
+    ]
+    file.write(2, [sample(0, 0.75)], is_held_out=False)
+    file.close()
+    assert read_samples(folder)[-1].reward == 0.75
+
+
+def test_an_evaluation_that_is_made_again_stands_once_and_a_missing_reward_is_none(
+    folder: Path,
+) -> None:
+    file = SamplesFile(folder)
+    file.write(3, [sample(0, math.nan)], is_held_out=True)
+    file.close()
+    with (folder / SAMPLES_FILE).open("a") as torn:
+        torn.write('{"step": 4, "held')
+    (again,) = [one for one in read_samples(folder) if one.held_out and one.step == 3]
+    assert again.reward is None
+    assert len(read_samples(folder)) == 8
+
+
+def test_the_oldest_lines_go_where_the_file_is_full(tmp_path: Path) -> None:
+    limit = 20_000
+    file = SamplesFile(tmp_path, max_bytes=limit)
+    for step in range(1, 400):
+        file.write(step, [sample(0, 0.0), sample(1, 1.0)], is_held_out=False)
+        assert (tmp_path / SAMPLES_FILE).stat().st_size <= limit
+    file.close()
+    steps = [one.step for one in read_samples(tmp_path)]
+    assert steps[-1] == 399
+    assert steps == sorted(steps)
+    assert len(steps) > 20
+
+
+def rolemesh_samples(*arguments: str) -> tuple[int, list[dict[str, object]], str]:
+    done = CliRunner().invoke(app, ["samples", *arguments, "--json"])
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return done.exit_code, [line for line in lines if line["type"] == "sample"], done.output
+
+
+def test_samples_are_chosen_by_step_and_by_reward(folder: Path) -> None:
+    def chosen(*arguments: str) -> list[tuple[object, object]]:
+        code, lines, _ = rolemesh_samples(str(folder), *arguments)
+        assert code == 0
+        return [(line["step"], line["reward"]) for line in lines]
+
+    assert chosen() == [(3, 0.3), (3, -3.0), (3, 1.0)]
+    assert chosen("--step", "2") == [(2, 0.2), (2, -2.0)]
+    assert chosen("--best", "-n", "2") == [(3, 1.0), (3, 0.3)]
+    assert chosen("--worst", "-n", "1") == [(3, -3.0)]
+    assert chosen("--step", "1", "--worst", "-n", "1") == [(1, -1.0)]
+    assert chosen("--held-out", "--worst") == [(0, 0.0), (3, 1.0)]
+
+
+def test_text_of_a_model_is_shown_as_it_is(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["samples", str(folder), "--step", "0"])
+    assert done.exit_code == 0
+    assert "held out, after step 0, row 0: reward 0.000, 2 tokens" in done.output
+    assert "[red]no" in done.output
+    assert "expected: 4" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "9"], "has samples of 4 steps, 0 to 3"),
+        (["--best", "--worst"], "give one of them"),
+    ],
+)
+def test_what_is_not_there_is_said(folder: Path, arguments: list[str], message: str) -> None:
+    code, _, output = rolemesh_samples(str(folder), *arguments)
+    assert code == 2
+    assert message in output.replace("\n", " ")
+
+
+def test_a_folder_without_samples_and_a_changed_file_are_refused(tmp_path: Path) -> None:
+    code, _, output = rolemesh_samples(str(tmp_path))
+    assert code == 2
+    assert "holds no run" in output
+    (tmp_path / "metrics.jsonl").write_text("")
+    code, _, output = rolemesh_samples(str(tmp_path))
+    assert code == 2
+    assert "run.samples above 0" in output
+    (tmp_path / SAMPLES_FILE).write_text('{"step": 1}\n')
+    code, _, output = rolemesh_samples(str(tmp_path))
+    assert code == 2
+    assert "line 1 of" in output
