@@ -18,17 +18,17 @@ from rich.table import Table
 
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json
-from rolemesh.coordinator.mapping.calibration import (
+from rolemesh.coordinator.mapping.calibration.calibration import (
     Calibration,
     CalibrationError,
     Machine,
     calibrated,
     read_calibration,
 )
-from rolemesh.coordinator.mapping.devices import DEVICES, UnknownDeviceError, device_of
-from rolemesh.coordinator.mapping.models import UnknownFamilyError
-from rolemesh.coordinator.mapping.primitives import Primitive
-from rolemesh.coordinator.mapping.recorded import RecordedRun
+from rolemesh.coordinator.mapping.calibration.primitives import Primitive
+from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
+from rolemesh.coordinator.mapping.job.models import UnknownFamilyError
+from rolemesh.coordinator.mapping.machines.devices import DEVICES, UnknownDeviceError, device_of
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.run.folders.folder import NoRunError
 from rolemesh.coordinator.run.folders.recorded_steps import recorded_run

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.mapping.calibration import Calibration
-from rolemesh.coordinator.mapping.cluster import ClusterError, DeviceGroup, group_of
-from rolemesh.coordinator.mapping.devices import DEVICES, GBIT, device_of
-from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
-from rolemesh.coordinator.mapping.job import Job, Wishes
-from rolemesh.coordinator.mapping.report import UNMEASURED
+from rolemesh.coordinator.mapping.calibration.calibration import Calibration
+from rolemesh.coordinator.mapping.job.from_recipe import job_of, one_call_a_role, work_of
+from rolemesh.coordinator.mapping.job.job import Job, Wishes
+from rolemesh.coordinator.mapping.machines.cluster import ClusterError, DeviceGroup, group_of
+from rolemesh.coordinator.mapping.machines.devices import DEVICES, GBIT, device_of
+from rolemesh.coordinator.mapping.report.report import UNMEASURED
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.planning import plan_step

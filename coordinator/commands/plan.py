@@ -28,23 +28,23 @@ from rolemesh.coordinator.commands.cluster_options import (
 )
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json, Overrides
-from rolemesh.coordinator.mapping.calibration import (
+from rolemesh.coordinator.mapping.calibration.calibration import (
     Calibration,
     CalibrationError,
     Machine,
     calibrated,
 )
-from rolemesh.coordinator.mapping.cluster import ClusterError
-from rolemesh.coordinator.mapping.devices import UnknownDeviceError, device_of
-from rolemesh.coordinator.mapping.drawing import svg_timeline, text_timeline
-from rolemesh.coordinator.mapping.job import ConstraintError, Wishes
-from rolemesh.coordinator.mapping.models import UnknownFamilyError
-from rolemesh.coordinator.mapping.recorded import RecordedRun
-from rolemesh.coordinator.mapping.report import Plan, phases, plan_of
-from rolemesh.coordinator.mapping.search import Search
-from rolemesh.coordinator.mapping.settings import plan_section, settings_of
-from rolemesh.coordinator.mapping.shortage import ShortageError, shortage
-from rolemesh.coordinator.mapping.templates import templates
+from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
+from rolemesh.coordinator.mapping.job.job import ConstraintError, Wishes
+from rolemesh.coordinator.mapping.job.models import UnknownFamilyError
+from rolemesh.coordinator.mapping.job.templates import templates
+from rolemesh.coordinator.mapping.machines.cluster import ClusterError
+from rolemesh.coordinator.mapping.machines.devices import UnknownDeviceError, device_of
+from rolemesh.coordinator.mapping.report.drawing import svg_timeline, text_timeline
+from rolemesh.coordinator.mapping.report.report import Plan, phases, plan_of
+from rolemesh.coordinator.mapping.report.settings import plan_section, settings_of
+from rolemesh.coordinator.mapping.search.search import Search
+from rolemesh.coordinator.mapping.search.shortage import ShortageError, shortage
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.run.folders.folder import NoRunError

@@ -28,15 +28,15 @@ from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fa
 from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
 from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.mapping.calibration import CalibrationError
-from rolemesh.coordinator.mapping.cluster import ClusterError
-from rolemesh.coordinator.mapping.devices import UnknownDeviceError
-from rolemesh.coordinator.mapping.job import Wishes
-from rolemesh.coordinator.mapping.models import UnknownFamilyError
-from rolemesh.coordinator.mapping.report import plan_of
-from rolemesh.coordinator.mapping.search import Search
-from rolemesh.coordinator.mapping.shortage import shortage
-from rolemesh.coordinator.mapping.templates import templates
+from rolemesh.coordinator.mapping.calibration.calibration import CalibrationError
+from rolemesh.coordinator.mapping.job.job import Wishes
+from rolemesh.coordinator.mapping.job.models import UnknownFamilyError
+from rolemesh.coordinator.mapping.job.templates import templates
+from rolemesh.coordinator.mapping.machines.cluster import ClusterError
+from rolemesh.coordinator.mapping.machines.devices import UnknownDeviceError
+from rolemesh.coordinator.mapping.report.report import plan_of
+from rolemesh.coordinator.mapping.search.search import Search
+from rolemesh.coordinator.mapping.search.shortage import shortage
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.model_sizes import models_of

@@ -2,5 +2,5 @@
 
 The data's way: recipe + cluster -> tasks of a step -> placements x layouts -> seconds and bytes ->
 the cheapest plan -> settings of a recipe. Arithmetic alone: no torch, no device, no service.
-docs/mapping.md says which file does what.
+docs/mapping.md says what each room and file does.
 """

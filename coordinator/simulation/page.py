@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from rolemesh.coordinator.mapping.report import Plan
+from rolemesh.coordinator.mapping.report.report import Plan
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.simulation.run import Outcome
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rolemesh.coordinator.mapping.cluster import DeviceGroup
-from rolemesh.coordinator.mapping.costs import Option
-from rolemesh.coordinator.mapping.generation import row_ends
-from rolemesh.coordinator.mapping.job import Job, Role
-from rolemesh.coordinator.mapping.moves import switch_seconds
-from rolemesh.coordinator.mapping.report import Plan
-from rolemesh.coordinator.mapping.search import Search
-from rolemesh.coordinator.mapping.tasks import TaskKind
+from rolemesh.coordinator.mapping.job.job import Job, Role
+from rolemesh.coordinator.mapping.job.tasks import TaskKind
+from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
+from rolemesh.coordinator.mapping.report.report import Plan
+from rolemesh.coordinator.mapping.search.search import Search
+from rolemesh.coordinator.mapping.simulators.costs import Option
+from rolemesh.coordinator.mapping.simulators.generation import row_ends
+from rolemesh.coordinator.mapping.simulators.moves import switch_seconds
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.simulation.timing import RowEnds, Timing

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rolemesh.coordinator.mapping.work import Lengths
+from rolemesh.coordinator.mapping.job.work import Lengths
 
 RowEnds = Callable[[Sequence[float]], Sequence[float]]
 """Gets the tokens of completions that one service samples together, in the order of rows; gives

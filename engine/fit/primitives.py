@@ -1,8 +1,9 @@
 """Measures what the cost model multiplies with: products, memory, collectives, passes, decoding.
 
-Each is a dict of kind, sizes and seconds as `coordinator/mapping/primitives.py` takes them; seconds
-are the median of repetitions after one that does not count. On a CPU they are those of the thread
-that computes, where it is alone: what other programs take of a shared machine does not count then.
+Each is a dict of kind, sizes and seconds as `coordinator/mapping/calibration/primitives.py` takes
+them; seconds are the median of repetitions after one that does not count. On a CPU they are those
+of the thread that computes, where it is alone: what other programs take of a shared machine does
+not count then.
 Models are random, written on the fly.
 """
 

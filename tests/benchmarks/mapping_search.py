@@ -19,11 +19,11 @@ from typing import Any
 
 from support.mapping_jobs import LLAMAS, job, paper_group
 
-from rolemesh.coordinator.mapping.cluster import group_of
-from rolemesh.coordinator.mapping.devices import device_of
-from rolemesh.coordinator.mapping.layouts import Freedom
-from rolemesh.coordinator.mapping.search import Search
-from rolemesh.coordinator.mapping.systems import ROLEMESH_FAST
+from rolemesh.coordinator.mapping.job.layouts import Freedom
+from rolemesh.coordinator.mapping.job.systems import ROLEMESH_FAST
+from rolemesh.coordinator.mapping.machines.cluster import group_of
+from rolemesh.coordinator.mapping.machines.devices import device_of
+from rolemesh.coordinator.mapping.search.search import Search
 
 
 def measured(system: str, algorithm: str, model: str, gpus: int) -> dict[str, Any]:

@@ -26,16 +26,20 @@ from typing import Any
 
 from support.mapping_jobs import LLAMAS, PAPER_FREEDOM, job, paper_group
 
-from rolemesh.coordinator.mapping.generation import NoRoomError, generation_seconds
-from rolemesh.coordinator.mapping.job import Job, Role, Wishes
-from rolemesh.coordinator.mapping.layouts import Freedom, Layout
-from rolemesh.coordinator.mapping.memory import scored_bytes, trained_bytes
-from rolemesh.coordinator.mapping.models import Model
-from rolemesh.coordinator.mapping.moves import publish_seconds, received_bytes, reshard_seconds
-from rolemesh.coordinator.mapping.passes import scoring_seconds, update_seconds
-from rolemesh.coordinator.mapping.search import Placement, Search
-from rolemesh.coordinator.mapping.systems import HYBRIDFLOW
-from rolemesh.coordinator.mapping.tasks import Step, Task, TaskKind
+from rolemesh.coordinator.mapping.job.job import Job, Role, Wishes
+from rolemesh.coordinator.mapping.job.layouts import Freedom, Layout
+from rolemesh.coordinator.mapping.job.models import Model
+from rolemesh.coordinator.mapping.job.systems import HYBRIDFLOW
+from rolemesh.coordinator.mapping.job.tasks import Step, Task, TaskKind
+from rolemesh.coordinator.mapping.search.search import Placement, Search
+from rolemesh.coordinator.mapping.simulators.generation import NoRoomError, generation_seconds
+from rolemesh.coordinator.mapping.simulators.memory import scored_bytes, trained_bytes
+from rolemesh.coordinator.mapping.simulators.moves import (
+    publish_seconds,
+    received_bytes,
+    reshard_seconds,
+)
+from rolemesh.coordinator.mapping.simulators.passes import scoring_seconds, update_seconds
 
 Row = dict[str, Any]
 

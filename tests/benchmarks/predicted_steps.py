@@ -35,15 +35,15 @@ from support.tiny_models import write_tiny_llama
 from support.undisturbed import Undisturbed, Waits
 
 from rolemesh.coordinator.api.plans import WARMUP_STEPS
-from rolemesh.coordinator.mapping.calibration import (
+from rolemesh.coordinator.mapping.calibration.calibration import (
     Calibration,
     Machine,
     calibrated,
     read_calibration,
 )
-from rolemesh.coordinator.mapping.devices import device_of
-from rolemesh.coordinator.mapping.primitives import Primitive
-from rolemesh.coordinator.mapping.recorded import RecordedRun
+from rolemesh.coordinator.mapping.calibration.primitives import Primitive
+from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
+from rolemesh.coordinator.mapping.machines.devices import device_of
 from rolemesh.coordinator.run.folders.recorded_steps import recorded_run
 
 WAIT_S = 600

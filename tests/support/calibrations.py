@@ -7,14 +7,14 @@ from typing import Any
 
 from support.mapping_jobs import job, llama
 
-from rolemesh.coordinator.mapping.calibration import Machine
-from rolemesh.coordinator.mapping.coefficients import Coefficients
-from rolemesh.coordinator.mapping.devices import Device, device_of
-from rolemesh.coordinator.mapping.layouts import Layout
-from rolemesh.coordinator.mapping.primitives import Primitive
-from rolemesh.coordinator.mapping.recorded import RecordedRun
-from rolemesh.coordinator.mapping.systems import ROLEMESH
-from rolemesh.coordinator.mapping.work import Lengths, Work
+from rolemesh.coordinator.mapping.calibration.calibration import Machine
+from rolemesh.coordinator.mapping.calibration.primitives import Primitive
+from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
+from rolemesh.coordinator.mapping.job.layouts import Layout
+from rolemesh.coordinator.mapping.job.systems import ROLEMESH
+from rolemesh.coordinator.mapping.job.work import Lengths, Work
+from rolemesh.coordinator.mapping.machines.coefficients import Coefficients
+from rolemesh.coordinator.mapping.machines.devices import Device, device_of
 
 MACHINE = Machine(name="a machine", threads=1, versions={"torch": "2.13.0+cpu"}, date="2026-11-23")
 GPU = device_of("a100-80")

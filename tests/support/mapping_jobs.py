@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rolemesh.coordinator.mapping.cluster import DeviceGroup, group_of
-from rolemesh.coordinator.mapping.coefficients import Coefficients
-from rolemesh.coordinator.mapping.devices import GBIT, device_of
-from rolemesh.coordinator.mapping.job import Job, Role, Wishes
-from rolemesh.coordinator.mapping.layouts import Freedom
-from rolemesh.coordinator.mapping.models import Model
-from rolemesh.coordinator.mapping.systems import HYBRIDFLOW, System
-from rolemesh.coordinator.mapping.tasks import Step, Task, TaskKind
-from rolemesh.coordinator.mapping.work import Lengths, Work
+from rolemesh.coordinator.mapping.job.job import Job, Role, Wishes
+from rolemesh.coordinator.mapping.job.layouts import Freedom
+from rolemesh.coordinator.mapping.job.models import Model
+from rolemesh.coordinator.mapping.job.systems import HYBRIDFLOW, System
+from rolemesh.coordinator.mapping.job.tasks import Step, Task, TaskKind
+from rolemesh.coordinator.mapping.job.work import Lengths, Work
+from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup, group_of
+from rolemesh.coordinator.mapping.machines.coefficients import Coefficients
+from rolemesh.coordinator.mapping.machines.devices import GBIT, device_of
 
 
 def llama(

@@ -7,7 +7,7 @@ from typing import Any
 
 from support.fake_recipes import PPO, fake_recipe, split_pools
 
-from rolemesh.coordinator.mapping.work import Lengths
+from rolemesh.coordinator.mapping.job.work import Lengths
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.simulation.faults import Faults
 from rolemesh.coordinator.simulation.run import Outcome, Settings, simulate

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rolemesh.coordinator.api.plans import WARMUP_STEPS
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
-from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
-from rolemesh.coordinator.mapping.placed import own_layouts
-from rolemesh.coordinator.mapping.recorded import RecordedRun
-from rolemesh.coordinator.mapping.tasks import Timeline
-from rolemesh.coordinator.mapping.work import Work
+from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
+from rolemesh.coordinator.mapping.job.from_recipe import job_of, one_call_a_role, work_of
+from rolemesh.coordinator.mapping.job.tasks import Timeline
+from rolemesh.coordinator.mapping.job.work import Work
+from rolemesh.coordinator.mapping.search.placed import own_layouts
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolemesh.coordinator.mapping.devices import DEVICES
+from rolemesh.coordinator.mapping.machines.devices import DEVICES
 
 GPU_BYTES: Mapping[str, int] = {
     name: device.memory_bytes for name, device in DEVICES.items() if device.kind == "gpu"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rolemesh.coordinator.mapping.calibration import (
+from rolemesh.coordinator.mapping.calibration.calibration import (
     Calibration,
     CalibrationError,
     read_calibration,

@@ -14,11 +14,11 @@ from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.mapping.calibration import CalibrationError
-from rolemesh.coordinator.mapping.coefficients import Coefficients
-from rolemesh.coordinator.mapping.devices import device_of
-from rolemesh.coordinator.mapping.rearranged import RecordedStep, same_size
-from rolemesh.coordinator.mapping.resized import Resized
+from rolemesh.coordinator.mapping.calibration.calibration import CalibrationError
+from rolemesh.coordinator.mapping.machines.coefficients import Coefficients
+from rolemesh.coordinator.mapping.machines.devices import device_of
+from rolemesh.coordinator.mapping.search.rearranged import RecordedStep, same_size
+from rolemesh.coordinator.mapping.search.resized import Resized
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.tuning import SIZES, Settings, key_of, space_of, with_settings
 from rolemesh.coordinator.run.results.metrics import GRAPHS_FILE

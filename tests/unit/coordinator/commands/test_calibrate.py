@@ -12,8 +12,8 @@ from support.calibrations import KNOWN, MACHINE, primitives
 from support.mapping_jobs import LLAMAS
 
 from rolemesh.coordinator.commands import calibrate, plan
-from rolemesh.coordinator.mapping.calibration import calibrated, read_calibration
-from rolemesh.coordinator.mapping.devices import device_of
+from rolemesh.coordinator.mapping.calibration.calibration import calibrated, read_calibration
+from rolemesh.coordinator.mapping.machines.devices import device_of
 from rolemesh.coordinator.run.tuning.calibrations import default_place
 
 RECIPE = """

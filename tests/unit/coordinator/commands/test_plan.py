@@ -15,9 +15,9 @@ from support.mapping_jobs import LLAMAS
 from support.recorded_folders import CALLS, run_folder
 
 from rolemesh.coordinator.commands.plan import app
-from rolemesh.coordinator.mapping import from_recipe
-from rolemesh.coordinator.mapping.devices import DEVICES
-from rolemesh.coordinator.mapping.layouts import Freedom
+from rolemesh.coordinator.mapping.job import from_recipe
+from rolemesh.coordinator.mapping.job.layouts import Freedom
+from rolemesh.coordinator.mapping.machines.devices import DEVICES
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.planning import plan_step
 from rolemesh.coordinator.run.saving.turns import TURNS_FILE, Turn

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.mapping.devices import DEVICES, UnknownDeviceError, device_of
-from rolemesh.coordinator.mapping.models import Model, UnknownFamilyError, whole_parameters
+from rolemesh.coordinator.mapping.job.models import Model, UnknownFamilyError, whole_parameters
+from rolemesh.coordinator.mapping.machines.devices import DEVICES, UnknownDeviceError, device_of
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.simulated import ROLES, SECONDS, ppo, simulated
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.mapping.tasks import Timeline, step_of
+from rolemesh.coordinator.mapping.job.tasks import Timeline, step_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.planning import plan_step
 from rolemesh.coordinator.simulation.faults import Faults

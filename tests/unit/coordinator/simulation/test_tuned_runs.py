@@ -11,7 +11,7 @@ import pytest
 from support.fake_recipes import GRPO, PPO, fake_recipe, split_pools
 from support.simulated import ROLES, SECONDS, timing
 
-from rolemesh.coordinator.mapping.work import Lengths
+from rolemesh.coordinator.mapping.job.work import Lengths
 from rolemesh.coordinator.recipe.tuning import key_of
 from rolemesh.coordinator.simulation.run import Outcome, Settings, simulate
 from rolemesh.coordinator.simulation.timing import RowLengths, Timing

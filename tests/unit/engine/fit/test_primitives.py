@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rolemesh.coordinator.mapping.primitives import Primitive
+from rolemesh.coordinator.mapping.calibration.primitives import Primitive
 from rolemesh.engine.fit import primitives
 
 

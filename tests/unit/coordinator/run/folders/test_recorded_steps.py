@@ -9,7 +9,7 @@ import pytest
 from support.recorded_folders import CALLS, STEPS, run_folder
 
 from rolemesh.coordinator.api.plans import WARMUP_STEPS
-from rolemesh.coordinator.mapping.placed import own_layouts
+from rolemesh.coordinator.mapping.search.placed import own_layouts
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.folders.folder import NoRunError

@@ -1,0 +1,143 @@
+"""Layouts that a plan may choose: how a model is cut over ranks, and how it keeps its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rolemesh.coordinator.mapping.job.models import Model
+from rolemesh.engine.layout.families import check_slices
+from rolemesh.engine.layout.ranks import LayoutError, TrainLayout
+
+Recompute = Literal["none", "full"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Layout:
+    """How one role lies on its ranks: p-t-d for passes, p_g-t_g for sampling.
+
+    Example: the paper's 1-8-2 that samples with 1-2 is `Layout(tp=8, dp=2, generate_tp=2)`.
+    """
+
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    """Neighbours on the data axis that cut each parameter: 1 or dp."""
+    generate_pp: int = 1
+    generate_tp: int = 1
+    micro_batch_tokens: int = 4096
+    """Most tokens of a pass."""
+    recompute: Recompute = "none"
+    offload: bool = False
+    """Whether moments lie in host memory between steps."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.pp * self.tp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Generation replicas."""
+        return self.world_size // (self.generate_pp * self.generate_tp)
+
+    def described(self) -> str:
+        """Its training as `TrainLayout.described`."""
+        return TrainLayout(pp=self.pp, tp=self.tp, dp=self.dp, fsdp=self.fsdp).described()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freedom:
+    """What may be chosen; what is not listed stays as it is."""
+
+    most_slices: int = 8
+    """Tensor slices, and those of sampling: the devices of a machine, as the paper's U."""
+    cuts_over_data: tuple[bool, ...] = (True,)
+    """Whether parameters may be cut over the data axis (FSDP), or lie whole on each replica."""
+    generate_stages: bool = False
+    """Whether sampling may have stages; vLLM's external launcher has none."""
+    generate_slices: bool = True
+    """Whether sampling may have slices; plain transformers has none."""
+    same_generation: bool = False
+    """Sampling has the cut of training: of a role that only samples, or as NeMo-Aligner has it."""
+    micro_batch_tokens: tuple[int, ...] = (4096, 8192, 16384)
+    recompute: tuple[Recompute, ...] = ("none", "full")
+    offload: tuple[bool, ...] = (False, True)
+
+
+def layouts(
+    model: Model, most_ranks: int, freedom: Freedom, *, trains: bool, samples: bool
+) -> Iterator[Layout]:
+    """All layouts of a model on at most so many ranks.
+
+    Sizes of the data axis are all up to 16, then multiples of 8, and of 64 above 128: an axis
+    between them gains less than a twentieth. Of stage numbers that give the longest stage equally
+    many layers, the smallest.
+
+    Args:
+        model: What is cut.
+        most_ranks: Devices that there are.
+        freedom: What may be chosen.
+        trains: Whether it has optimizer steps; else it keeps nothing for a backward pass.
+        samples: Whether it generates on the same ranks.
+    """
+    for pp, tp, dp in _train_sizes(model, most_ranks, freedom):
+        cuts = sorted({dp if cuts_over_data else 1 for cuts_over_data in freedom.cuts_over_data})
+        for generate_pp, generate_tp in _generate_sizes(pp, tp, freedom, samples):
+            for fsdp in cuts:
+                for tokens in freedom.micro_batch_tokens:
+                    for recompute in freedom.recompute if trains else ("none",):
+                        for offload in freedom.offload if trains else (False,):
+                            yield Layout(
+                                pp=pp,
+                                tp=tp,
+                                dp=dp,
+                                fsdp=fsdp,
+                                generate_pp=generate_pp,
+                                generate_tp=generate_tp,
+                                micro_batch_tokens=tokens,
+                                recompute=recompute,
+                                offload=offload,
+                            )
+
+
+def data_sizes(most: int) -> Iterator[int]:
+    """Sizes of a data axis that are tried."""
+    for dp in range(1, most + 1):
+        if dp <= 16 or (dp % 8 == 0 and dp <= 128) or dp % 64 == 0:
+            yield dp
+
+
+def _train_sizes(model: Model, most_ranks: int, freedom: Freedom) -> Iterator[tuple[int, int, int]]:
+    if not model.can_be_cut:
+        yield 1, 1, 1
+        return
+    for tp in range(1, min(freedom.most_slices, most_ranks) + 1):
+        try:
+            check_slices(model.shape, tp)
+        except LayoutError:
+            continue
+        longest = None
+        for pp in range(1, min(model.shape.num_layers, most_ranks // tp) + 1):
+            if longest == (longest := -(-model.shape.num_layers // pp)):
+                continue
+            for dp in data_sizes(most_ranks // (tp * pp)):
+                yield pp, tp, dp
+
+
+def _generate_sizes(pp: int, tp: int, freedom: Freedom, samples: bool) -> Iterator[tuple[int, int]]:
+    if not samples:
+        yield 1, 1
+    elif freedom.same_generation:
+        if (pp == 1 or freedom.generate_stages) and (tp == 1 or freedom.generate_slices):
+            yield pp, tp
+    else:
+        for generate_pp in _divisors(pp) if freedom.generate_stages else (1,):
+            for generate_tp in _divisors(tp) if freedom.generate_slices else (1,):
+                yield generate_pp, generate_tp
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

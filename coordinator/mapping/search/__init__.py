@@ -1,0 +1,1 @@
+"""Search for the cheapest placement, and seconds of placements that are given."""

@@ -1,0 +1,1 @@
+"""Simulators: seconds and bytes of a role's tasks on a layout."""

@@ -1,0 +1,125 @@
+"""Bytes that a role holds on one device: the arithmetic of what `rolemesh fit` counts.
+
+`fit` runs the trainer on tensors without values, which takes minutes for a large model; a search
+asks thousands of times, so that it computes the same by formula. The tests hold it to `fit`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rolemesh.coordinator.mapping.job.layouts import Layout
+from rolemesh.coordinator.mapping.job.models import Model, whole_parameters
+from rolemesh.coordinator.mapping.job.systems import System
+
+PROCESS_BYTES = 1 << 30
+"""What a process holds on its GPU whatever it computes, asleep too: CUDA's context and kernels
+(about 0.5 GiB on an H100), workspaces of cuBLAS, buffers of NCCL. Not measured here."""
+
+TIGHT = 0.1
+"""Share of a GPU that should be left: allocators lose some to fragments."""
+
+_LOGITS_BYTES = 1 << 30
+"""Logits that a head computes at a time, in float32 and of all slices
+(`ModelSpec.logprob_chunk_tokens`)."""
+
+_HEAD_COPIES = 3
+"""Tensors as large as these logits at a head's peak."""
+
+_OFFLOAD_BYTES = 4 * (64 << 20)
+"""Moments on the device while they are stepped, where they lie on the host between steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """What a role holds on the device of its fullest rank."""
+
+    rest: int
+    """Between calls, awake: weights and moments."""
+    peak: int
+    """While it trains or scores."""
+
+
+def rank_parameters(model: Model, layout: Layout) -> tuple[float, float, float]:
+    """Parameters of the fullest rank, not cut over the data axis.
+
+    Returns:
+        All, those of one layer, and those outside the layers.
+    """
+    inside, outside = _whole(model)
+    layers = -(-model.shape.num_layers // layout.pp)
+    layer = (model.layer_parameters - inside) / layout.tp + inside
+    # The first stage has the embedding, the last one the head; they are about equal.
+    outer = (model.outer_parameters - outside) / layout.tp + outside
+    if layout.pp > 1:
+        outer = model.head_parameters / layout.tp if model.shape.head == "lm_head" else outer
+    return layers * layer + outer, layer, outer
+
+
+@lru_cache(maxsize=1024)
+def _whole(model: Model) -> tuple[int, int]:
+    return whole_parameters(model.shape)
+
+
+def trained_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
+    """Of a role that trains: the larger one of what the layers and what the head take."""
+    parameters, layer, outer = rank_parameters(model, layout)
+    own = parameters / layout.fsdp
+    moments = own * system.moment_bytes
+    held = own * system.weight_bytes + (0 if layout.offload else moments)
+    shape, tokens = model.shape, layout.micro_batch_tokens
+    layers = -(-shape.num_layers // layout.pp)
+    # A stage keeps what came in for each pass that is under way (1F1B).
+    under_way = layout.pp
+    hidden = tokens * shape.hidden_size * system.activation_bytes
+    one_layer = _layer_activations(model, layout, system)
+    keeps_inputs = layout.recompute == "full"
+    kept = layers * under_way * (hidden if keeps_inputs else one_layer)
+    working = one_layer if keeps_inputs else 0.0
+    gathered = 0.0
+    if layout.fsdp > 1:
+        # What is outside the layers is whole while the stage runs, and two layers are.
+        gathered = outer * 4 + 2 * layer * system.gathered_bytes
+    head = _head_bytes(model, layout)
+    # Its gradient is whole until it is summed.
+    head_gradient = 4 * model.head_parameters / layout.tp if layout.fsdp > 1 else 0.0
+    passes = own * system.gradient_bytes + kept + gathered + head_gradient + max(working, head)
+    step = own * system.gradient_bytes + (min(moments, _OFFLOAD_BYTES) if layout.offload else 0)
+    return RankBytes(rest=int(held), peak=int(held + max(passes, step)))
+
+
+def scored_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
+    """Of a role that only scores."""
+    parameters, layer, outer = rank_parameters(model, layout)
+    held = parameters / layout.fsdp * system.frozen_bytes
+    gathered = 0.0
+    if layout.fsdp > 1:
+        gathered = (outer + 2 * layer) * system.frozen_bytes
+    shape = model.shape
+    hidden = layout.micro_batch_tokens * shape.hidden_size * system.activation_bytes
+    wide = layout.micro_batch_tokens * shape.intermediate_size / layout.tp
+    passes = 4 * hidden + 3 * wide * system.activation_bytes
+    return RankBytes(
+        rest=int(held), peak=int(held + gathered + max(passes, _head_bytes(model, layout)))
+    )
+
+
+def _layer_activations(model: Model, layout: Layout, system: System) -> float:
+    """What one layer keeps for its backward pass, on a rank.
+
+    (10 + 24 / t) tokens hidden bytes in a 16-bit type, twice that in float32, as
+    `by_device.activation_bytes` has it (arXiv 2205.05198, eq. 2, without scores). In a 16-bit type
+    norms keep float32 copies besides, 12 bytes (docs/measurements.md, memory of a rank).
+    """
+    width = system.activation_bytes / 2
+    numbers = width * (10 + 24 / layout.tp) + (12 if width == 1 else 0)
+    return layout.micro_batch_tokens * model.shape.hidden_size * numbers
+
+
+def _head_bytes(model: Model, layout: Layout) -> float:
+    if model.shape.head != "lm_head":
+        return 4.0 * layout.micro_batch_tokens * model.shape.hidden_size
+    logits = min(_LOGITS_BYTES, 4 * layout.micro_batch_tokens * model.shape.vocab_size)
+    hidden = 4.0 * layout.micro_batch_tokens * model.shape.hidden_size
+    return _HEAD_COPIES * logits / layout.tp + hidden

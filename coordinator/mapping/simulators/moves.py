@@ -1,0 +1,100 @@
+"""Seconds of what moves and does not compute: weights, experience, roles that sleep and wake."""
+
+from __future__ import annotations
+
+from rolemesh.coordinator.mapping.job.layouts import Layout
+from rolemesh.coordinator.mapping.job.models import Model, whole_parameters
+from rolemesh.coordinator.mapping.job.systems import System
+from rolemesh.coordinator.mapping.job.work import Work
+from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
+
+_TOKEN_BYTES = 24
+"""Bytes of a token that a call pulls: its id, and two columns of float32 and one of int64."""
+
+
+def received_bytes(model: Model, layout: Layout, item_bytes: int = 2) -> float:
+    """Weights that a rank lacks for sampling, in the mean over ranks, by our planner's rule.
+
+    A rank copies what it holds and receives each other element once, so that it gets its
+    generation shard without its training shard, which lies inside (interval grouping). With
+    everything cut evenly this is Table 2's (d_g - 1) / (t p) M of arXiv 2409.19256.
+    """
+    inside, outside = whole_parameters(model.shape)
+    layers = model.shape.num_layers
+    cut_layers = layers * (model.layer_parameters - inside)
+    cut_outer = model.outer_parameters - outside
+    ranks = layout.tp * layout.pp
+    sampled_ranks = layout.generate_tp * layout.generate_pp
+    # A tied embedding lies on the last stage too, as its projection.
+    held = cut_layers + cut_outer * (2 if model.shape.is_tied and layout.pp > 1 else 1)
+    cut = cut_layers + cut_outer * (2 if model.shape.is_tied and layout.generate_pp > 1 else 1)
+    whole_held = (layers * inside + outside) / layout.pp
+    whole_sampled = (layers * inside + outside) / layout.generate_pp
+    sampled = cut / sampled_ranks + whole_sampled
+    return max(0.0, sampled - (held / ranks + whole_held) / layout.fsdp) * item_bytes
+
+
+def reshard_seconds(model: Model, layout: Layout, group: DeviceGroup, system: System) -> float:
+    """Weights from training to sampling on the same ranks (Table 2 of arXiv 2409.19256)."""
+    if system.reshard == "none":
+        return 0.0
+    ranks = layout.tp * layout.pp
+    item = system.sampled_bytes
+    whole = model.num_parameters * item
+    if system.reshard == "zero":
+        return group.gather_s(whole, layout.world_size, 1)
+    if system.reshard == "vanilla":
+        return group.gather_s(whole, ranks, 1)
+    lacks = received_bytes(model, layout, item)
+    slices = layout.tp // layout.generate_tp
+    stages = layout.pp // layout.generate_pp
+    members = slices * stages * layout.fsdp
+    # Neighbours on the slice axis stand next to each other; those of stages and of the data axis
+    # at greater distances, so that the group reaches that much further.
+    reach = 1 if stages == 1 and layout.fsdp == 1 else max(1, _reach(layout) // members)
+    local = group.read_s(2 * whole / (layout.generate_tp * layout.generate_pp))
+    return group.fetch_s(lacks, members, reach) + local
+
+
+def _reach(layout: Layout) -> int:
+    """Ranks from the first to the last member of the group that shares a generation shard."""
+    return layout.world_size if layout.fsdp > 1 else layout.tp * layout.pp
+
+
+def publish_seconds(model: Model, layout: Layout, group: DeviceGroup, system: System) -> float:
+    """Each rank of the actor copies its shard to host memory, where samplers fetch it.
+
+    A system with a second copy gathers the whole and broadcasts it, parameter by parameter.
+    """
+    if system.reshard == "copy":
+        whole = model.num_parameters * system.sampled_bytes
+        ranks = layout.tp * layout.pp
+        gathered = group.gather_s(whole / ranks, layout.fsdp, ranks)
+        network = group.network_bandwidth * group.coefficients.network
+        return gathered + whole / network + group.coefficients.call_s
+    own = model.num_parameters / (layout.tp * layout.pp * layout.fsdp)
+    return group.host_s(own * system.sampled_bytes) + group.coefficients.call_s
+
+
+def take_seconds(model: Model, layout: Layout, group: DeviceGroup, system: System) -> float:
+    """Each rank of a rollout service fetches its boxes over gRPC, and loads them."""
+    if system.reshard == "copy":
+        # It has received them with the broadcast.
+        return group.coefficients.call_s
+    box = model.num_parameters * system.sampled_bytes / (layout.tp * layout.pp)
+    machine = group.network_bandwidth * group.coefficients.network / group.per_machine
+    stream = min(group.coefficients.stream_bandwidth, machine)
+    return box / stream + group.host_s(box) + group.coefficients.call_s
+
+
+def switch_seconds(rest_bytes: float, group: DeviceGroup) -> float:
+    """A role leaves its devices, or comes back, with all that it holds between calls."""
+    return group.host_s(rest_bytes)
+
+
+def experience_seconds(work: Work, layout: Layout, group: DeviceGroup) -> float:
+    """A call: its ranks pull the rows that they compute, each over a stream of its own."""
+    coefficients = group.coefficients
+    num_bytes = work.rows * work.row_tokens * _TOKEN_BYTES
+    streams = layout.dp * coefficients.stream_bandwidth
+    return num_bytes / streams + work.rows * coefficients.row_s + coefficients.call_s

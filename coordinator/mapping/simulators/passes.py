@@ -1,0 +1,159 @@
+"""Simulators of training and of scoring: seconds of passes over a batch on a layout.
+
+Roofline: a pass takes what its products take, or reading its weights where that is longer. To that
+come all-reduces of tensor slices, the pipeline's fill and drain, gathers of weights that are cut
+over the data axis, the sum of gradients, and the optimizer, which reads and writes memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rolemesh.coordinator.mapping.job.layouts import Layout
+from rolemesh.coordinator.mapping.job.models import Model
+from rolemesh.coordinator.mapping.job.systems import System
+from rolemesh.coordinator.mapping.job.work import Work
+from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
+from rolemesh.coordinator.mapping.simulators.memory import rank_parameters
+
+_OPTIMIZER_BYTES = 28
+"""Memory that AdamW reads and writes for a parameter: gradient, weight and two moments are read,
+and the last three written, in float32."""
+
+_REDUCES = 2
+"""All-reduces of tensor slices in a forward pass of a layer; as many in the backward pass
+(arXiv 1909.08053, section 3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassSeconds:
+    """Where the seconds of passes over a batch go. Their sum is the time of the slowest rank."""
+
+    compute: float = 0.0
+    """Products, or reading weights where that is longer."""
+    slices: float = 0.0
+    """All-reduces of tensor slices, and what stages send each other."""
+    bubble: float = 0.0
+    """Filling and draining the pipeline."""
+    gathers: float = 0.0
+    """Gathers of cut weights, as far as they do not hide behind products."""
+    gradients: float = 0.0
+    """The sum over replicas."""
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return (
+            self.compute
+            + self.slices
+            + self.bubble
+            + self.gathers
+            + self.gradients
+            + self.optimizer
+        )
+
+    def scaled(self, number: float) -> PassSeconds:
+        """So many times as much."""
+        return PassSeconds(
+            compute=self.compute * number,
+            slices=self.slices * number,
+            bubble=self.bubble * number,
+            gathers=self.gathers * number,
+            gradients=self.gradients * number,
+            optimizer=self.optimizer * number,
+        )
+
+
+def update_seconds(
+    model: Model, layout: Layout, work: Work, group: DeviceGroup, system: System
+) -> PassSeconds:
+    """An update: all optimizer steps that a step of the run makes of its rows."""
+    rows = min(work.rows, work.mini_batch_rows)
+    one = _batch(model, layout, work, group, system, rows, trains=True)
+    parameters, _, _ = rank_parameters(model, layout)
+    own = parameters / layout.fsdp
+    gradients = 0.0
+    if layout.fsdp == 1 and layout.dp > 1:
+        gradients = group.reduce_s(
+            parameters * system.gradient_bytes, layout.dp, layout.tp * layout.pp
+        )
+    optimizer = group.read_s(own * _OPTIMIZER_BYTES)
+    if layout.offload:
+        # Moments come and go, both ways at the same time.
+        optimizer = max(optimizer, group.host_s(own * system.moment_bytes))
+    optimizer += group.coefficients.optimizer_s
+    step = PassSeconds(
+        compute=one.compute,
+        slices=one.slices,
+        bubble=one.bubble,
+        gathers=one.gathers,
+        gradients=gradients,
+        optimizer=optimizer,
+    )
+    return step.scaled(work.rows * work.epochs / rows)
+
+
+def scoring_seconds(
+    model: Model, layout: Layout, work: Work, group: DeviceGroup, system: System
+) -> PassSeconds:
+    """A forward pass over all rows of a step: log-probs, values or rewards."""
+    return _batch(model, layout, work, group, system, work.rows, trains=False)
+
+
+def _batch(
+    model: Model,
+    layout: Layout,
+    work: Work,
+    group: DeviceGroup,
+    system: System,
+    rows: int,
+    *,
+    trains: bool,
+) -> PassSeconds:
+    """Passes over rows that the replicas share, in micro-batches."""
+    own_rows = math.ceil(rows / layout.dp)
+    tokens = work.computed_tokens(own_rows)
+    passes = min(own_rows, max(1, math.ceil(tokens / layout.micro_batch_tokens)))
+    micro_tokens = tokens / passes
+    ranks = layout.pp * layout.tp
+    flops = model.forward_flops(micro_tokens, work.context) / ranks
+    # A backward pass multiplies with weights and with activations; recomputing is one pass more.
+    forwards = 1 if not trains else 4 if layout.recompute == "full" else 3
+    weights = model.active_parameters / ranks * system.gathered_bytes
+    layers = math.ceil(model.shape.num_layers / layout.pp)
+    beside = group.layers_s(layers, micro_tokens * model.shape.hidden_size / layout.tp)
+    beside += group.coefficients.pass_s
+    compute = forwards * (max(group.compute_s(flops), group.read_s(weights)) + beside)
+    hidden = micro_tokens * model.shape.hidden_size * system.activation_bytes
+    turns = 1 if not trains else 3 if layout.recompute == "full" else 2
+    slices = _REDUCES * turns * layers * group.reduce_s(hidden, layout.tp, 1)
+    if layout.pp > 1:
+        crosses = layout.pp * layout.tp > group.per_machine
+        stride = group.per_machine if crosses else layout.tp
+        slices += (2 if trains else 1) * group.send_s(hidden, stride, layout.tp)
+    gathers = _gathers(model, layout, group, system, trains=trains)
+    exposed = max(0.0, gathers - group.coefficients.hidden * compute)
+    return PassSeconds(
+        compute=passes * compute,
+        slices=passes * slices,
+        bubble=(layout.pp - 1) * (compute + slices + exposed),
+        gathers=passes * exposed,
+    )
+
+
+def _gathers(
+    model: Model, layout: Layout, group: DeviceGroup, system: System, *, trains: bool
+) -> float:
+    """Weights made whole for a pass, and the sum of its gradients (FSDP2, ZeRO-3)."""
+    if layout.fsdp == 1:
+        return 0.0
+    parameters, _, _ = rank_parameters(model, layout)
+    stride = layout.tp * layout.pp
+    whole = parameters * (system.gathered_bytes if trains else system.frozen_bytes)
+    seconds = group.gather_s(whole, layout.fsdp, stride)
+    if not trains:
+        return seconds
+    # Gathered for the forward and for the backward pass, which sums gradients in float32.
+    return 2 * seconds + group.gather_s(parameters * 4, layout.fsdp, stride)
