@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
-from rolemesh.coordinator.commands.options import Json
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.mapping.calibration.calibration import (
     Calibration,
     CalibrationError,

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail, refuse
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail, refuse
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.identity import SERVER_NAME, URI_PREFIX, Identity, IdentityError

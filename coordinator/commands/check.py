@@ -1,4 +1,4 @@
-"""`rolemesh check`: shows what coordinator/commands/recipe_checks.py finds."""
+"""`rolemesh check`: shows what coordinator/commands/findings/recipe_checks.py finds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.ending import (
+from rolemesh.coordinator.commands.findings.findings import FindingsShown, Level
+from rolemesh.coordinator.commands.findings.placing import load_placed
+from rolemesh.coordinator.commands.findings.recipe_checks import recipe_findings
+from rolemesh.coordinator.commands.terminal.ending import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_NOT_WHOLE,
     fail,
 )
-from rolemesh.coordinator.commands.findings import FindingsShown, Level
-from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
-from rolemesh.coordinator.commands.placing import load_placed
-from rolemesh.coordinator.commands.recipe_checks import recipe_findings
+from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.services.host_gpus import HostGpus, host_gpus

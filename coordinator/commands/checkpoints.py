@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.coordinator.commands.console import JsonConsole
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
-from rolemesh.coordinator.commands.options import Json
+from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.run.folders import folder as run_files
 from rolemesh.coordinator.run.folders.ownership import living_coordinator
 from rolemesh.coordinator.run.saving.kept_checkpoints import (

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rolemesh.coordinator.commands.compare_page import page
-from rolemesh.coordinator.commands.console import COLUMNS, JsonConsole
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
-from rolemesh.coordinator.commands.options import Json
-from rolemesh.coordinator.commands.plot import plot
+from rolemesh.coordinator.commands.terminal.console import COLUMNS, JsonConsole
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.terminal.options import Json
+from rolemesh.coordinator.commands.terminal.plot import plot
 from rolemesh.coordinator.run.folders.comparison import Comparison, extent, shown
 from rolemesh.coordinator.run.folders.comparison import compare as compared
 from rolemesh.coordinator.run.folders.folder import NoRunError, run_of_id

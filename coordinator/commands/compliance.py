@@ -11,8 +11,8 @@ import typer
 import yaml
 from rich.console import Console
 
-from rolemesh.coordinator.commands.console import JsonConsole
-from rolemesh.coordinator.commands.ending import EXIT_INTERRUPTED, refuse
+from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.ending import EXIT_INTERRUPTED, refuse
 from rolemesh.coordinator.compliance.check import Finding
 from rolemesh.coordinator.compliance.contract import ALL_ROLES
 from rolemesh.coordinator.compliance.report import print_checks, print_findings, summarise

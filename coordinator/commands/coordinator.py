@@ -21,10 +21,10 @@ from pydantic import ValidationError
 from rolemesh.coordinator.api.credentials import read_tokens
 from rolemesh.coordinator.api.doors import check_doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.commands.console import JsonConsole
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED
-from rolemesh.coordinator.commands.hub import Hub
-from rolemesh.coordinator.commands.options import (
+from rolemesh.coordinator.commands.hub.hub import Hub
+from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED
+from rolemesh.coordinator.commands.terminal.options import (
     AllowRemote,
     Certificate,
     Host,

@@ -15,8 +15,8 @@ from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.known_doors import private_folder
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.commands.ending import refuse
-from rolemesh.coordinator.commands.options import (
+from rolemesh.coordinator.commands.terminal.ending import refuse
+from rolemesh.coordinator.commands.terminal.options import (
     AllowRemote,
     Certificate,
     Host,

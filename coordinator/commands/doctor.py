@@ -1,4 +1,4 @@
-"""`rolemesh doctor`: shows what coordinator/commands/diagnosis.py finds."""
+"""`rolemesh doctor`: shows what coordinator/commands/findings/diagnosis.py finds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.diagnosis import diagnose
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
-from rolemesh.coordinator.commands.findings import FindingsShown, Level
-from rolemesh.coordinator.commands.options import Json
-from rolemesh.coordinator.commands.placing import load_placed
+from rolemesh.coordinator.commands.findings.diagnosis import diagnose
+from rolemesh.coordinator.commands.findings.findings import FindingsShown, Level
+from rolemesh.coordinator.commands.findings.placing import load_placed
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.run.services.host_gpus import host_gpus
 

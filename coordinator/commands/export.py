@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.run.folders import folder as run_files
 
 app = typer.Typer(add_completion=False)

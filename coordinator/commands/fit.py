@@ -13,15 +13,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.findings.placing import load_placed
 from rolemesh.coordinator.commands.memory_question import (
     EstimateError,
     add_answer,
     asked,
     question_of,
 )
-from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
-from rolemesh.coordinator.commands.placing import load_placed
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.run.checks.pool_memory import PoolFound, RoleFound, pool_memory
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES, HostGpus, host_gpus

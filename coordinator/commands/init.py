@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.diagnosis import QUICKSTART_MODEL
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
+from rolemesh.coordinator.commands.findings.diagnosis import QUICKSTART_MODEL
 from rolemesh.coordinator.commands.new_recipe import (
     OWN_REWARD,
     InitError,
@@ -17,6 +16,7 @@ from rolemesh.coordinator.commands.new_recipe import (
     recipe_text,
     tiny_model,
 )
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.installation import check_roles_run

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_INTERRUPTED, fail
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_INTERRUPTED, fail
 from rolemesh.coordinator.run.folders import folder as run_files
 
 app = typer.Typer(add_completion=False)

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rolemesh.coordinator.commands.diagnosis import installed_versions
+from rolemesh.coordinator.commands.findings.diagnosis import installed_versions
 from rolemesh.coordinator.recipe.model_sizes import num_parameters
 from rolemesh.coordinator.run.checks.installation import INSTALL
 from rolemesh.coordinator.state.child_environment import child_environment

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.ending import refuse
-from rolemesh.coordinator.commands.options import Overrides, Recipes
+from rolemesh.coordinator.commands.terminal.ending import refuse
+from rolemesh.coordinator.commands.terminal.options import Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe

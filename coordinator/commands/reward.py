@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.ending import refuse
+from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe

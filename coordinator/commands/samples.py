@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rolemesh.coordinator.commands.console import JsonConsole
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail, refuse
-from rolemesh.coordinator.commands.options import Json, RunArgument
+from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail, refuse
+from rolemesh.coordinator.commands.terminal.options import Json, RunArgument
 from rolemesh.coordinator.run.folders import folder as run_files
 from rolemesh.coordinator.run.results.samples_file import KeptSample, read_samples
 

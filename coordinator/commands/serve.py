@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.ending import refuse
+from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.run.checks.installation import check_roles_run
 from rolemesh.engine.specs.variables import OWN_SECRETS

@@ -24,8 +24,8 @@ from rolemesh.coordinator.commands.cluster_options import (
     groups_of,
     planned_job,
 )
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
-from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.mapping.calibration.calibration import CalibrationError

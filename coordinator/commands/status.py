@@ -5,9 +5,9 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
-from rolemesh.coordinator.commands.console import JsonConsole
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
-from rolemesh.coordinator.commands.options import Json, RunArgument
+from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
+from rolemesh.coordinator.commands.terminal.options import Json, RunArgument
 from rolemesh.coordinator.run.folders import folder as run_files
 
 app = typer.Typer(add_completion=False)

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rolemesh.coordinator.commands.console import JsonConsole
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
-from rolemesh.coordinator.commands.options import Json, RunArgument
+from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
+from rolemesh.coordinator.commands.terminal.options import Json, RunArgument
 from rolemesh.coordinator.dataflow.trace import chrome_trace, path_summary, print_paths
 from rolemesh.coordinator.run.folders import folder as run_files
 from rolemesh.coordinator.state.files import write_atomically

@@ -19,7 +19,9 @@ from rich.console import Console
 from rolemesh.coordinator import sdk
 from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import Doors
-from rolemesh.coordinator.commands.console import (
+from rolemesh.coordinator.commands.findings.placing import load_placed, start_cautions
+from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
+from rolemesh.coordinator.commands.terminal.console import (
     JsonConsole,
     LiveConsole,
     LoggingObserver,
@@ -27,15 +29,13 @@ from rolemesh.coordinator.commands.console import (
     SturdyConsole,
     print_summary,
 )
-from rolemesh.coordinator.commands.ending import (
+from rolemesh.coordinator.commands.terminal.ending import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     fail,
 )
-from rolemesh.coordinator.commands.options import AllowRemote, Json, Overrides, Verbose
-from rolemesh.coordinator.commands.placing import load_placed, start_cautions
-from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
+from rolemesh.coordinator.commands.terminal.options import AllowRemote, Json, Overrides, Verbose
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError

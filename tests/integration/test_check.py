@@ -15,7 +15,7 @@ from support import warm_processes
 from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.coordinator.commands import recipe_checks
+from rolemesh.coordinator.commands.findings import recipe_checks
 
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_losses.py"

@@ -26,7 +26,7 @@ from support.coordinator_doors import GIVEN, QUICK, TOKEN, asked, bearer, doors,
 from rolemesh.coordinator.api.credentials import TOKEN_FILE
 from rolemesh.coordinator.api.known_doors import known_door
 from rolemesh.coordinator.commands import train
-from rolemesh.coordinator.commands.console import LiveConsole, LoggingObserver
+from rolemesh.coordinator.commands.terminal.console import LiveConsole, LoggingObserver
 from rolemesh.coordinator.sdk import AsyncClient, Client, RetryPolicy
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import ForbiddenError, PreconditionError, UnavailableError

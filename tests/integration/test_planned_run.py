@@ -15,8 +15,8 @@ from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.public_models import config_folder
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.commands.ending import EXIT_NOT_WHOLE
 from rolemesh.coordinator.commands.plan import app
+from rolemesh.coordinator.commands.terminal.ending import EXIT_NOT_WHOLE
 from rolemesh.coordinator.run.folders.ended_runs import read_runs
 from rolemesh.v1 import coordinator_pb2
 

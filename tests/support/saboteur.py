@@ -22,7 +22,7 @@ from support.kill_plans import COORDINATOR, FOLDER, LOG_FILE, STORE, Kill, read_
 
 from rolemesh.coordinator.commands import train
 from rolemesh.coordinator.commands.cli import main
-from rolemesh.coordinator.commands.console import LoggingObserver
+from rolemesh.coordinator.commands.terminal.console import LoggingObserver
 
 WARM = "ROLEMESH_TEST_WARM_SERVICES"
 

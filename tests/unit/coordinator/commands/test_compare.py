@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rolemesh.coordinator.commands import compare_page
 from rolemesh.coordinator.commands.compare import app
 from rolemesh.coordinator.commands.compare_page import page
-from rolemesh.coordinator.commands.plot import HEIGHT, WIDTH, plot
+from rolemesh.coordinator.commands.terminal.plot import HEIGHT, WIDTH, plot
 from rolemesh.coordinator.run.folders.comparison import Curve, Point, compare
 from rolemesh.coordinator.state.memory import MemoryStateStore
 

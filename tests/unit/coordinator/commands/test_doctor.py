@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.coordinator.commands.device_settings import (
+from rolemesh.coordinator.commands.findings.device_settings import (
     cpu_multiplies_bfloat16,
     device_settings,
 )
-from rolemesh.coordinator.commands.diagnosis import (
+from rolemesh.coordinator.commands.findings.diagnosis import (
     check_disk,
     check_loopback,
     check_memory,
@@ -24,8 +24,8 @@ from rolemesh.coordinator.commands.diagnosis import (
     check_shared_memory,
     check_store,
 )
-from rolemesh.coordinator.commands.findings import Finding, Level
-from rolemesh.coordinator.commands.gpu_findings import (
+from rolemesh.coordinator.commands.findings.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.gpu_findings import (
     check_driver,
     check_gpus,
     check_nccl,

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rolemesh.coordinator.commands.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.console import JsonConsole
 
 
 class Level(enum.IntEnum):

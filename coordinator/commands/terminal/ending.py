@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from rolemesh.coordinator.commands.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.console import JsonConsole
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

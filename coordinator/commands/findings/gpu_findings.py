@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from rolemesh.coordinator.commands.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.findings import Finding, Level
 
 OLDEST_DRIVERS = {12: 525, 13: 580}
 """First branch of NVIDIA's driver that runs programs for a major version of CUDA; within one, the

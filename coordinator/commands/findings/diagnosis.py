@@ -23,13 +23,13 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.commands.device_settings import (
+from rolemesh.coordinator.commands.findings.device_settings import (
     cpu_multiplies_bfloat16,
     device_settings,
 )
-from rolemesh.coordinator.commands.findings import Finding, Level
-from rolemesh.coordinator.commands.gpu_findings import check_gpus
-from rolemesh.coordinator.commands.placing import start_cautions
+from rolemesh.coordinator.commands.findings.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.gpu_findings import check_gpus
+from rolemesh.coordinator.commands.findings.placing import start_cautions
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths

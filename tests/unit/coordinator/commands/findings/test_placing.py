@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.coordinator.commands.placing import load_placed, start_cautions
+from rolemesh.coordinator.commands.findings.placing import load_placed, start_cautions
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES, HostGpus, host_gpus

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rolemesh.coordinator.commands.pace import Pace, call_left_s, in_words
+from rolemesh.coordinator.commands.terminal.pace import Pace, call_left_s, in_words
 from rolemesh.coordinator.dataflow.observer import RECOVERING, RunObserver
 from rolemesh.coordinator.run.folders.summary import RunSummary, told_steps
 from rolemesh.coordinator.run.results.evaluation import Evaluation

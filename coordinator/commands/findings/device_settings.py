@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.commands.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.findings import Finding, Level
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import ActorSpec, ModelSpec, Numerics, RolloutRoleSpec, VllmSpec

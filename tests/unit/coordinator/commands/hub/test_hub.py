@@ -19,8 +19,8 @@ import yaml
 from support.fake_recipes import PPO_ROLES, fake_recipe
 from support.fake_roles import until
 
-from rolemesh.coordinator.commands import hub as hub_module
-from rolemesh.coordinator.commands.hub import MAX_RESTARTS, Hub
+from rolemesh.coordinator.commands.hub import hub as hub_module
+from rolemesh.coordinator.commands.hub.hub import MAX_RESTARTS, Hub
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.memory import MemoryStateStore

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rolemesh.coordinator.commands.console import (
+from rolemesh.coordinator.commands.terminal.console import (
     JsonConsole,
     LiveConsole,
     LoggingObserver,

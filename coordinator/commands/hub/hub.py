@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from rolemesh.coordinator.commands.run_process import RunProcess, start_train
+from rolemesh.coordinator.commands.hub.run_process import RunProcess, start_train
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithms import CustomSpec

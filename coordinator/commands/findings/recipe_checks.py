@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from rolemesh.coordinator.algorithms.registry import roles_in, unused_roles
-from rolemesh.coordinator.commands.findings import Finding, Level
-from rolemesh.coordinator.commands.placing import start_cautions
+from rolemesh.coordinator.commands.findings.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.placing import start_cautions
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables
