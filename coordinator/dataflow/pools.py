@@ -88,8 +88,6 @@ class Pool:
     """The services of that role."""
     awake: str | None = None
     """The service on the devices, where roles sleep."""
-    num_switches: int = 0
-    """Times that another service was woken."""
     holder: str | None = None
     """The service that has the lease."""
     _num_holders: int = 0
@@ -131,7 +129,6 @@ class Pool:
             started = now()
             await self.sleeper.wake(service, step)
             self.awake = service
-            self.num_switches += 1
             return {**seconds, "wake": now() - started}
 
     async def _vacate(self, sleeper: Sleeper, step: int) -> dict[str, float]:

@@ -120,8 +120,6 @@ class Attempt:
         """Lets services join and leave, once the attempt has begun."""
         self.has_met = False
         """Whether all services have answered."""
-        self.went_back_to = parts.progress.step
-        """Step whose state the trained roles were brought back to."""
 
     def _make_loop(self, parts: RunParts) -> RunLoop:
         if parts.algorithm is None:
@@ -274,7 +272,6 @@ class Attempt:
         step = await go_back(
             parts.recipe, self.mesh, parts.progress, loop.cuts, loop.checkpoints, parts.observer
         )
-        self.went_back_to = step
         if step != parts.progress.step:
             parts.progress.rewind(step)
             await parts.store.rewind(parts.run_id, step, epoch=self.journal.epoch)
