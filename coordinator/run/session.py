@@ -39,12 +39,9 @@ from rolemesh.coordinator.run.reporting.records import (
 )
 from rolemesh.coordinator.run.saving.progress import RunProgress
 from rolemesh.coordinator.run.saving.resume import RUN_FILE, check_changes, open_run, reached
+from rolemesh.coordinator.run.services.commands import service_commands
 from rolemesh.coordinator.run.services.identities import identities_of
-from rolemesh.coordinator.run.services.launch import (
-    QUICK_STOP_GRACE_S,
-    Launcher,
-    service_commands,
-)
+from rolemesh.coordinator.run.services.launch import QUICK_STOP_GRACE_S, Launcher
 from rolemesh.coordinator.run.services.registered import RegisteredServices
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.errors import (

@@ -34,7 +34,8 @@ from support.mesh_runs import ROLES, tiny_recipe
 from support.tiny_models import write_tiny_llama
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.services.launch import Launcher, service_commands
+from rolemesh.coordinator.run.services.commands import service_commands
+from rolemesh.coordinator.run.services.launch import Launcher
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 

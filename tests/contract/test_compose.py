@@ -29,7 +29,7 @@ from rolemesh.coordinator.recipe.api_section import TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
-from rolemesh.coordinator.run.services.launch import service_commands
+from rolemesh.coordinator.run.services.commands import service_commands
 from rolemesh.services.runtime.server.config import load_config
 
 OPTIONAL_ROLES = ("cost", "rollout")

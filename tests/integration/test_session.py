@@ -22,7 +22,8 @@ from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.run import session as session_module
 from rolemesh.coordinator.run.checks import start_checks
-from rolemesh.coordinator.run.services.launch import LaunchError, ServiceCommand
+from rolemesh.coordinator.run.services.commands import ServiceCommand
+from rolemesh.coordinator.run.services.launch import LaunchError
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.sdk import AsyncClient, StateChanged
 from rolemesh.coordinator.state.memory import MemoryStateStore

@@ -11,7 +11,7 @@ from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.coordinator.run.checks.installation import check_roles_run
-from rolemesh.coordinator.run.services.launch import visible_devices
+from rolemesh.coordinator.run.services.commands import visible_devices
 from rolemesh.coordinator.trackers.registry import check_trackers
 from rolemesh.rpc import tracing
 

@@ -13,19 +13,15 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.coordinator.recipe.service_flags import named_variables, service_flags
+from rolemesh.coordinator.run.services.commands import MakeCommand
 from rolemesh.coordinator.state import bound_process
 from rolemesh.coordinator.state.child_environment import child_environment
-from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.rpc.identity import Identity
-from rolemesh.rpc.tracing import trace_environment
 
 START_DEADLINE_S = 300.0
 """Longest wait for a service to announce itself. It imports torch and vLLM first."""
@@ -42,9 +38,6 @@ SIGKILL."""
 
 _GROUP_END_S = 10.0
 """Longest wait for the end of what a killed service started: it gives memory of devices back."""
-
-_DRAIN_TIMEOUT_S = 5.0
-"""How long a service works on by itself after its coordinator is gone."""
 
 _ANNOUNCE_POLL_S = 0.05
 _TAIL_BYTES = 16384
@@ -90,131 +83,6 @@ class ServiceExit:
         who = "rank 0" if self.num_ranks == 1 else f"with {self.num_ranks} ranks"
         head = f"{self.role} {who} (pid {self.pid}) {how}; {log}"
         return "\n".join((head, *(f"  | {line}" for line in self.last_lines)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServiceCommand:
-    """How to start one service."""
-
-    arguments: Sequence[str]
-    """Program and its arguments. The service must write its announce file itself."""
-    environment: Mapping[str, str]
-    """Environment variables, over those that every child gets (`child_environment`)."""
-    num_ranks: int = 1
-    """Ranks that it starts."""
-
-
-MakeCommand = Callable[[str, Path], ServiceCommand]
-"""Takes the name of a service and the file in which it announces itself; returns its command."""
-
-
-def service_commands(
-    recipe: Recipe, directory: Path, identities: Mapping[str, Identity] | None = None
-) -> MakeCommand:
-    """Commands of the services that come with rolemesh, set up as the recipe says.
-
-    Args:
-        recipe: The recipe. Its services may use what it names, and nothing else.
-        directory: Folder of the run's files, into which they write.
-        identities: Of the services, by name; a service without one speaks in clear.
-    """
-
-    def make(service: str, announce: Path) -> ServiceCommand:
-        role = role_of(service)
-        spec = recipe.service(role)
-        arguments = [sys.executable, "-m", f"rolemesh.services.{role}"]
-        flags = {
-            "--host": "127.0.0.1",
-            "--port": "0",
-            "--announce": str(announce),
-            "--parent-pid": str(os.getpid()),
-            "--drain-timeout-s": str(_DRAIN_TIMEOUT_S),
-        }
-        identity = (identities or {}).get(service)
-        if identity is not None:
-            # Beside the announce file, in the launcher's private folder.
-            place = announce.with_suffix(".pem")
-            write_atomically(place, identity.pem().decode(), is_private=True)
-            flags["--identity"] = str(place)
-        environment = {
-            **{
-                name: os.environ[name]
-                for name in named_variables(recipe, role)
-                if name in os.environ
-            },
-            # No file of the current directory or of the script's may shadow a package.
-            "PYTHONSAFEPATH": "1",
-            # A crash in native code leaves its traceback in the log.
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONUNBUFFERED": "1",
-            # Models are folders. Nothing is fetched from a hub, nothing is reported to one.
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            # Roles that share cores must not spin at OpenMP barriers while others compute. On two
-            # busy cores, two threads took 28 s with spinning and 9 s without (4 s when quiet).
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-            # Without it, long runs with many threads do not give freed memory back.
-            "MALLOC_ARENA_MAX": "2",
-            "CUDA_VISIBLE_DEVICES": visible_devices(
-                recipe, service, os.environ.get("CUDA_VISIBLE_DEVICES")
-            ),
-            # Flags say what the service may use: nothing that is granted to another one here.
-            "ROLEMESH_SERVICE__CODE_ROOTS": "",
-            "ROLEMESH_SERVICE__CODE_NAMES": "",
-            "ROLEMESH_SERVICE__VARIABLES": "",
-            "ROLEMESH_SERVICE__FUNCTION_NETWORK": "false",
-        }
-        if recipe.tracing is not None:
-            environment |= trace_environment(recipe.tracing.endpoint, recipe.tracing.sample_ratio)
-        if spec.threads is not None:
-            environment["OMP_NUM_THREADS"] = str(spec.threads)
-        arguments += [word for flag, value in flags.items() for word in (flag, value)]
-        # In one word: a folder's name may look like a flag.
-        arguments.append(f"--folder={directory.absolute()}")
-        arguments += service_flags(recipe, role)
-        return ServiceCommand(
-            arguments=arguments,
-            environment=environment,
-            num_ranks=recipe.layout(role).world_size,
-        )
-
-    return make
-
-
-def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) -> str:
-    """CUDA_VISIBLE_DEVICES for a service, from the devices of its pool; empty for a CPU.
-
-    The n services of one role share the pool: each gets every n-th device.
-
-    Args:
-        recipe: The recipe, which names the pool of the role.
-        service: Name of the service.
-        allowed: CUDA_VISIBLE_DEVICES of this process; "cuda:0" is its first device.
-
-    Raises:
-        ValueError: The pool mixes kinds of devices, or names one that does not exist.
-    """
-    role = role_of(service)
-    name, pool = next((n, p) for n, p in recipe.pools.items() if role in p.roles)
-    if set(pool.devices) == {"cpu"}:
-        return ""
-    services = recipe.services_of(role)
-    devices = pool.devices[services.index(service) :: len(services)]
-    visible = None if allowed is None else allowed.split(",")
-    names = []
-    for device in devices:
-        kind, _, index = device.partition(":")
-        if kind != "cuda" or not index.isdecimal():
-            raise ValueError(
-                f'pools.{name}.devices has {device!r}: give ["cpu"], or GPUs as ["cuda:0", ...]'
-            )
-        if visible is not None and int(index) >= len(visible):
-            raise ValueError(
-                f"pools.{name}.devices has {device!r}, but CUDA_VISIBLE_DEVICES={allowed} shows "
-                f"{len(visible)} devices: name one of them"
-            )
-        names.append(index if visible is None else visible[int(index)])
-    return ",".join(names)
 
 
 @dataclass(slots=True, eq=False)

@@ -17,15 +17,12 @@ import pytest
 from support.fake_recipes import PPO
 from support.fake_roles import fake_recipe, until
 
-from rolemesh.coordinator.run.services.launch import (
-    Launcher,
-    LaunchError,
+from rolemesh.coordinator.run.services.commands import (
     ServiceCommand,
-    ServiceExit,
-    last_lines,
     service_commands,
     visible_devices,
 )
+from rolemesh.coordinator.run.services.launch import Launcher, LaunchError, ServiceExit, last_lines
 
 ANNOUNCE = """
 import json, os, sys, time
@@ -246,7 +243,8 @@ async def test_a_service_that_does_not_start_again_is_a_launch_error_and_may_be_
 PARENT = """
 import asyncio, sys, time
 from pathlib import Path
-from rolemesh.coordinator.run.services.launch import Launcher, ServiceCommand
+from rolemesh.coordinator.run.services.commands import ServiceCommand
+from rolemesh.coordinator.run.services.launch import Launcher
 make = lambda role, announce: ServiceCommand(
     arguments=[sys.executable, "-c", sys.argv[2], str(announce)], environment={})
 async def main():
