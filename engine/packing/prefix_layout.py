@@ -26,10 +26,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_MK: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Each index_add meets a row once, so that the order of sums is given on a GPU too.
+        # Each copy meets a row once, so that the order of sums is given on a GPU too. index_add_
+        # takes 2 to 6 times as long on a CPU (torch 2.13, 576 rows of 192 bfloat16 numbers).
         total_SK = gradient_MK.new_zeros(ctx.num_sources, gradient_MK.shape[1])
-        for sources, places in ctx.gather.copies:
-            total_SK.index_add_(0, sources, gradient_MK.index_select(0, places))
+        for number, (sources, places) in enumerate(ctx.gather.copies):
+            part = gradient_MK.index_select(0, places)
+            if number:
+                part += total_SK.index_select(0, sources)
+            total_SK.index_copy_(0, sources, part)
         return total_SK, None
 
 

@@ -235,8 +235,19 @@ def laid_out(device: str, lengths: tuple[tuple[int, int], ...]) -> Tensors:
     }
 
 
-def attended(device: str, group: int, prompt: int, completions: tuple[int, ...]) -> Tensors:
-    """Attention of rows of which `group` neighbours share a prompt, and its gradients."""
+def attended(
+    device: str,
+    group: int,
+    prompt: int,
+    completions: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    rounded: torch.dtype = torch.float32,
+) -> Tensors:
+    """Attention of rows of which `group` neighbours share a prompt, and its gradients.
+
+    It computes in `dtype`, on numbers that `rounded` can hold.
+    """
     batch = token_batch(prompt_lengths=[prompt] * len(completions), completion_lengths=completions)
     packed = pack_rows(with_shared_prompts(batch, group), device)
     assert packed.prefixes is not None
@@ -245,7 +256,8 @@ def attended(device: str, group: int, prompt: int, completions: tuple[int, ...])
     # Four heads of queries, two of keys and values.
     query, key, value = (
         torch.randn(1, heads, packed.tokens_BT.shape[1], 64, generator=generator)
-        .to(device)
+        .to(device, rounded)
+        .to(dtype)
         .requires_grad_()
         for heads in (4, 2, 2)
     )
