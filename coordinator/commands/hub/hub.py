@@ -17,21 +17,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rolemesh.coordinator.commands.hub.client_recipes import ClientRecipes
 from rolemesh.coordinator.commands.hub.run_process import RunProcess, start_train
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.observer import QuietObserver
-from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.api_section import ApiSpec
-from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.loading import dump_recipe, read_recipe
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.loading import dump_recipe
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.reporting.records import end_abandoned, enter_again, enter_run
-from rolemesh.coordinator.run.saving.resume import ResumeError, check_changes, holds_run, open_run
+from rolemesh.coordinator.run.saving.resume import holds_run
 from rolemesh.coordinator.run.services.launch import last_lines
-from rolemesh.coordinator.run.session import InputError, Session
 from rolemesh.coordinator.state.errors import (
     RunNotFoundError,
     StateStoreError,
@@ -39,8 +35,7 @@ from rolemesh.coordinator.state.errors import (
 )
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.store import RunRecord, RunState, StateStore
-from rolemesh.engine.grants import Grant, NotGrantedError
-from rolemesh.engine.specs import named_in
+from rolemesh.engine.grants import Grant
 from rolemesh.rpc.errors import (
     CapacityError,
     ForbiddenError,
@@ -114,9 +109,9 @@ class Hub:
         self._directory = directory
         self._outlives = outlives
         self._max_runs = max_runs
-        self._api = api
-        self._grant = grant
-        self._password_file = password_file
+        # Clients ask the hub, and need neither address.
+        own = RedisStoreSpec(url=store.url, password_file=password_file)
+        self._recipes = ClientRecipes(api=api, store=own, grant=grant)
         self._processes: dict[str, RunProcess] = {}
         """By run: those that go on, and those that are gone but whose runs may go on."""
         self._watches: set[asyncio.Task[None]] = set()
@@ -140,11 +135,11 @@ class Hub:
             if await self._has_begun(run_id, request):
                 return
             # In a thread, since a long recipe takes seconds to read.
+            folder = self.folder(run_id)
             resolved = await asyncio.to_thread(
-                self._resolved, run_id, recipe, overrides, os.environ, resumes=False
+                self._recipes.read, recipe, overrides, os.environ, run_id, folder, resumes=False
             )
             self._check_capacity()
-            folder = self.folder(run_id)
             (folder / "logs").mkdir(parents=True, exist_ok=True)
             # A recipe may hold a URL with a password, e.g. of a tracker.
             write_atomically(folder / _REQUEST_FILE, json.dumps(request), is_private=True)
@@ -229,7 +224,7 @@ class Hub:
         text = await asyncio.to_thread((folder / _RECIPE_FILE).read_text)
         # Variables of the environment have had their effect on the recipe already.
         resolved = await asyncio.to_thread(
-            self._resolved, run_id, text, overrides, {}, resumes=resumes
+            self._recipes.read, text, overrides, {}, run_id, folder, resumes=resumes
         )
         write_atomically(folder / _RECIPE_FILE, dump_recipe(resolved), is_private=True)
         if not restarts or not resumes:
@@ -265,41 +260,6 @@ class Hub:
 
     def _place(self, run_id: str) -> Path:
         return self.folder(run_id) / _PROCESS_FILE
-
-    def _resolved(
-        self,
-        run_id: str,
-        text: str,
-        overrides: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        resumes: bool,
-    ) -> Recipe:
-        """The recipe that the run's process gets, checked as far as it can be checked here."""
-        try:
-            recipe = read_recipe(text, "recipe", overrides=overrides, environment=environment)
-            self._check_named(recipe)
-            # The run's own interface and store: clients ask the hub, and need neither address.
-            store = RedisStoreSpec(url=self._store.url, password_file=self._password_file)
-            recipe = recipe.model_copy(update={"api": self._api, "store": store})
-            folder = self.folder(run_id)
-            # Only the run's own process may run the code of a custom algorithm.
-            if not isinstance(recipe.algorithm, CustomSpec):
-                Session(recipe, folder, QuietObserver(), run_id=run_id, resumes=resumes)
-            elif resumes:
-                check_changes(open_run(folder).recipe, recipe)
-        except NotGrantedError as error:
-            raise ForbiddenError(str(error), reason="NOT_GRANTED") from error
-        except (RecipeError, InputError, ResumeError) as error:
-            raise InvalidRequestError(str(error), reason="RECIPE_INVALID") from error
-        return recipe
-
-    def _check_named(self, recipe: Recipe) -> None:
-        """Raises NotGrantedError where a client's recipe names what the owner has not granted."""
-        for named in named_in(recipe):
-            # The sections and the folder that count for nothing here.
-            if not named.field.startswith(("api.", "store.", "run.directory")):
-                self._grant.check_named(named)
 
     async def _spawn(self, run_id: str, *, resumes: bool = False, **facts: Any) -> None:
         """Starts the process of a run; the run ends if it cannot be started.
