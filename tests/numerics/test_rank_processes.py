@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle  # noqa: TID251 - between the processes of one test
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +117,29 @@ def test_a_function_that_no_process_can_import_is_refused(rank_pool: RankPool) -
         rank_pool.run(lambda at: None, 2)
     with pytest.raises(ValueError, match="world_size is 9: give 1 to 8"):
         rank_pool.run(process, 9)
+
+
+def test_functions_and_classes_of_a_program_are_found(tmp_path: Path) -> None:
+    """As benchmarks are, which are run and not imported."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from dataclasses import dataclass\n"
+        "from support.rank_processes import run_ranks\n"
+        "@dataclass\n"
+        "class Given:\n"
+        "    number: int\n"
+        "def raised(at, given):\n"
+        "    return Given(given.number + at.rank)\n"
+        "if __name__ == '__main__':\n"
+        "    print([one.number for one in run_ranks(raised, 2, Given(5))])\n"
+    )
+    tests = str(Path(__file__).parents[1])
+    printed = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": tests},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert printed.stdout.splitlines()[-1] == "[5, 6]"

@@ -88,6 +88,8 @@ def by_value(message: object) -> bytes:
 
 def _module(where: Location) -> ModuleType:
     """The function's module; a test file is no member of a package and is loaded by its path."""
+    if where.module == "__main__":
+        return _script(where.path)
     if where.module in sys.modules:
         return sys.modules[where.module]
     if where.module.split(".")[0] in ("rolemesh", "support"):
@@ -96,15 +98,28 @@ def _module(where: Location) -> ModuleType:
     parents = where.module.split(".")[:-1]
     for end in range(1, len(parents) + 1):
         sys.modules.setdefault(".".join(parents[:end]), ModuleType(".".join(parents[:end])))
-    spec = importlib.util.spec_from_file_location(where.module, where.path)
+    return _loaded(where.module, where.path)
+
+
+def _script(path: str) -> ModuleType:
+    """The program that started the ranks, e.g. a benchmark, whose main part is not run again."""
+    found = sys.modules["__main__"]
+    if getattr(found, "__file__", None) != path:
+        # Pickle knows its classes as those of the main module.
+        found = sys.modules["__main__"] = _loaded("__mp_main__", path)
+    return found
+
+
+def _loaded(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{where.path} cannot be loaded as {where.module}")
+        raise ImportError(f"{path} cannot be loaded as {name}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[where.module] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[where.module]
+        del sys.modules[name]
         raise
     return module
 
