@@ -154,7 +154,8 @@ def _attend_by_products(
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
         mask = mask[None, None]
     grouped = query.reshape(rows, groups, heads // groups * queries, width).float()
-    scores = (grouped @ key.float().transpose(-1, -2)).mul(scaling or width**-0.5)
+    scores = grouped @ key.float().transpose(-1, -2)
+    scores = scores.mul(width**-0.5 if scaling is None else scaling)
     scores = scores.view(rows, groups, heads // groups, queries, keys)
     weights = scores.masked_fill(~mask[:, :, None], -math.inf).softmax(-1).to(value.dtype)
     return (weights.view(rows, groups, -1, keys) @ value).view(rows, heads, queries, width)
