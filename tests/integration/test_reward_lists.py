@@ -12,7 +12,7 @@ import pytest
 from support.example_servers import EXAMPLES, INFERENCE_PROTO, OUTSIDER, compile_protos, script
 from support.example_servers import ROOT as REPOSITORY
 from support.learning_runs import service_processes
-from support.mesh_runs import tiny_model, tiny_recipe
+from support.mesh_runs import remove_cuts, tiny_model, tiny_recipe
 from support.reward_calls import RewardClient, result_of
 from support.services import operation_key, serving
 from support.tiny_models import write_tiny_classifier
@@ -197,8 +197,11 @@ async def test_a_function_that_raises_ends_the_run_with_the_users_own_traceback(
         "    return [0.0] * len(completions)\n"
     )
     run, metrics = grpo_run(model, addresses, tmp_path / "run", f"python:{file}:f")
-    with pytest.raises(RunError) as failed:
-        await run.execute()
+    try:
+        with pytest.raises(RunError) as failed:
+            await run.execute()
+    finally:
+        remove_cuts(run.run_id)
     text = str(failed.value)
     assert "LookupError: nothing for step 2" in text
     assert 'rewards.py", line 3, in f' in text

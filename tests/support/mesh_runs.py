@@ -213,8 +213,11 @@ class CliRun:
         self.kill()
         known = self.out / "run.json"
         if known.is_file():
-            # Cuts outlive a run that is killed, so that it can be resumed; this one will not be.
-            run_id = json.loads(known.read_text())["run_id"]
-            name = hashlib.sha256(run_id.encode()).hexdigest()[:16]
-            for cut in Path("/dev/shm").glob(f"rolemesh-cut-{name}-*"):
-                cut.unlink(missing_ok=True)
+            remove_cuts(json.loads(known.read_text())["run_id"])
+
+
+def remove_cuts(run_id: str) -> None:
+    """What outlives a run that did not succeed, so that it can be resumed; this one will not be."""
+    name = hashlib.sha256(run_id.encode()).hexdigest()[:16]
+    for cut in Path("/dev/shm").glob(f"rolemesh-cut-{name}-*"):
+        cut.unlink(missing_ok=True)
