@@ -17,7 +17,7 @@ from rolemesh.v1 import coordinator_pb2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """One recovery of a run, for its summary."""
+    """One recovery of a run, for its events and its summary."""
 
     step: int
     """Steps that were kept."""
