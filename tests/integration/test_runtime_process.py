@@ -143,13 +143,12 @@ async def test_shared_memory_of_a_killed_service_is_removed_by_the_next_one(
     async with open_channel(service.address) as channel:
         await initialize(channel, num_rows=2000)
         await produce(channel)
+    assert len(segments_of(service.pid)) == 1
     service.end()
-    left = segments_of(service.pid)
-    assert len(left) == 1
     following = spawn_service(tmp_path)
     try:
+        # Its log may lack the name: a service of another test may have come first.
         assert segments_of(service.pid) == []
-        assert left[0] in following.log.read_text()
     finally:
         following.end()
 

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from support.fake_nccl import FakeFabric, FakeNccl, FakeQueue
 from support.rank_processes import RankContext, RankPool
 from support.sampler_shards import folder_weights
+from support.services import segments_of
 from support.tiny_models import write_tiny_llama
 from support.weight_ranks import assert_equal, cut
 
@@ -34,7 +34,6 @@ from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport import process_memory, selection, shm_ring
 from rolemesh.engine.transport.base import Message, TransferFailedError
 from rolemesh.engine.transport.selection import make_transport
-from rolemesh.engine.transport.shm import SHM_DIRECTORY
 from rolemesh.engine.weights.resharding import Resharder
 
 PAPER = HybridLayout(TrainLayout(tp=2, dp=2), GenerateLayout(tp=1))
@@ -247,8 +246,8 @@ def test_a_rank_that_does_not_come_is_named_with_the_seconds(
 # --- the choice of a way ------------------------------------------------------------------
 
 
-def choose_in_trouble(at: RankContext, trouble: str) -> str:
-    """Which transport comes of it when rank 1 cannot use memory of others."""
+def choose_in_trouble(at: RankContext, trouble: str) -> tuple[str, list[str]]:
+    """The transport that comes of it when rank 1 cannot use memory of others, and what is left."""
 
     def full(num_bytes: int) -> Any:
         raise OSError(28, "No space left on device")
@@ -270,11 +269,8 @@ def choose_in_trouble(at: RankContext, trouble: str) -> str:
         with make_transport(mesh, torch.device("cpu"), timeout_s=WAIT_S) as transport:
             # Gloo's ranks connect in turns: one that closes at once may end those of the others.
             dist.barrier(mesh.world.process_group)
-            return transport.name
-
-
-def leftovers() -> Iterator[str]:
-    return (path.name for path in SHM_DIRECTORY.iterdir() if path.name.startswith("rolemesh-"))
+            name = transport.name
+    return name, segments_of(os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -289,9 +285,7 @@ def leftovers() -> Iterator[str]:
 def test_all_ranks_take_the_best_way_that_each_of_them_can(
     trouble: str, taken: str, rank_pool: RankPool
 ) -> None:
-    before = set(leftovers())
-    assert rank_pool.run(choose_in_trouble, 3, trouble) == [taken] * 3
-    assert set(leftovers()) <= before
+    assert rank_pool.run(choose_in_trouble, 3, trouble) == [(taken, [])] * 3
 
 
 def choose_on_gpus(at: RankContext, cupy: str) -> tuple[str, list[str]]:

@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rolemesh.services.runtime.hosts.link import HostLink, HostsError
+from rolemesh.services.runtime.ranks.one_agent import ONE_AGENT
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.services.runtime.server.parent import follow_parent
 
@@ -110,11 +111,7 @@ def _failure_of_ranks(config: ServiceConfig, end: _End) -> str:
             nproc_per_node=number,
             run_id=f"{config.role}-{os.getpid()}",
             role=config.role,
-            # Ranks meet through files of this host, or through the first host's agent: torch's TCP
-            # store listens on all interfaces and knows no authentication.
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(folder) / "rendezvous"),
-            rdzv_configs={"store_type": "file"},
+            rdzv_backend=ONE_AGENT,
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
@@ -125,9 +122,10 @@ def _failure_of_ranks(config: ServiceConfig, end: _End) -> str:
             shutdown_timeout=LAST_GRACE_S,
         )
         # The command of this process, so that a user's own role needs no name here. The last of
-        # two equal flags counts. Ranks get the pid of their parent: after minutes of importing,
-        # a rank that looks for its parent might find another process.
+        # two equal flags counts. Ranks meet through a file of this host, or through the first
+        # host's agent: torch's TCP store listens on all interfaces and knows no authentication.
         command = [*sys.orig_argv[1:], "--rank-store", str(Path(folder) / STORE_FILE)]
+        # After minutes of importing, a rank that looks for its parent might find another process.
         command += ["--parent-pid", str(os.getpid())]
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, end.ask)

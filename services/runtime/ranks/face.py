@@ -19,7 +19,12 @@ from google.protobuf import message_factory
 from google.protobuf.message import Message
 
 from rolemesh.rpc.channel import MeshChannel, current_call, new_request_id, serving_call
-from rolemesh.rpc.errors import InternalError, RolemeshError, UnavailableError
+from rolemesh.rpc.errors import (
+    CallCancelledError,
+    InternalError,
+    RolemeshError,
+    UnavailableError,
+)
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.rpc.references import join_parts
 from rolemesh.rpc.together import together
@@ -356,9 +361,10 @@ def _is_gone(error: BaseException) -> bool:
     """Whether a rank of this service no longer answers.
 
     An error with a role comes from a rank that answers, e.g. about another, unreachable service.
+    A server that stops while a call arrives has gRPC cancel the call.
     """
     return (
-        isinstance(error, UnavailableError)
+        isinstance(error, UnavailableError | CallCancelledError)
         and FAILED_RANK in error.metadata
         and "role" not in error.metadata
     )

@@ -7,10 +7,13 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from support.services import segments_of
 
+from rolemesh.engine.transport import shm
 from rolemesh.engine.transport.shm import (
     SHM_DIRECTORY,
     Segment,
@@ -57,10 +60,10 @@ def test_mappings_outlive_the_name(segment: Segment) -> None:
 
 def test_more_than_there_is_fails_at_once_and_leaves_nothing() -> None:
     free = os.statvfs(SHM_DIRECTORY)
-    before = set(os.listdir(SHM_DIRECTORY))
+    before = segments_of(os.getpid())
     with pytest.raises(OSError, match=r"No space|too large|Cannot allocate"):
         Segment.create(free.f_blocks * free.f_frsize * 4 + (1 << 40))
-    assert set(os.listdir(SHM_DIRECTORY)) <= before
+    assert segments_of(os.getpid()) == before
 
 
 def test_a_link_is_not_followed(segment: Segment) -> None:
@@ -81,18 +84,21 @@ def test_a_size_that_does_not_fit_is_refused(segment: Segment, num_bytes: int) -
 
 
 def test_leftovers_of_the_dead_are_removed_and_segments_of_the_living_stay(
-    segment: Segment,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A folder of its own: services of other tests remove leftovers when they start.
+    monkeypatch.setattr(shm, "SHM_DIRECTORY", tmp_path)
     program = (
-        "import os; from rolemesh.engine.transport.shm import Segment; "
-        "print(Segment.create(100).name, flush=True); os._exit(1)"
+        "import os, sys, pathlib; from rolemesh.engine.transport import shm; "
+        "shm.SHM_DIRECTORY = pathlib.Path(sys.argv[1]); "
+        "print(shm.Segment.create(100).name, flush=True); os._exit(1)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    left = ended.stdout.strip()
-    assert (SHM_DIRECTORY / left).exists()
-    assert left in remove_leftovers()
-    assert not (SHM_DIRECTORY / left).exists()
-    assert (SHM_DIRECTORY / segment.name).exists()
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    left = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    segment = Segment.create(100)
+    assert set(os.listdir(tmp_path)) == {left, segment.name}
+    assert remove_leftovers() == [left]
+    assert os.listdir(tmp_path) == [segment.name]
 
 
 def test_host_identity_is_stable() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import os
 
 import numpy as np
 import pytest
 import torch
 from support.fake_streams import FakeStreams
 from support.published_layouts import GENERATE, TRAIN, shape_of
+from support.services import segments_of
 from support.weight_shards import PADDING, numbered, shards
 
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
@@ -132,11 +133,10 @@ def test_a_forgotten_publication_leaves_no_file() -> None:
 
 def test_weights_that_do_not_fit_leave_no_file() -> None:
     layout = train_layout(shape_of(), TRAIN["tp2"]).in_dtype("float32")
-    before = Counter(path.name for path in SHM_DIRECTORY.iterdir())
+    before = segments_of(os.getpid())
     with pytest.raises(ManifestError, match=r"embed_tokens.*its layout says"):
         Publication(layout, 0, {}, policy_version=0, shares_memory=True)
-    left = Counter(path.name for path in SHM_DIRECTORY.glob("rolemesh-*")) - before
-    assert not left
+    assert segments_of(os.getpid()) == before
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_gpu_has_let_go_of_memory_when_a_publication_fails(
     monkeypatch.setattr(published, "_device_of", lambda weights: torch.device("cuda", 0))
     layout = train_layout(shape_of(), TrainLayout(), "bfloat16")
     weights = {name: torch.ones(shape) for name, shape in layout.ranks[0].shapes.items()}
-    left = len(list(SHM_DIRECTORY.glob("rolemesh-*")))
+    before = segments_of(os.getpid())
     *_, last = weights
     cuda = FakeStreams(monkeypatch)
 
@@ -212,4 +212,4 @@ def test_a_gpu_has_let_go_of_memory_when_a_publication_fails(
     assert (cuda.num_locks, cuda.locked) == (1, {})
     assert cuda.log.count("copy") == len(weights) - 1
     assert cuda.num_waiting == 0
-    assert len(list(SHM_DIRECTORY.glob("rolemesh-*"))) == left
+    assert segments_of(os.getpid()) == before

@@ -353,7 +353,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "reward.source=http://169.254.169.254/latest/get_reward",
         "reward.source.urls.0",
     ),
-    "loopback": ("reward.source=http://localhost:6379/get_reward", "reward.source.urls.0"),
+    "loopback": ("reward.source=http://127.0.0.5:6379/get_reward", "reward.source.urls.0"),
     "judge": ("reward.source=grpc://10.0.0.1:50051", "reward.source.urls.0"),
     "service": ("services.critic.address=192.168.0.1:22", "services.critic.address"),
     "traces": ("tracing.endpoint=http://10.0.0.1:4317", "tracing.endpoint"),

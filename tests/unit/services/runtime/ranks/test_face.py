@@ -12,7 +12,12 @@ from google.protobuf.duration_pb2 import Duration
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.ranks.face import Face, join_answers, join_reports
-from rolemesh.v1 import experience_pb2, reward_pb2, trainer_pb2
+from rolemesh.v1 import (
+    experience_pb2,
+    reward_pb2,
+    trainer_pb2,
+    worker_pb2_grpc,
+)
 
 
 def report(**fields: float) -> experience_pb2.CallReport:
@@ -84,6 +89,25 @@ async def test_a_rank_that_has_ended_has_left_and_one_that_refuses_has_not() -> 
         assert not await face.leave()
         await server.stop(None)
         assert await face.leave()
+
+
+async def test_a_rank_whose_server_stops_while_it_is_told_to_end_has_left() -> None:
+    """As when an engine tells all processes at once: the rank may be further than the face.
+
+    One of sixty calls that arrive while a server stops ends as here, the others are answered.
+    """
+
+    class Ending(worker_pb2_grpc.WorkerServiceServicer):
+        async def Drain(self, request: object, context: Any) -> None:
+            await context.abort(grpc.StatusCode.CANCELLED)
+
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Ending(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        assert await Face("toy", [channel], lambda _: None).leave()
+    await server.stop(None)
 
 
 @pytest.mark.parametrize(
