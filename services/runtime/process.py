@@ -172,6 +172,8 @@ class ServiceServer:
             torch.set_num_threads(config.threads)
             await runtime.compute.run(torch.set_num_threads, config.threads)
         self._background.append(asyncio.create_task(self.metrics.watch_loop()))
+        # The standard servicer begins by saying that all is well.
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
         self._server = server
         if config.rank_store is not None and not await self._meet_ranks():

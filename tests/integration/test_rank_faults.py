@@ -15,12 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support import warm_processes
 from support.service_calls import initialize, last
 from support.services import (
     SETTLE_VARIABLE,
     START_TIMEOUT_S,
     ServiceProcess,
+    ToyRole,
     make_experience,
     operation_key,
     service_command,
@@ -36,6 +38,8 @@ from rolemesh.rpc.errors import (
     UnavailableError,
 )
 from rolemesh.services.runtime.experience.fetch import fetch_rows
+from rolemesh.services.runtime.process import ServiceServer
+from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,
@@ -283,6 +287,37 @@ def test_an_agent_killed_while_its_ranks_start_leaves_none_behind(tmp_path: Path
     for rank in alive:
         rank.kill()
     assert not alive
+
+
+async def test_a_call_that_comes_before_all_ranks_is_refused_and_harms_nothing(
+    tmp_path: Path,
+) -> None:
+    """As of a run that knows the port of a service and does not ask for its health."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings: dict[str, Any] = {"layout": LAYOUT, "rank_store": tmp_path / "ranks"}
+    settings |= {"folders": ["/"], "code_roots": ["/"], "role": ToyRole.name}
+    ranks = [
+        ServiceServer(ToyRole(), ServiceConfig(**settings, rank=0, port=port)),
+        ServiceServer(ToyRole(), ServiceConfig(**settings, rank=1)),
+    ]
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        starting = asyncio.create_task(ranks[0].start())
+        await channel.channel_ready()
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        request = worker_pb2.InitializeRequest(key=operation_key("initialize"))
+        with pytest.raises(UnavailableError, match="the 2 ranks of the toy have not met") as early:
+            await last(worker_pb2_grpc.WorkerServiceStub(channel).Initialize(request))
+        assert early.value.reason == "RANKS_STARTING"
+        assert not starting.done()
+        await asyncio.gather(starting, ranks[1].start())
+        try:
+            answer = await health.Check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        finally:
+            await asyncio.gather(*(rank.stop(work_timeout_s=5.0) for rank in ranks))
 
 
 def test_sigterm_while_ranks_start_ends_them_and_leaves_no_files(tmp_path: Path) -> None:

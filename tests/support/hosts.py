@@ -162,15 +162,16 @@ class HostProcess:
     def family(self) -> list[psutil.Process]:
         """The process itself, which is the agent of a service's ranks, and all that it started."""
         try:
-            all_of_them = psutil.Process(self.process.pid).children(recursive=True)
+            started = psutil.Process(self.process.pid)
+            # Where hosts are apart, what was started is `unshare`.
+            all_of_them = [started, *started.children(recursive=True)]
+            return [one for one in all_of_them if "unshare" not in one.name()]
         except psutil.NoSuchProcess:
             return []
-        return [one for one in all_of_them if "unshare" not in one.name()]
 
     def terminate(self) -> None:
         """Tells it to end, as an engine does."""
-        first = self.family()[0] if self.family() else psutil.Process(self.process.pid)
-        first.terminate()
+        self.family()[0].terminate()
 
     def vanish(self) -> None:
         """Kills all of it at once."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.errors import RolemeshError, UnavailableError
 from rolemesh.rpc.references import shards_of
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.compute import ComputeThread
@@ -90,6 +90,15 @@ class KeyedCalls:
     def is_face(self) -> bool:
         """Whether this rank speaks for the service."""
         return self.config.rank == 0
+
+    def _check_ranks_have_met(self) -> None:
+        """Raises UnavailableError (RANKS_STARTING) where the face cannot reach its ranks yet."""
+        if self.is_face and self.face is None and self.config.world_size > 1:
+            raise UnavailableError(
+                f"the {self.config.world_size} ranks of the {self.role.name} have not met yet: "
+                "wait until the service is healthy, or see the log of the rank that does not come",
+                reason="RANKS_STARTING",
+            )
 
     async def _give_back_others(self) -> None:
         if self.face is not None:
@@ -264,6 +273,7 @@ class KeyedCalls:
         if known is not None:
             return known
         self.hold.check_accepts_work()
+        self._check_ranks_have_met()
         if needs_initialized:
             self.hold.check_initialized(request.key.run_id)
             self.hold.heed(request.key.run_id, request.key.fencing_epoch)

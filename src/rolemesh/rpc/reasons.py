@@ -248,6 +248,10 @@ REASONS: Mapping[str, Reason] = {
         "The ranks of a service no longer fit together, and it ends.",
         "A run goes back and makes the step again.",
     ),
+    "RANKS_STARTING": Reason(
+        "The ranks of a service have not met yet.",
+        "Wait until the service is healthy, and see the logs of its ranks if it does not get so.",
+    ),
     "RECIPE_INVALID": Reason("The recipe is wrong.", "Correct the keys that the message names."),
     "REFERENCE_INVALID": Reason(
         "A reference to rows or weights is wrong.", "Pass references on as they came."

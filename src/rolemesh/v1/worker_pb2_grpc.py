@@ -105,6 +105,7 @@ class WorkerServiceServicer(object):
         FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
         INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
         A service of several ranks may answer every keyed call with
+        UNAVAILABLE (RANKS_STARTING): its ranks have not met yet; it is not healthy before.
         UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

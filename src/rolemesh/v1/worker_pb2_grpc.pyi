@@ -58,6 +58,7 @@ class WorkerServiceStub:
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
       INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
     A service of several ranks may answer every keyed call with
+      UNAVAILABLE (RANKS_STARTING): its ranks have not met yet; it is not healthy before.
       UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
     """
     Attach: _grpc.UnaryStreamMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]
@@ -148,6 +149,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
       INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
     A service of several ranks may answer every keyed call with
+      UNAVAILABLE (RANKS_STARTING): its ranks have not met yet; it is not healthy before.
       UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
     """
     Attach: _aio.UnaryStreamMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]  # type: ignore[assignment]
@@ -247,6 +249,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
           INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
         A service of several ranks may answer every keyed call with
+          UNAVAILABLE (RANKS_STARTING): its ranks have not met yet; it is not healthy before.
           UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
         """
 
