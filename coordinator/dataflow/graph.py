@@ -434,6 +434,7 @@ class StepGraph:
             raise
         finally:
             self._has_ended = True
+            self._lineage.forget()
             tracing.end(self._span, self._failure)
         for node in self.nodes:
             # Cancelled before it could begin to wait.

@@ -98,6 +98,17 @@ class Lineage:
             found.append(answer)
         return found
 
+    def forget(self) -> None:
+        """Forgets all calls: the step has ended, and nothing is asked for again.
+
+        How a call is made again refers to its step, which would otherwise be freed by the garbage
+        collector alone.
+        """
+        self._calls.clear()
+        self._call_of.clear()
+        self._lost.clear()
+        self._remade.clear()
+
     async def explains(self, error: RolemeshError, read: Sequence[Answer]) -> bool:
         """Whether a call failed since an answer that it reads is lost.
 

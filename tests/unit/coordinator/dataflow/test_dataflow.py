@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterable
 
 import pytest
@@ -222,6 +224,22 @@ async def test_cancelling_the_step_cancels_its_nodes() -> None:
     with pytest.raises(asyncio.CancelledError):
         await finishing
     assert script.dataflow.nodes[0].state is NodeState.CANCELLED
+
+
+async def test_a_step_that_has_ended_is_freed_without_the_garbage_collector() -> None:
+    # A look of the collector at what a thousand calls have made holds up all that is ready.
+    script = Script()
+    rollouts = script.node("actor", "generate", ["tokens"])
+    rollouts |= script.node("critic", "compute_values", ["values"], rollouts)
+    await script.open("actor.generate", "critic.compute_values")
+    await script.dataflow.finish()
+    graph = weakref.ref(script.dataflow)
+    gc.disable()
+    try:
+        del script, rollouts
+        assert graph() is None
+    finally:
+        gc.enable()
 
 
 async def test_the_graph_is_recorded_and_exported_as_a_trace() -> None:
