@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
-from rolemesh.engine.transport.slots import PAGE_BYTES
+from rolemesh.engine.transport.slot_files import PAGE_BYTES
 from rolemesh.engine.weights.published import Place
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES
 

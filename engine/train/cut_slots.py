@@ -24,15 +24,9 @@ from rolemesh.engine.train.cut_format import (
 )
 from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.randomness import capture_random_state, restore_random_state
+from rolemesh.engine.transport.slot_files import NUM_SLOTS, SlotHeldError, SlotOwner, SlotRoomError
 from rolemesh.engine.transport.slot_readers import SlotReaders
-from rolemesh.engine.transport.slots import (
-    NUM_SLOTS,
-    Slot,
-    SlotHeldError,
-    SlotOwner,
-    SlotRoomError,
-    read_header,
-)
+from rolemesh.engine.transport.slots import Slot, read_header
 
 if TYPE_CHECKING:
     from rolemesh.engine.train.optimizer import Optimizer

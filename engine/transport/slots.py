@@ -9,62 +9,34 @@ Logs lie beside them, with equal names, owners and ends. What is in a log grows 
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import hashlib
-import logging
 import mmap
 import os
-import re
-import stat
-import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
-
-logger = logging.getLogger(__name__)
-
-NUM_SLOTS = 2
-"""Slots of a rank: while one is written, the other one stays whole."""
-
-NUM_LOGS = NUM_SLOTS + 1
-"""Logs of a rank, one a step: of the step in progress, and of those whose cuts may be there."""
-
-SLOT_NAME = re.compile(
-    r"rolemesh-cut-[0-9a-f]{16}-[a-z][a-z0-9_]*-[0-9]{1,6}of[0-9]{1,6}-(?:[01]|log[0-2](?:s[0-9]{1,2})?)",
-    re.ASCII,
+from rolemesh.engine.transport.slot_files import (
+    MARK_AT,
+    PAGE_BYTES,
+    TEXT_AT,
+    SlotHeldError,
+    SlotOwner,
+    SlotRoomError,
+    create_locked,
+    free_slots,
+    header_of,
+    open_checked,
+    open_locked,
+    prefix,
+    reserve,
+    run_of,
+    slots_in,
+    why_no_room,
+    write_prologue,
 )
-"""The only names that are ever opened or removed. Leftovers of other shared memory differ."""
-
-MAX_TEXT_BYTES = 1 << 28
-"""Longest header that is read."""
-
-LOCK_WAIT_S = 10.0
-"""A process that was just killed takes a while to let go of gigabytes, and of its lock."""
-
-PAGE_BYTES = mmap.PAGESIZE
-
-_MAGIC = b"RMCUT-1\n"
-_PROLOGUE = struct.Struct("<8sQQ")
-"""Magic, mark (bytes of the header's text, 0: not whole), bytes of the run's id, which follows."""
-_MARK_AT = 8
-_TEXT_AT = PAGE_BYTES
-_LOCK_POLL_S = 0.05
-_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
-
-
-class SlotHeldError(RuntimeError):
-    """A process that still lives holds the lock of a slot."""
-
-
-class SlotRoomError(RuntimeError):
-    """The file system of shared memory lacks the room for a slot, or is not to be had."""
 
 
 class LogUnavailableError(RuntimeError):
@@ -73,32 +45,6 @@ class LogUnavailableError(RuntimeError):
 
 class LogHeldError(LogUnavailableError):
     """A process that still lives holds the lock of a log."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotOwner:
-    """The rank of a role in a run to which slots belong, in whatever process."""
-
-    run_id: str
-    role: str
-    rank: int
-    world_size: int
-    directory: Path = SHM_DIRECTORY
-    """Where the files are."""
-    number: int = 0
-    """Of the process among those of several services of the role: each has logs of its own."""
-
-    def path(self, index: int) -> Path:
-        """The file of a slot, 0 <= index < NUM_SLOTS."""
-        return self._file(str(index))
-
-    def log_path(self, index: int) -> Path:
-        """The file of a log, 0 <= index < NUM_LOGS."""
-        return self._file(f"log{index}s{self.number}" if self.number else f"log{index}")
-
-    def _file(self, name: str) -> Path:
-        place = f"{self.rank}of{self.world_size}"
-        return self.directory / f"{_prefix(self.run_id)}-{self.role}-{place}-{name}"
 
 
 class Slot:
@@ -132,12 +78,12 @@ class Slot:
             SlotHeldError: A process that still lives holds it.
         """
         path = owner.path(index)
-        descriptor = _open_locked(path)
+        descriptor = open_locked(path)
         if descriptor is None:
             return None
         try:
             num_bytes = os.fstat(descriptor).st_size
-            if num_bytes <= _TEXT_AT or _run_of(descriptor) != owner.run_id:
+            if num_bytes <= TEXT_AT or run_of(descriptor) != owner.run_id:
                 os.close(descriptor)
                 return None
             return Slot(path, descriptor, num_bytes)
@@ -156,20 +102,20 @@ class Slot:
             SlotRoomError: There is no room; says how much is needed and free.
         """
         path = owner.path(index)
-        before = _open_locked(path)
+        before = open_locked(path)
         if before is not None:
             path.unlink(missing_ok=True)
             os.close(before)
         try:
-            descriptor = _create_locked(path)
+            descriptor = create_locked(path)
         except OSError as error:
-            raise SlotRoomError(_no_room(owner, num_bytes, error)) from error
+            raise SlotRoomError(why_no_room(owner, num_bytes, error)) from error
         try:
-            _reserve(descriptor, num_bytes, owner)
-            _write_prologue(descriptor, owner)
+            reserve(descriptor, num_bytes, owner)
+            write_prologue(descriptor, owner)
             slot = Slot(path, descriptor, num_bytes)
             # The first write to a page takes far longer than the later ones.
-            slot.memory[_TEXT_AT::PAGE_BYTES].zero_()
+            slot.memory[TEXT_AT::PAGE_BYTES].zero_()
             return slot
         except BaseException:
             path.unlink(missing_ok=True)
@@ -188,11 +134,11 @@ class Slot:
 
     def header(self) -> bytes | None:
         """The text of the header; None where the slot is not whole."""
-        return _read_header(self._descriptor)
+        return header_of(self._descriptor)
 
     def clear(self) -> None:
         """Says that the slot is not whole."""
-        self._mapping[_MARK_AT : _MARK_AT + 8] = bytes(8)
+        self._mapping[MARK_AT : MARK_AT + 8] = bytes(8)
 
     def finish(self, text: bytes) -> None:
         """Writes the header, then says that the slot is whole.
@@ -200,10 +146,10 @@ class Slot:
         Args:
             text: Not empty; the bytes from page 1 on are its area, as long as the caller leaves it.
         """
-        self._mapping[_TEXT_AT : _TEXT_AT + len(text)] = text
+        self._mapping[TEXT_AT : TEXT_AT + len(text)] = text
         # A mapping that is written to does not change the time of the file.
         os.utime(self._descriptor)
-        self._mapping[_MARK_AT : _MARK_AT + 8] = len(text).to_bytes(8, "little")
+        self._mapping[MARK_AT : MARK_AT + 8] = len(text).to_bytes(8, "little")
 
     def close(self) -> None:
         """Lets the slot go; the file stays. The slot must not be used any more."""
@@ -220,11 +166,11 @@ class Slot:
 
 def read_header(owner: SlotOwner, index: int) -> bytes | None:
     """The header of a slot that another process may hold; None where there is no whole one."""
-    descriptor = _open_checked(owner.path(index))
+    descriptor = open_checked(owner.path(index))
     if descriptor is None:
         return None
     try:
-        return _read_header(descriptor) if _run_of(descriptor) == owner.run_id else None
+        return header_of(descriptor) if run_of(descriptor) == owner.run_id else None
     finally:
         os.close(descriptor)
 
@@ -247,12 +193,12 @@ def open_log(owner: SlotOwner, index: int, wait_s: float = 0.0) -> int:
     path = owner.log_path(index)
     descriptor = None
     try:
-        descriptor = _open_locked(path, wait_s)
+        descriptor = open_locked(path, wait_s)
         if descriptor is None:
-            descriptor = _create_locked(path)
-        if _run_of(descriptor) != owner.run_id:
+            descriptor = create_locked(path)
+        if run_of(descriptor) != owner.run_id:
             os.ftruncate(descriptor, 0)
-            _write_prologue(descriptor, owner)
+            write_prologue(descriptor, owner)
             os.ftruncate(descriptor, PAGE_BYTES)
         return descriptor
     except SlotHeldError as error:
@@ -265,13 +211,11 @@ def open_log(owner: SlotOwner, index: int, wait_s: float = 0.0) -> int:
 
 def read_log(owner: SlotOwner, index: int, start: int, num_bytes: int) -> bytes:
     """Bytes of a log that another process may be writing; fewer, or none, where it ends before."""
-    descriptor = _open_checked(owner.log_path(index))
+    descriptor = open_checked(owner.log_path(index))
     if descriptor is None:
         return b""
     try:
-        return (
-            os.pread(descriptor, num_bytes, start) if _run_of(descriptor) == owner.run_id else b""
-        )
+        return os.pread(descriptor, num_bytes, start) if run_of(descriptor) == owner.run_id else b""
     finally:
         os.close(descriptor)
 
@@ -279,8 +223,8 @@ def read_log(owner: SlotOwner, index: int, start: int, num_bytes: int) -> bytes:
 def remove_slots(run_id: str, role: str, directory: Path = SHM_DIRECTORY) -> list[str]:
     """Removes all slots and logs of a role in a run, also of other layouts; returns their names."""
     removed = []
-    for path in _slots_in(directory):
-        if path.name.startswith(f"{_prefix(run_id)}-{role}-"):
+    for path in slots_in(directory):
+        if path.name.startswith(f"{prefix(run_id)}-{role}-"):
             path.unlink(missing_ok=True)
             removed.append(path.name)
     return removed
@@ -293,179 +237,8 @@ def remove_old_slots(max_age_s: float, directory: Path = SHM_DIRECTORY) -> list[
         Name and run of each.
     """
     oldest_kept = time.time() - max_age_s
-    with _free_slots(directory) as free:
+    with free_slots(directory) as free:
         old = [slot for slot in free if slot.written_at < oldest_kept]
         for slot in old:
             slot.path.unlink(missing_ok=True)
     return [(slot.path.name, slot.run_id) for slot in old]
-
-
-# --- inside -------------------------------------------------------------------------------
-
-
-def _prefix(run_id: str) -> str:
-    return f"rolemesh-cut-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}"
-
-
-def _slots_in(directory: Path) -> Iterator[Path]:
-    """Files of this user with the name of a slot."""
-    for path in directory.iterdir():
-        if SLOT_NAME.fullmatch(path.name) is None:
-            continue
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-            yield path
-
-
-def _open_checked(path: Path) -> int | None:
-    """A descriptor of a slot that is what it should be; None if there is none."""
-    if SLOT_NAME.fullmatch(path.name) is None:
-        raise ValueError(f"{path.name!r} is not the name of a slot: give the role as a plain word")
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EACCES, errno.ELOOP):
-            return None  # not there, or not ours
-        raise
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _create_locked(path: Path) -> int:
-    """A descriptor of a new file of this name, with its lock."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
-        descriptor = os.open(path, flags, 0o600)
-        # A process that makes room may look at the new file first: it lets the lock go at once,
-        # and may have removed the file.
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-        os.close(descriptor)
-
-
-def _open_locked(path: Path, wait_s: float | None = None) -> int | None:
-    """A descriptor with the lock of the file that has this name now; None if there is none."""
-    deadline = time.monotonic() + (LOCK_WAIT_S if wait_s is None else wait_s)
-    while (descriptor := _open_checked(path)) is not None:
-        if _is_free(descriptor):
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-            os.close(descriptor)  # removed meanwhile
-            continue
-        os.close(descriptor)
-        if time.monotonic() >= deadline:
-            raise SlotHeldError(
-                f"shared memory {path} is held by another process that still lives: end the "
-                "service of this run that hangs, then try again"
-            )
-        time.sleep(_LOCK_POLL_S)
-    return None
-
-
-def _is_free(descriptor: int) -> bool:
-    """Takes the lock; False where another process has it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _prologue(descriptor: int) -> tuple[int, bytes]:
-    """Mark and run of a slot."""
-    given = os.pread(descriptor, _TEXT_AT, 0)
-    if len(given) < _TEXT_AT:
-        return 0, b""
-    magic, mark, length = _PROLOGUE.unpack_from(given)
-    if magic != _MAGIC:
-        return 0, b""
-    return mark, given[_PROLOGUE.size : _PROLOGUE.size + length]
-
-
-def _write_prologue(descriptor: int, owner: SlotOwner) -> None:
-    """Says whose file it is, and that no header is whole."""
-    run_id = owner.run_id.encode()
-    os.pwrite(descriptor, _PROLOGUE.pack(_MAGIC, 0, len(run_id)) + run_id, 0)
-
-
-def _run_of(descriptor: int) -> str:
-    """Run of a slot; empty where that was not written yet."""
-    return _prologue(descriptor)[1].decode(errors="replace")
-
-
-def _read_header(descriptor: int) -> bytes | None:
-    mark, _ = _prologue(descriptor)
-    if not 0 < mark <= min(MAX_TEXT_BYTES, os.fstat(descriptor).st_size - _TEXT_AT):
-        return None
-    return os.pread(descriptor, mark, _TEXT_AT)
-
-
-@dataclass(frozen=True, slots=True)
-class _FreeSlot:
-    path: Path
-    run_id: str
-    written_at: float
-
-
-@contextmanager
-def _free_slots(directory: Path) -> Iterator[list[_FreeSlot]]:
-    """Slots of this user that no process holds, the oldest first; locked as long as it lasts."""
-    found, descriptors = [], []
-    try:
-        for path in _slots_in(directory):
-            descriptor = _open_checked(path)
-            if descriptor is None:
-                continue
-            descriptors.append(descriptor)
-            if _is_free(descriptor):
-                run_id, status = _run_of(descriptor), os.fstat(descriptor)
-                found.append(_FreeSlot(path, run_id, status.st_mtime))
-        yield sorted(found, key=lambda slot: slot.written_at)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _reserve(descriptor: int, num_bytes: int, owner: SlotOwner) -> None:
-    """Reserves all bytes, so that a lack of room does not show as SIGBUS at the first write."""
-    while True:
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            return
-        except OSError as error:
-            if error.errno not in _NO_ROOM or not _make_room(owner):
-                raise SlotRoomError(_no_room(owner, num_bytes, error)) from error
-
-
-def _make_room(owner: SlotOwner) -> bool:
-    """Removes the oldest slot of another run that no process holds; False if there is none."""
-    with _free_slots(owner.directory) as free:
-        for slot in free:
-            if not slot.path.name.startswith(f"{_prefix(owner.run_id)}-"):
-                slot.path.unlink(missing_ok=True)
-                logger.warning(
-                    "removed the cut %s of run %r, which no process holds, to make room for run %r",
-                    *(slot.path.name, slot.run_id or "(unknown)", owner.run_id),
-                )
-                return True
-    return False
-
-
-def _no_room(owner: SlotOwner, num_bytes: int, error: OSError) -> str:
-    try:
-        status = os.statvfs(owner.directory)
-        free = f"{status.f_bavail * status.f_frsize} are free"
-    except OSError as problem:
-        free = f"it cannot be asked ({problem.strerror})"
-    return (
-        f"a cut of rank {owner.rank} takes {NUM_SLOTS} slots of {num_bytes} bytes in "
-        f"{owner.directory}, but {free} ({error.strerror}): enlarge /dev/shm (Docker: shm_size), "
-        "or switch cuts off (run.recovery.cuts=false)"
-    )

@@ -23,7 +23,7 @@ from rolemesh.engine.specs import (
     named_sources,
 )
 from rolemesh.engine.specs.columns import IS_JUDGED
-from rolemesh.engine.transport.slots import SlotOwner
+from rolemesh.engine.transport.slot_files import SlotOwner
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.notes import bounded
 from rolemesh.rpc.references import names_of, row_tokens

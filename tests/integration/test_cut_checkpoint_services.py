@@ -23,7 +23,8 @@ from support.tiny_models import write_tiny_llama
 from support.warm_processes import forked
 
 from rolemesh.coordinator.sdk import AsyncMesh
-from rolemesh.engine.transport.slots import Slot, SlotOwner, remove_slots
+from rolemesh.engine.transport.slot_files import SlotOwner
+from rolemesh.engine.transport.slots import Slot, remove_slots
 from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.rpc.errors import (
     CapacityError,

@@ -30,7 +30,8 @@ from support.warm_processes import forked
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
-from rolemesh.engine.transport.slots import NUM_LOGS, SlotOwner, remove_slots
+from rolemesh.engine.transport.slot_files import NUM_LOGS, SlotOwner
+from rolemesh.engine.transport.slots import remove_slots
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.rpc.service_client import ServiceClient

@@ -23,8 +23,9 @@ from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.cut_slots import CutNotFoundError
 from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.transport.slot_files import SlotHeldError
 from rolemesh.engine.transport.slot_readers import SlotGivenUpError
-from rolemesh.engine.transport.slots import Slot, SlotHeldError
+from rolemesh.engine.transport.slots import Slot
 from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights.checkpoint_writing import CheckpointRoomError
 

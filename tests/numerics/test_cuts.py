@@ -43,8 +43,8 @@ from rolemesh.engine.train.cut_slots import (
 )
 from rolemesh.engine.train.model_in_training import GradientPendingError
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport import slots as slots_module
-from rolemesh.engine.transport.slots import SlotHeldError, SlotOwner, SlotRoomError
+from rolemesh.engine.transport import slot_files
+from rolemesh.engine.transport.slot_files import SlotHeldError, SlotOwner, SlotRoomError
 
 TP2, FSDP2 = TrainLayout(tp=2), TrainLayout(dp=2, fsdp=2)
 OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=4)
@@ -263,7 +263,7 @@ def test_a_model_of_another_size_makes_slots_of_its_own_size(
 def test_a_process_that_still_lives_keeps_its_slots(
     jobs: dict[str, Job], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots_module, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(slot_files, "LOCK_WAIT_S", 0.1)
     trainer = new_policy(jobs["policy"].folder)
     slots, later = slots_of(trainer, directory), slots_of(trainer, directory)
     trainer.save_cut(slots, 5, {}, silent)
@@ -346,7 +346,11 @@ def test_whenever_a_saver_is_killed_what_is_listed_is_whole(
             [sys.executable, "-c", SAVER, str(folder), str(directory), str(first)],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(Path(__file__).parents[1]),
+            },
         )
         assert saver.stdout is not None
         for _ in range(3):

@@ -18,7 +18,8 @@ from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.train.cut_slots import CutSlots, whole_cuts
 from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport.slots import Slot, SlotOwner
+from rolemesh.engine.transport.slot_files import SlotOwner
+from rolemesh.engine.transport.slots import Slot
 
 RUN = "cut-ranks"
 

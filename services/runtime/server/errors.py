@@ -67,8 +67,12 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.train.cut_format.CutMismatchError": CatalogueEntry(
             _INVALID, "CUT_MISMATCH"
         ),
-        "rolemesh.engine.transport.slots.SlotHeldError": CatalogueEntry(_PRECONDITION, "CUT_HELD"),
-        "rolemesh.engine.transport.slots.SlotRoomError": CatalogueEntry(_EXHAUSTED, "CUT_CAPACITY"),
+        "rolemesh.engine.transport.slot_files.SlotHeldError": CatalogueEntry(
+            _PRECONDITION, "CUT_HELD"
+        ),
+        "rolemesh.engine.transport.slot_files.SlotRoomError": CatalogueEntry(
+            _EXHAUSTED, "CUT_CAPACITY"
+        ),
         "rolemesh.engine.transport.slots.LogHeldError": CatalogueEntry(_PRECONDITION, "CUT_HELD"),
         "rolemesh.engine.transport.slots.LogUnavailableError": CatalogueEntry(
             _EXHAUSTED, "CUT_CAPACITY"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.engine.train.cut_reader import HeldCut
-from rolemesh.engine.transport.slots import SlotOwner
+from rolemesh.engine.transport.slot_files import SlotOwner
 from rolemesh.services.runtime.calls.compute import ComputeThread
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
 from rolemesh.services.runtime.ranks.face import Face

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from google.protobuf.message import Message
 
 from rolemesh.engine.train.cut_slots import RestoredCut, whole_cuts
-from rolemesh.engine.transport.slots import SlotOwner, remove_slots
+from rolemesh.engine.transport.slot_files import SlotOwner
+from rolemesh.engine.transport.slots import remove_slots
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.server.operations import identity_of
 from rolemesh.services.runtime.servicers.cut_checkpoints import cuts_written, owner_of_cuts

@@ -12,7 +12,8 @@ from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.randomness import seed_random_state
-from rolemesh.engine.transport.slots import SlotOwner, remove_slots
+from rolemesh.engine.transport.slot_files import SlotOwner
+from rolemesh.engine.transport.slots import remove_slots
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.published_weights import PublishedWeights

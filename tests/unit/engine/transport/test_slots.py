@@ -14,15 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.engine.transport import slots
+from rolemesh.engine.transport import slot_files
 from rolemesh.engine.transport.shm import remove_leftovers
+from rolemesh.engine.transport.slot_files import PAGE_BYTES, SlotHeldError, SlotOwner, SlotRoomError
 from rolemesh.engine.transport.slots import (
-    PAGE_BYTES,
     LogUnavailableError,
     Slot,
-    SlotHeldError,
-    SlotOwner,
-    SlotRoomError,
     open_log,
     read_header,
     remove_old_slots,
@@ -50,7 +47,8 @@ def left_behind(owner: SlotOwner, text: bytes = b"{}", index: int = 0) -> Path:
 def test_a_slot_outlives_its_process_with_all_that_was_written(owner: SlotOwner) -> None:
     program = (
         "import os; from pathlib import Path; "
-        "from rolemesh.engine.transport.slots import Slot, SlotOwner; "
+        "from rolemesh.engine.transport.slot_files import SlotOwner; "
+        "from rolemesh.engine.transport.slots import Slot; "
         f"slot = Slot.create(SlotOwner('run', 'actor', 0, 1, Path({str(owner.directory)!r})), 1, "
         f"{SLOT_BYTES}); slot.memory[-3:] = 7; slot.finish(b'told'); os.kill(os.getpid(), 9)"
     )
@@ -78,7 +76,7 @@ def test_a_slot_is_whole_only_from_its_mark_on(owner: SlotOwner) -> None:
 def test_one_process_holds_a_slot_and_a_dead_one_none(
     owner: SlotOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(slot_files, "LOCK_WAIT_S", 0.1)
     held = Slot.create(owner, 0, SLOT_BYTES)
     for attempt in (Slot.open, lambda *at: Slot.create(*at, SLOT_BYTES)):
         with pytest.raises(SlotHeldError, match="still lives"):
@@ -173,7 +171,7 @@ def test_leftovers_of_other_shared_memory_are_another_matter() -> None:
 def test_a_log_stays_with_what_was_appended_and_is_held_by_one_process(
     owner: SlotOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(slot_files, "LOCK_WAIT_S", 0.1)
     held = open_log(owner, 2)
     assert os.fstat(held).st_size == PAGE_BYTES
     assert stat.S_IMODE(owner.log_path(2).stat().st_mode) == 0o600
