@@ -26,7 +26,7 @@ from rolemesh.rpc.references import join_parts, row_tokens
 from rolemesh.services.runtime.calls.runtime import Share
 from rolemesh.services.runtime.experience.fetch import ExperienceServicer, Fetched, fetch_rows
 from rolemesh.services.runtime.experience.store import ExperienceStore
-from rolemesh.services.runtime.process import ServiceServer
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc, tensor_pb2
 
 ALWAYS_SHARED = 1

@@ -21,8 +21,8 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.api_section import TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.services.runtime.server.config import ServiceConfig
+from rolemesh.services.runtime.service_server import ServiceServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRAFANA = REPOSITORY / "deploy" / "grafana"

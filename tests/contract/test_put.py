@@ -19,7 +19,7 @@ from rolemesh.rpc.errors import (
     RolemeshError,
 )
 from rolemesh.rpc.references import row_tokens
-from rolemesh.services.runtime.process import ServiceServer
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,

@@ -34,7 +34,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
 )
 from rolemesh.services.critic.servicers import CriticRole
-from rolemesh.services.runtime.process import ServiceServer
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import operation_pb2, weights_pb2
 
 THREAD = "checkpoint"

@@ -28,7 +28,7 @@ from rolemesh.rpc.errors import InvalidRequestError, NotFoundError
 from rolemesh.rpc.references import TOKENS, group_with, row_tokens
 from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.services.runtime.calls.role import InitializeResult
-from rolemesh.services.runtime.process import ServiceServer
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.services.runtime.servicers import estimates as estimate_servicer
 from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc, worker_pb2, worker_pb2_grpc
 

@@ -27,8 +27,8 @@ from rolemesh.rpc.errors import (
     RolemeshError,
 )
 from rolemesh.services.runtime.calls import runtime as runtime_module
-from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.services.runtime.server import operations
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.services.runtime.servicers import put as put_module
 from rolemesh.v1 import (
     experience_pb2,

@@ -36,7 +36,7 @@ from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.services.reward.servicers import RewardRole
-from rolemesh.services.runtime.process import ServiceServer
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import experience_pb2
 
 START_S = 240

@@ -17,7 +17,7 @@ from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import ForbiddenError, PreconditionError, UnavailableError
 from rolemesh.rpc.identity import Identity, IdentityError
 from rolemesh.services.reward.servicers import RewardRole
-from rolemesh.services.runtime.process import ServiceServer, ServiceStartError
+from rolemesh.services.runtime.service_server import ServiceServer, ServiceStartError
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
 AUTHORITY = Authority.make()

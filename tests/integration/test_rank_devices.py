@@ -16,8 +16,8 @@ from torch import nn
 
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InternalError
-from rolemesh.services.runtime.process import ServiceStartError
 from rolemesh.services.runtime.ranks import device_use
+from rolemesh.services.runtime.service_server import ServiceStartError
 from rolemesh.v1 import experience_pb2, worker_pb2, worker_pb2_grpc
 
 HELD = 3 << 30

@@ -38,8 +38,8 @@ from rolemesh.rpc.errors import (
     UnavailableError,
 )
 from rolemesh.services.runtime.experience.fetch import fetch_rows
-from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.services.runtime.server.config import ServiceConfig
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,

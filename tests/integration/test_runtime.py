@@ -27,7 +27,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from rolemesh.services.runtime.process import ServiceStartError
+from rolemesh.services.runtime.service_server import ServiceStartError
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,

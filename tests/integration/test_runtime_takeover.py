@@ -17,7 +17,7 @@ from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import DeadlineError, PreconditionError, UnavailableError
 from rolemesh.services.runtime.calls.hold import HOLDER_SILENCE_S
-from rolemesh.services.runtime.process import ServiceServer
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
 

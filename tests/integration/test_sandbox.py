@@ -29,7 +29,7 @@ from rolemesh.engine.sandbox.landlock import SCOPES_ABI, landlock_abi
 from rolemesh.engine.specs import PythonRewardSpec
 from rolemesh.services.reward.outside.base import Judgement
 from rolemesh.services.reward.outside.functions.reward import FunctionReward
-from rolemesh.services.runtime.process import ServiceStartError
+from rolemesh.services.runtime.service_server import ServiceStartError
 
 ESCAPING = Path(__file__).parents[1] / "support" / "escaping_rewards.py"
 ABI = landlock_abi()

@@ -25,7 +25,7 @@ from rolemesh.coordinator.api.http import server as http_server
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import from_rpc_error
-from rolemesh.services.runtime import process
+from rolemesh.services.runtime import service_server
 from rolemesh.services.runtime.server import metrics as metrics_module
 from rolemesh.services.runtime.server.metrics import MetricsPage, ServiceMetrics
 from rolemesh.v1 import coordinator_pb2
@@ -145,7 +145,7 @@ async def test_requests_in_progress_and_kept_connections_outlive_the_bound(
 @asynccontextmanager
 async def service(request_s: float, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """A channel to a service without an identity."""
-    monkeypatch.setattr(process, "REQUEST_S", request_s)
+    monkeypatch.setattr(service_server, "REQUEST_S", request_s)
     async with (
         asyncio.timeout(SOON_S),
         serving() as server,
@@ -226,7 +226,7 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 async def test_calls_that_send_no_request_make_room_again(
     kind: str, method: str, metadata: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (coordinator_service, process):
+    for module in (coordinator_service, service_server):
         monkeypatch.setattr(module, "MAX_CALLS", FEW)
     opened = door(BOUND_S) if kind == "coordinator" else service(BOUND_S, monkeypatch)
     async with opened as channel:

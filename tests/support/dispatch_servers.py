@@ -90,8 +90,8 @@ async def serve_real(num_rows: int, tokens_a_row: int) -> None:
     from rolemesh.engine.experience import Column, ColumnKind, Experience
     from rolemesh.engine.specs import RoleSpec
     from rolemesh.services.runtime.calls.role import InitializeResult, Role
-    from rolemesh.services.runtime.process import ServiceServer
     from rolemesh.services.runtime.server.config import ServiceConfig
+    from rolemesh.services.runtime.service_server import ServiceServer
 
     class ToyRole(Role):
         name = "toy"

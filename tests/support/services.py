@@ -28,9 +28,10 @@ from rolemesh.engine.specs import LayoutSpec, RoleSpec
 from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
-from rolemesh.services.runtime.process import ServiceServer, run_service
+from rolemesh.services.runtime.process import run_service
 from rolemesh.services.runtime.ranks import face
 from rolemesh.services.runtime.server.config import ServiceConfig
+from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import experience_pb2, operation_pb2, value_pb2, value_pb2_grpc
 
 START_TIMEOUT_S = 60.0

@@ -145,7 +145,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.services.runtime.hosts.link.HostsError": CatalogueEntry(
             _PRECONDITION, "START_FAILED"
         ),
-        "rolemesh.services.runtime.process.ServiceStartError": CatalogueEntry(
+        "rolemesh.services.runtime.service_server.ServiceStartError": CatalogueEntry(
             _PRECONDITION, "START_FAILED"
         ),
         "rolemesh.services.runtime.calls.call.MetricNotFiniteError": CatalogueEntry(

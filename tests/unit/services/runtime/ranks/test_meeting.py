@@ -8,10 +8,10 @@ import pytest
 from support.services import ToyRole
 from torch.distributed import FileStore
 
-from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.services.runtime.ranks import meeting
 from rolemesh.services.runtime.ranks.meeting import Meeting
 from rolemesh.services.runtime.server.config import ServiceConfig
+from rolemesh.services.runtime.service_server import ServiceServer
 
 
 def never() -> bool:
