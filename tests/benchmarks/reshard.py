@@ -12,7 +12,8 @@ vLLM's fused generation layout:
     copy     the bytes that reshard receives are copied inside each process, without any transport
     build    the generation tensors are copied from memory: what any way has to write at least
 Ways alternate, so that a slow moment of the machine meets all; a barrier stands before and after
-each, and the slowest rank counts. Processor time is that of all ranks, which other work on the
+each, and the slowest rank counts. Each writes memory that is fresh, as weights of a sampler that
+slept are. Processor time is that of all ranks, which other work on the
 machine changes less. Every way's tensors are compared with the weights first. Bytes
 are counted at the transport. With --hosts the ranks lie in equal blocks on that many hosts, which
 are network namespaces (needs root), joined by a switch or, two of them, by a cable of so many Gb/s
@@ -57,6 +58,7 @@ from rolemesh.engine.weights.transfer import WeightTransfer
 TIMEOUT_S = 120.0
 WARM_UP = 1
 CLONE_NEWNET = 0x40000000
+M_MMAP_THRESHOLD = -3
 WAYS = ("reshard", "full", "vanilla", "copy", "build")
 
 
@@ -89,6 +91,7 @@ def measure(
 ) -> dict[str, Any]:
     """Seconds of each way by repetition, and bytes that this rank received."""
     torch.set_num_threads(1)
+    keep_no_memory()
     layout = HybridLayout(train, generate)
     shape = decoder(scale)
     source = train_layout(shape, train)
@@ -157,6 +160,12 @@ def measure(
             "received": moved,
             "planned": wanted,
         }
+
+
+def keep_no_memory() -> None:
+    """Has malloc map each tensor anew: else one way pays for the memory that the next one gets."""
+    if not ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16):
+        raise RuntimeError("mallopt refuses the threshold")
 
 
 def enter(context: RankContext, spaces: list[str], interface: str) -> None:
