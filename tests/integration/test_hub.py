@@ -302,7 +302,8 @@ async def test_a_later_coordinator_goes_on_with_runs_that_died_with_the_host(
 ) -> None:
     async with fake_mesh(delay=slow_steps, has_cuts=True) as mesh:
         # Its embedded store keeps the journal on disk; coordinator, store and run die at once.
-        async with coordinator(tmp_path) as first:
+        # A fork of the warm process would outlive the process in front of it.
+        async with coordinator(tmp_path, is_warm=False) as first:
             await first.create("survivor", recipe_for(mesh, steps=20))
             await wait_for_step(first, "survivor", 3)
             dying = [psutil.Process(first.process.pid)]
