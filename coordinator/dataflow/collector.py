@@ -11,12 +11,10 @@ step has ended, reference counts free them all, so that a run hardly ever comes 
 
 
 def collect_seldom() -> None:
-    """Has the process look for cycles seldom, for as long as it lives, and never at what is there.
+    """Has the process look for cycles seldom, for as long as it lives.
 
     Nearly all that a coordinator makes is freed by reference counts. Looks in between took half of
     the time in which a thousand calls were sent (docs/measurements.md). The price is memory for at
     most that many containers of cycles.
     """
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(OBJECTS)
