@@ -94,17 +94,24 @@ async def fetch_columns(
                 channel_to(shard.address), shard, schemas, positions, budget, timeout_s
             )
 
-    fetched: dict[str, ColumnData] = {}
-    for index, schemas in schemas_by_group.items():
+    async def pull_group(
+        group: experience_pb2.ColumnGroup, schemas: Sequence[experience_pb2.ColumnSchema]
+    ) -> dict[str, ColumnData]:
         try:
-            found = place(reference.groups[index].shards, distinct)
+            found = place(group.shards, distinct)
         except ValueError as error:
             raise InvalidRequestError(str(error), reason="REFERENCE_INVALID") from error
         parts = await together(pull_shard(shard, schemas, at) for shard, at, _ in found)
         order = np.asarray(order_of(found))[np.searchsorted(distinct, wanted)]
-        for schema in schemas:
-            stacked = ColumnData.concat([part[schema.name] for part in parts])
-            fetched[schema.name] = stacked.select(order)
+        return {
+            schema.name: ColumnData.concat([part[schema.name] for part in parts]).select(order)
+            for schema in schemas
+        }
+
+    groups = await together(
+        pull_group(reference.groups[index], schemas) for index, schemas in schemas_by_group.items()
+    )
+    fetched = {name: column for group in groups for name, column in group.items()}
     return Columns({name: fetched[name] for name in names})
 
 
