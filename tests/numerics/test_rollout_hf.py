@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 import subprocess
@@ -65,6 +66,41 @@ def test_logprobs_are_those_of_a_full_forward(backend: HfBackend, model: PreTrai
     assert len(trajectories) == 12
     assert logprob_differences(model, requests, trajectories, 0.8).max() < FLOAT32_LOGPROB
     assert versions_of(trajectories) == {3}
+
+
+def test_samples_of_one_prompt_begin_as_one_row(folder: Path, model: PreTrainedModel) -> None:
+    backend = HfBackend(HfSpec(max_model_len=48, max_num_seqs=12), folder)
+    backend.update_weights(model.named_parameters(), 3)
+    requests = [
+        dataclasses.replace(request, prompt_tokens=make_requests(3)[request.row % 3].prompt_tokens)
+        for request in make_requests(12)
+    ]
+    batch_sizes: list[int] = []
+    hook = backend._model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: batch_sizes.append(len(kwargs["input_ids"])),
+        with_kwargs=True,
+    )
+    trajectories = list(backend.generate(requests, SamplingSpec(max_new_tokens=24)))
+    hook.remove()
+    assert batch_sizes[:2] == [3, sum(len(one.completion_tokens) > 1 for one in trajectories)]
+    assert len({tuple(trajectory.completion_tokens) for trajectory in trajectories}) > 3
+    assert logprob_differences(model, requests, trajectories, 1.0).max() < FLOAT32_LOGPROB
+    # The same rows, each by itself: see the next test for the odds of a difference.
+    alone = [
+        next(backend.generate([request], SamplingSpec(max_new_tokens=24))) for request in requests
+    ]
+    assert tokens_by_row(alone) == tokens_by_row(trajectories)
+    backend.close()
+
+
+def test_weights_that_are_not_finite_end_the_generation(
+    backend: HfBackend, model: PreTrainedModel
+) -> None:
+    backend.update_weights(
+        ((name, torch.full_like(weight, torch.nan)) for name, weight in model.named_parameters()), 4
+    )
+    with pytest.raises(RuntimeError, match="not finite"):
+        list(backend.generate(make_requests(2), SamplingSpec(max_new_tokens=2)))
 
 
 def test_tokens_depend_on_the_seed_and_not_on_the_neighbours(backend: HfBackend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,8 @@ def test_completions_are_those_of_an_oracle_that_switches_at_the_same_token(
         }
     )
     requests = make_requests(12)
+    # Of one prompt, with seeds of their own: they are one row until the first token.
+    requests[1] = dataclasses.replace(requests[1], prompt_tokens=requests[0].prompt_tokens)
     trajectories = sorted(backend.generate(requests, SAMPLING), key=lambda one: one.row)
     assert versions_of(trajectories) == {3, 4, 5}
     for request, trajectory in zip(requests, trajectories, strict=True):
