@@ -17,6 +17,7 @@ from rolemesh.coordinator.api.door_interceptor import DoorInterceptor, refuse
 from rolemesh.coordinator.api.messages import to_seconds
 from rolemesh.coordinator.api.registry import Registry
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.identity import Identity, member_of, server_credentials
@@ -285,7 +286,7 @@ async def serve_coordinator(
     reflection.enable_server_reflection(
         (*served, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    place = host_and_port(host, port)
     try:
         _check_port_is_free(host, port)
         if certificate is None:

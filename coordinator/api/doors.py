@@ -15,6 +15,7 @@ from rolemesh.coordinator.api.known_doors import noted
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.engine.specs.urls import is_loopback
+from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.identity import Identity, Scope, read_certificate
 
 logger = logging.getLogger(__name__)
@@ -133,14 +134,13 @@ async def open_doors(
     check_doors(api, certificates, environment)
     tokens = read_tokens(api, environment, folder=folder)
     certificate = _certificate(api, certificates)
-    shown = _ANYWHERE.get(api.host, api.host)
-    host = f"[{shown}]" if ":" in shown else shown
+    host = _ANYWHERE.get(api.host, api.host)
     async with AsyncExitStack() as stack:
 
         def note(port: int) -> None:
             # Before anything is answered: a client that follows a coordinator to its next process
             # finds the token here at its first call.
-            door = noted(f"{host}:{port}", token_file=tokens.file, certificate=certificate)
+            door = noted(host_and_port(host, port), token_file=tokens.file, certificate=certificate)
             try:
                 stack.enter_context(door)
             except OSError as error:
@@ -155,7 +155,7 @@ async def open_doors(
             tell_port=note,
         )
         stack.push_async_callback(server.stop, _GRACE_S)
-        address, member_address = f"{host}:{port}", None
+        address, member_address = host_and_port(host, port), None
         if api.member_port is not None:
             members, member_port = await serve_coordinator(
                 operations,
@@ -165,7 +165,7 @@ async def open_doors(
                 members_only=True,
             )
             stack.push_async_callback(members.stop, _GRACE_S)
-            member_address = f"{host}:{member_port}"
+            member_address = host_and_port(host, member_port)
         url = None
         if api.http_port is not None:
             # FastAPI takes a third of a second to import, which no other command has to wait for.
@@ -176,5 +176,5 @@ async def open_doors(
             web, web_port = await serve_http(app, api.host, api.http_port, certificate=certificate)
             stack.push_async_callback(web.stop)
             scheme = "http" if certificate is None else "https"
-            url = f"{scheme}://{host}:{web_port}/"
+            url = f"{scheme}://{host_and_port(host, web_port)}/"
         yield Doors(address=address, url=url, member_address=member_address, tokens=tokens)

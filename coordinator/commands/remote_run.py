@@ -24,6 +24,7 @@ from rolemesh.coordinator.sdk import (
     StepMade,
 )
 from rolemesh.engine.specs.urls import is_loopback
+from rolemesh.rpc.address import host_of
 from rolemesh.rpc.errors import RolemeshError
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,7 +53,7 @@ def text_for(recipe: Recipe, address: str) -> str:
     Raises:
         ValueError: A path is relative, and the coordinator is on another host; names each.
     """
-    host = address.rpartition(":")[0].strip("[]")
+    host = host_of(address)
     relative: list[str] = []
     sent = _placed(recipe.model_dump(), recipe.model_dump(mode="json"), "", relative)
     for section in _OF_THE_COORDINATOR:

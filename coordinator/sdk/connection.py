@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rolemesh.coordinator.api.known_doors import known_door
 from rolemesh.engine.specs.urls import is_loopback
+from rolemesh.rpc.address import host_of
 from rolemesh.rpc.identity import Identity, Trust
 
 _TLS = "https://"
@@ -55,7 +56,7 @@ class Connection:
                 self.trust = Trust()
             elif (known := known_door(self.address)) is not None:
                 self.trust = known.trust
-        host = self.address.rpartition(":")[0].strip("[]")
+        host = host_of(self.address)
         if self.trust is None and token is not None and not is_loopback(host) and not allow_remote:
             raise ValueError(
                 f"address is {address!r} and there is a token, which others could read on its way: "

@@ -17,6 +17,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from rolemesh.engine.sandbox.host import find_sandbox
+from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.identity import Identity, IdentityError, server_credentials
 from rolemesh.rpc.limits import MAX_CALLS, REQUEST_S
@@ -243,8 +244,7 @@ class ServiceServer:
         config = self.config
         # gRPC only says "failed to bind": a plain socket finds out why.
         _listen(config.host, config.port, "port").close()
-        host = f"[{config.host}]" if ":" in config.host.strip("[]") else config.host
-        place = f"{host.replace('[[', '[')}:{config.port}"
+        place = host_and_port(config.host, config.port)
         try:
             if config.identity is None:
                 return server.add_insecure_port(place)

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import UnsupportedError
 from rolemesh.rpc.identity import server_credentials
@@ -76,7 +77,7 @@ class AgentDoor(hosts_pb2_grpc.HostsServiceServicer):
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         hosts_pb2_grpc.add_HostsServiceServicer_to_server(self, server)
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        place = host_and_port(host, port)
         if config.identity is None:
             bound = server.add_insecure_port(place)
         else:

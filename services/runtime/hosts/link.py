@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from rolemesh.engine.transport.shm import host_identity
+from rolemesh.rpc.address import host_and_port, host_of
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
 from rolemesh.rpc.identity import Identity, IdentityError
@@ -142,10 +143,9 @@ class HostLink:
                 "--meet a free port of the first host"
             ) from error
         self._channel = open_channel(meet, retries=False, identity=self._identity)
-        place = f"[{config.host}]" if ":" in config.host else config.host
         own = hosts_pb2.ServiceHost(
             host_rank=config.host_rank,
-            address=f"{place}:{port}",
+            address=host_and_port(config.host, port),
             interface=config.interface or "",
             host_id=host_identity(),
             incarnation=self._incarnation,
@@ -324,9 +324,9 @@ def _service(config: ServiceConfig) -> HostedService:
 
 async def _check_leads_here(meet: str, host: str) -> None:
     """Raises HostsError where the name of `meet` leads to another address than the first host's."""
-    name = meet.rpartition(":")[0].strip("[]")
+    loop, name = asyncio.get_running_loop(), host_of(meet)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         # The name may become known later; until then the meeting is waited for.
         return

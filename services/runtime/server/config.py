@@ -19,6 +19,7 @@ from rolemesh.engine.grants import Grant
 from rolemesh.engine.sandbox.host import SandboxMode
 from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.specs.urls import is_loopback, without_passwords
+from rolemesh.rpc.address import host_and_port, host_of
 from rolemesh.rpc.channel import check_address
 
 ENVIRONMENT_PREFIX = "ROLEMESH_SERVICE__"
@@ -237,11 +238,10 @@ class ServiceConfig(BaseModel):
         # Of several hosts each has an address of its own.
         if self.advertise is not None and (self.rank == 0 or self.hosts == 1):
             # Other ranks have a port of their own.
-            host = self.advertise.rpartition(":")[0]
-            return self.advertise if self.rank == 0 else f"{host}:{bound_port}"
+            own = host_and_port(host_of(self.advertise), bound_port)
+            return self.advertise if self.rank == 0 else own
         host = socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
-        bare = host.strip("[]")
-        return f"[{bare}]:{bound_port}" if ":" in bare else f"{bare}:{bound_port}"
+        return host_and_port(host, bound_port)
 
 
 def parse_layout(text: str) -> dict[str, str]:
