@@ -1,15 +1,15 @@
 """Rollout with vLLM in the rank's own process.
 
 vLLM is imported when a back end is made, not before: it takes many seconds, and its environment
-must be set first. What it changes in the process is kept in `vllm_process`, how weights reach it
-in `vllm_weights`, how it starts as one of several ranks in `vllm_ranks`.
+must be set first. With what settings it is made is in `vllm_engine`, what it changes in the process
+in `vllm_process`, how weights reach it in `vllm_weights`, how it starts as one of several ranks in
+`vllm_ranks`.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,17 @@ from rolemesh.engine.devices import current_device, free_bytes, give_back_memory
 from rolemesh.engine.parallel.device import device_of
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.model_folder import (
-    ModelFolder,
-    WeightsStaleError,
-)
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import (
     RolloutRequest,
     RolloutTrajectory,
     completion_budget,
 )
+from rolemesh.engine.rollout.vllm_engine import make_engine
 from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.rollout.vllm_process import (
-    WEIGHT_TRANSFER_BACKEND,
-    has_expandable_segments,
     own_random_state,
     prepare_environment,
-    prepare_vllm,
     untouched_process,
 )
 from rolemesh.engine.rollout.vllm_ranks import (
@@ -45,20 +40,15 @@ from rolemesh.engine.rollout.vllm_ranks import (
     end_engine,
     engine_start,
     leave_groups,
-    spare_the_world,
     wake_to_end,
 )
 from rolemesh.engine.specs import Numerics, SamplingSpec, VllmSpec
-from rolemesh.engine.specs.by_device import Choices, described, sampler_choices
+from rolemesh.engine.specs.by_device import described, sampler_choices
 
 logger = logging.getLogger(__name__)
 
 _MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this one."""
-
-_CPU_BLOCK_TOKENS = 32
-"""Tokens of a block of keys where prompts are shared on a CPU: vLLM's kernel wants multiples of 32.
-"""
 
 
 class VllmBackend(RolloutBackend):
@@ -133,7 +123,7 @@ class VllmBackend(RolloutBackend):
         prepare_environment(spec.kv_cache_gib)
         try:
             with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
-                self._engine = _make_engine(
+                self._engine = make_engine(
                     spec,
                     choices,
                     self._folder,
@@ -384,64 +374,3 @@ class VllmBackend(RolloutBackend):
             wake_to_end(self._engine)
         end_engine(self._engine, world_is_ours=self._world_is_ours)
         del self._engine
-
-
-def _make_engine(
-    spec: VllmSpec,
-    choices: Choices,
-    folder: ModelFolder,
-    rank_arguments: Mapping[str, Any],
-    *,
-    has_weights: bool,
-) -> Any:
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    prepare_vllm()
-    shares_on_cpu = current_platform.is_cpu() and choices["prefix_caching"].value
-    engine: Any = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(folder.path),
-            # With exact numerics activations on a CPU are float32 whatever the weights are rounded
-            # to, as the trainer's are: bfloat16 ones would leave the two 0.02 apart.
-            dtype=choices["activations"].value,
-            # Otherwise weights come from the trainer before the first generation.
-            load_format="safetensors" if has_weights else "dummy",
-            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
-            trust_remote_code=False,
-            # Tokens in, tokens out.
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            max_model_len=spec.max_model_len,
-            max_num_seqs=choices["max_num_seqs"].value,
-            gpu_memory_utilization=spec.gpu_memory_utilization,
-            enforce_eager=choices["enforce_eager"].value,
-            enable_sleep_mode=not current_platform.is_cpu(),
-            disable_custom_all_reduce=has_expandable_segments(os.environ),
-            # Log-probs of the distribution that tokens are drawn from: after temperature, top-k
-            # and top-p. vLLM's default is before.
-            logprobs_mode="processed_logprobs",
-            # A prompt that is prefilled in pieces draws a token for each piece and takes it back
-            # by moving the generator's offset, which generators on a CPU do not have.
-            enable_chunked_prefill=not current_platform.is_cpu(),
-            # No keys of old weights: an update empties the cache.
-            enable_prefix_caching=choices["prefix_caching"].value,
-            # On a CPU vLLM takes blocks of 128 tokens, and only whole blocks are shared.
-            block_size=_CPU_BLOCK_TOKENS if shares_on_cpu else None,
-            async_scheduling=choices["async_scheduling"].value,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            seed=0,
-            hf_overrides={} if current_platform.is_cpu() else {"head_dtype": "float32"},
-            **rank_arguments,
-        )
-    )
-    if rank_arguments:
-        spare_the_world(engine)
-    if has_weights:
-        from rolemesh.engine.rollout.vllm_weights import finish_heads
-
-        engine.apply_model(finish_heads)
-    return engine

@@ -1,0 +1,91 @@
+"""Settings with which a vLLM engine is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rolemesh.engine.rollout.model_folder import ModelFolder
+from rolemesh.engine.rollout.vllm_process import (
+    WEIGHT_TRANSFER_BACKEND,
+    has_expandable_segments,
+    prepare_vllm,
+)
+from rolemesh.engine.rollout.vllm_ranks import spare_the_world
+from rolemesh.engine.specs import VllmSpec
+from rolemesh.engine.specs.by_device import Choices
+
+_CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of keys where prompts are shared on a CPU: vLLM's kernel wants multiples of 32.
+"""
+
+
+def make_engine(
+    spec: VllmSpec,
+    choices: Choices,
+    folder: ModelFolder,
+    rank_arguments: Mapping[str, Any],
+    *,
+    has_weights: bool,
+) -> Any:
+    """An engine in this process, without weights unless it has those of its folder.
+
+    Args:
+        spec: Limits of the engine.
+        choices: What is chosen by device.
+        folder: The model.
+        rank_arguments: Of one of several ranks, by `engine_start`; empty for a lone one.
+        has_weights: Whether it loads the folder's weights.
+    """
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    prepare_vllm()
+    shares_on_cpu = current_platform.is_cpu() and choices["prefix_caching"].value
+    engine: Any = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(folder.path),
+            # With exact numerics activations on a CPU are float32 whatever the weights are rounded
+            # to, as the trainer's are: bfloat16 ones would leave the two 0.02 apart.
+            dtype=choices["activations"].value,
+            # Otherwise weights come from the trainer before the first generation.
+            load_format="safetensors" if has_weights else "dummy",
+            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
+            trust_remote_code=False,
+            # Tokens in, tokens out.
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_model_len=spec.max_model_len,
+            max_num_seqs=choices["max_num_seqs"].value,
+            gpu_memory_utilization=spec.gpu_memory_utilization,
+            enforce_eager=choices["enforce_eager"].value,
+            enable_sleep_mode=not current_platform.is_cpu(),
+            disable_custom_all_reduce=has_expandable_segments(os.environ),
+            # Log-probs of the distribution that tokens are drawn from: after temperature, top-k
+            # and top-p. vLLM's default is before.
+            logprobs_mode="processed_logprobs",
+            # A prompt that is prefilled in pieces draws a token for each piece and takes it back
+            # by moving the generator's offset, which generators on a CPU do not have.
+            enable_chunked_prefill=not current_platform.is_cpu(),
+            # No keys of old weights: an update empties the cache.
+            enable_prefix_caching=choices["prefix_caching"].value,
+            # On a CPU vLLM takes blocks of 128 tokens, and only whole blocks are shared.
+            block_size=_CPU_BLOCK_TOKENS if shares_on_cpu else None,
+            async_scheduling=choices["async_scheduling"].value,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=0,
+            hf_overrides={} if current_platform.is_cpu() else {"head_dtype": "float32"},
+            **rank_arguments,
+        )
+    )
+    if rank_arguments:
+        spare_the_world(engine)
+    if has_weights:
+        from rolemesh.engine.rollout.vllm_weights import finish_heads
+
+        engine.apply_model(finish_heads)
+    return engine
