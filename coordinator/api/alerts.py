@@ -91,7 +91,7 @@ time in 40."""
 
 RECOVERIES = 3
 """Recoveries within a number of steps from which on there is an alert: one is chance, and a process
-that dies of the same cause again and again makes three before anybody looks."""
+that dies of the same cause again and again makes three before an operator looks."""
 
 RECOVERY_STEPS = 20
 """Newest steps within which recoveries are counted."""

@@ -30,7 +30,7 @@ from rolemesh.v1 import experience_pb2
 
 CONSUMING_ROLES = (*REWARD_ROLES, "reference", "critic", "actor")
 
-NOBODY = "127.0.0.1:1"
+NO_SERVER = "127.0.0.1:1"
 """Nothing listens on this port."""
 
 
@@ -79,10 +79,10 @@ async def peer_unreachable(subject: Subject) -> None:
     ref = subject.producer.serve(ordinary_samples(), subject.run_id)
     for group in ref.groups:
         for shard in group.shards:
-            shard.address = NOBODY
+            shard.address = NO_SERVER
     await subject.refused(
         events_of(consume(subject, ref)),
-        f"an experience at {NOBODY}, where no server listens",
+        f"an experience at {NO_SERVER}, where no server listens",
         (grpc.StatusCode.UNAVAILABLE,),
         "PEER_UNREACHABLE",
         "pass the failure of the fetch on",

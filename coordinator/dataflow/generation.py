@@ -48,7 +48,7 @@ class GenerationCalls:
         """Whether a call goes to another service that is free when its own is not.
 
         So it is in the asynchronous schedule, where timing decides other things too, and where
-        services come and go: then calls have `batch_size` prompts, whoever makes them.
+        services come and go: then calls have `batch_size` prompts, whichever service makes them.
         """
         is_async = isinstance(self.spec, AsyncSamplerSpec) and not context.is_evaluation
         return is_async or self._services_change

@@ -19,7 +19,7 @@ from rolemesh.coordinator.render.nodes import check_nodes
 from rolemesh.coordinator.render.placement import gpus_of
 from rolemesh.coordinator.render.pods import ROLE_USERS
 
-# Below the ports that Linux gives to whoever asks for a free one (32768 and up).
+# Below the ports that Linux gives to programs that ask for a free one (32768 and up).
 _MEET_PORT = 29400
 _PORT = 29410
 _METRICS_PORT = 29500

@@ -79,7 +79,7 @@ class _Call:
             await answer.aclose()
 
     def cancel(self) -> None:
-        """Whoever awaits or iterates is cancelled by itself."""
+        """Does nothing: the task that awaits or iterates is cancelled by itself."""
 
 
 async def _refused(address: str) -> None:

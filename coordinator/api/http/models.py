@@ -334,7 +334,7 @@ class DeviceUseSeries(Answer):
     busy: list[Number]
     """Share of time that it computed since the look before, 0 to 1."""
     memory_bytes: list[Int64]
-    """Bytes in use: of the GPU by anybody, of a CPU by the process."""
+    """Bytes in use: of the GPU by all processes, of a CPU by the process."""
     memory_total_bytes: Int64
     """Bytes that there are."""
 

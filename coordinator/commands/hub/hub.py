@@ -63,7 +63,7 @@ MAX_RESTARTS = 3
 otherwise do so without end."""
 
 _ENDED_ON_PURPOSE = (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED)
-"""Exit codes of a run that would end in the same way again, or that somebody ended."""
+"""Exit codes of a run that would end in the same way again, or that a user ended."""
 
 _GONE = "its process is gone"
 

@@ -186,7 +186,7 @@ class Health:
     async def _roll_back(self, target: int, rule: str) -> None:
         """Takes back what comes after a step; the next attempt goes on from there."""
         progress, journal = self._progress, self._journal
-        # First: whoever resumes the run takes a checkpoint that is newer than its journal for it.
+        # First: a resuming coordinator trusts a checkpoint that is newer than the journal.
         await self._checkpoints.remove_after(target)
         # From here on the run has gone back, even if something fails later.
         await journal.note(target, ROLL_BACK_OPERATION, {"from": progress.step, "rule": rule})

@@ -1532,7 +1532,7 @@ class DeviceUseSeries(_message.Message):
 
     @_builtins.property
     def memory_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Bytes in use: of the GPU by anybody, of a CPU by the process."""
+        """Bytes in use: of the GPU by all processes, of a CPU by the process."""
 
     def __init__(
         self,

@@ -350,7 +350,7 @@ class CoordinatorServiceServicer(object):
         services.
 
         Idempotent in what it leaves behind: every answer has a new epoch, and the
-        services refuse whoever held an older one.
+        services refuse each coordinator with an older one.
         Errors:
         NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
         FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.

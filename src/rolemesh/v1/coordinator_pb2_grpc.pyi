@@ -188,7 +188,7 @@ class CoordinatorServiceStub:
     services.
 
     Idempotent in what it leaves behind: every answer has a new epoch, and the
-    services refuse whoever held an older one.
+    services refuse each coordinator with an older one.
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.
@@ -376,7 +376,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     services.
 
     Idempotent in what it leaves behind: every answer has a new epoch, and the
-    services refuse whoever held an older one.
+    services refuse each coordinator with an older one.
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.
@@ -663,7 +663,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         services.
 
         Idempotent in what it leaves behind: every answer has a new epoch, and the
-        services refuse whoever held an older one.
+        services refuse each coordinator with an older one.
         Errors:
           NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
           FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.

@@ -71,7 +71,7 @@ class _MemorySourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemorySo
     MEMORY_SOURCE_RESIDENT: _MemorySource.ValueType  # 2
     """Physical memory of the rank's process, files that it maps included."""
     MEMORY_SOURCE_RESIDENT_SINCE_START: _MemorySource.ValueType  # 3
-    """As RESIDENT, but since the process began: its system lets nobody reset the peak."""
+    """As RESIDENT, but since the process began: its system lets no process reset the peak."""
 
 class MemorySource(_MemorySource, metaclass=_MemorySourceEnumTypeWrapper):
     """What a peak of memory counts."""
@@ -83,7 +83,7 @@ MEMORY_SOURCE_DEVICE: MemorySource.ValueType  # 1
 MEMORY_SOURCE_RESIDENT: MemorySource.ValueType  # 2
 """Physical memory of the rank's process, files that it maps included."""
 MEMORY_SOURCE_RESIDENT_SINCE_START: MemorySource.ValueType  # 3
-"""As RESIDENT, but since the process began: its system lets nobody reset the peak."""
+"""As RESIDENT, but since the process began: its system lets no process reset the peak."""
 Global___MemorySource: _TypeAlias = MemorySource  # noqa: Y015
 
 @_typing.final

@@ -77,7 +77,7 @@ class ExperienceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Takes columns of rows from somebody who serves none himself, e.g. a client
+        """Takes columns of rows from a caller that serves none itself, e.g. a client
         of the SDK, and holds them as if this rank had produced them. A column may
         come alone, to be joined with others over the same rows.
 

@@ -50,7 +50,7 @@ class ExperienceServiceStub:
       INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
     """
     Put: _grpc.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]
-    """Takes columns of rows from somebody who serves none himself, e.g. a client
+    """Takes columns of rows from a caller that serves none itself, e.g. a client
     of the SDK, and holds them as if this rank had produced them. A column may
     come alone, to be joined with others over the same rows.
 
@@ -97,7 +97,7 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
       INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
     """
     Put: _aio.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]  # type: ignore[assignment]
-    """Takes columns of rows from somebody who serves none himself, e.g. a client
+    """Takes columns of rows from a caller that serves none itself, e.g. a client
     of the SDK, and holds them as if this rank had produced them. A column may
     come alone, to be joined with others over the same rows.
 
@@ -153,7 +153,7 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_experience_pb2.PutRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_experience_pb2.PutResponse, _abc.Awaitable[_experience_pb2.PutResponse]]:
-        """Takes columns of rows from somebody who serves none himself, e.g. a client
+        """Takes columns of rows from a caller that serves none itself, e.g. a client
         of the SDK, and holds them as if this rank had produced them. A column may
         come alone, to be joined with others over the same rows.
 

@@ -90,7 +90,7 @@ class RolloutServiceServicer(object):
         INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
         INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
-        FAILED_PRECONDITION (NO_SAMPLER): the actor was given none: a rollout role samples, or nobody.
+        FAILED_PRECONDITION (NO_SAMPLER): the actor was given none: a rollout role samples, or no role.
         FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version;
         of a rollout service: no weights came yet, or the newest update failed.
         FAILED_PRECONDITION (ENVIRONMENT_FAILED): the environment raised; names prompt, row and turn.

@@ -384,7 +384,7 @@ class GetStatusRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Run whose coordinator asks, as a sign of life; empty when somebody else does."""
+    """Run whose coordinator asks, as a sign of life; empty when another caller does."""
     def __init__(
         self,
         *,
@@ -482,7 +482,7 @@ class DeviceUse(_message.Message):
     the cores that the process may use.
     """
     memory_bytes: _builtins.int
-    """Bytes in use: of the GPU by anybody, of a CPU by the process."""
+    """Bytes in use: of the GPU by all processes, of a CPU by the process."""
     memory_total_bytes: _builtins.int
     """Bytes that there are."""
     def __init__(
@@ -606,7 +606,7 @@ class DrainRequest(_message.Message):
     exit: _builtins.bool
     """Whether the process ends after draining."""
     run_id: _builtins.str
-    """Run whose hold ends; empty for an operator's drain, which ends anybody's."""
+    """Run whose hold ends; empty for an operator's drain, which ends that of any run."""
     fencing_epoch: _builtins.int
     """Epoch of the coordinator of run_id, >= 1; not read when run_id is empty."""
     def __init__(

@@ -90,7 +90,7 @@ class WorkerServiceServicer(object):
 
         A spec may name Python files and modules of the service's host (environments,
         functions), folders and environment variables. The service uses those that its
-        owner has granted to whoever may call it; code among them runs with all rights
+        owner has granted to every caller that may call it; code among them runs with all rights
         of the service. No code travels with a spec.
 
         Keyed by `key`: a repeat returns the first answer.
