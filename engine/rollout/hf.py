@@ -154,7 +154,10 @@ class HfBackend(RolloutBackend):
                     logits_to_keep=1,
                 )
             cache = outputs.past_key_values
-            tokens_B = _draw(outputs.logits[places, -1], wave, sampling)
+            logits_BV = outputs.logits[:, -1]
+            if len(logits_BV) < len(wave):
+                logits_BV = logits_BV[places]
+            tokens_B = _draw(logits_BV, wave, sampling)
             running: list[int] = []
             for row in wave:
                 row.policy_versions.append(self.policy_version)
@@ -165,8 +168,9 @@ class HfBackend(RolloutBackend):
                 else:
                     yield self._trajectory(row, reason)
             wave = [wave[index] for index in running]
-            kept = torch.tensor([places[index] for index in running], device=self._device).long()
-            if kept.tolist() != list(range(len(inputs))):
+            staying = [places[index] for index in running]
+            kept = torch.tensor(staying, dtype=torch.int64, device=self._device)
+            if staying != list(range(len(inputs))):
                 cache.batch_select_indices(kept)
             inputs = tokens_B[running].to(self._device).unsqueeze(-1)
             attention_mask = attention_mask[kept]
