@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -224,6 +226,49 @@ async def test_rows_of_many_ranks_come_in_the_order_of_the_batch_or_as_asked() -
     assert_equal(
         some, Columns({name: expected[name] for name in ("half", "tokens")}).select(wanted)
     )
+
+
+async def test_columns_of_two_services_are_fetched_side_by_side() -> None:
+    both_asked = asyncio.Barrier(2)
+
+    class Waiting(experience_pb2_grpc.ExperienceServiceServicer):
+        async def Fetch(self, request: Any, context: Any) -> AsyncIterator[object]:
+            await both_asked.wait()
+            await context.abort(grpc.StatusCode.NOT_FOUND, "both were asked")
+            yield experience_pb2.FetchResponse()
+
+    channels = Channels()
+    async with serving() as server:
+        reference = server.runtime.publish(operation_key(), make_experience(5))
+        texts = Experience({"prompt_text": Column.text([f"later {row}" for row in range(5)])})
+        reference.groups.extend(server.runtime.publish(operation_key(), texts).groups)
+    waiting = grpc.aio.server()
+    experience_pb2_grpc.add_ExperienceServiceServicer_to_server(Waiting(), waiting)
+    address = f"127.0.0.1:{waiting.add_insecure_port('127.0.0.1:0')}"
+    await waiting.start()
+    for group in reference.groups:
+        for shard in group.shards:
+            shard.address = address
+    async with asyncio.timeout(LONG_S / 2):
+        with pytest.raises(NotFoundError, match="both were asked"):
+            await fetch_columns(channels, reference)
+    await channels.close()
+    await waiting.stop(None)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_a_service_listens_on_an_ipv6_host_with_brackets_or_without(host: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    channels = Channels()
+    async with serving(host=host) as server:
+        assert server.runtime.address.startswith("[::1]:")
+        batch = make_experience(5)
+        reference = server.runtime.publish(operation_key(), batch)
+        assert_equal(await fetch_columns(channels, reference), to_light(batch))
+        await channels.close()
 
 
 async def test_a_fetch_beyond_its_bound_or_of_what_is_not_there_is_refused() -> None:
