@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring_model import ScoringModel
@@ -167,12 +168,30 @@ class RankModel(nn.Module):
         shapes = [micro_batch.shape for micro_batch in passes]
         make_pass = self.pipeline.train if trains else self.pipeline.score
         try:
-            make_pass(shapes, forward, done)
+            with threads_worth(self._largest_product(passes), self.device):
+                make_pass(shapes, forward, done)
         except BaseException:
             if has_begun:
                 forget_pass(self, drops_gradients=trains)
             raise
         gather_no_longer(self)
+
+    def _largest_product(self, passes: Sequence[MicroBatch]) -> int:
+        """Multiply-adds of the largest matrix product of these passes on this rank."""
+        predicts = isinstance(self.model, CausalLm)
+        return max(
+            (
+                largest_product(
+                    self.model.config,
+                    num_tokens=one.padded.tokens_BT.numel(),
+                    longest=one.padded.longest,
+                    num_predicted=len(one.padded.targets_N) if predicts else 0,
+                    num_slices=self.mesh.tp.size,
+                )
+                for one in passes
+            ),
+            default=0,
+        )
 
 
 def with_fillers(

@@ -213,6 +213,12 @@ class PaddedRows:
     completions: Segments | None = None
     """The places of state_index_N as runs, for Triton's kernels; None: they do not serve here."""
 
+    @property
+    def longest(self) -> int:
+        """Most tokens that one of them attends to, padding counted."""
+        keys = self.tokens_BT if self.prefixes is None else self.prefixes.may_attend
+        return keys.shape[-1]
+
     def states(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, D] before the completion tokens, of those of the rectangle."""
         hidden_SD = hidden_BTD.flatten(0, 1)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.devices import current_device
 from rolemesh.engine.layout.ranks import LayoutError
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -143,7 +144,13 @@ class HfBackend(RolloutBackend):
             if self._pause():
                 inputs, attention_mask, positions, places = self._begin(wave)
                 cache = None
-            with torch.no_grad():
+            product = largest_product(
+                self._folder.config,
+                num_tokens=inputs.numel(),
+                longest=attention_mask.shape[-1],
+                num_predicted=len(inputs),
+            )
+            with torch.no_grad(), threads_worth(product, self._device):
                 outputs = self._model(
                     input_ids=inputs,
                     attention_mask=attention_mask,
@@ -153,11 +160,11 @@ class HfBackend(RolloutBackend):
                     # One row of logits a sequence: no [B, T, V] tensor.
                     logits_to_keep=1,
                 )
-            cache = outputs.past_key_values
-            logits_BV = outputs.logits[:, -1]
-            if len(logits_BV) < len(wave):
-                logits_BV = logits_BV[places]
-            tokens_B = _draw(logits_BV, wave, sampling)
+                cache = outputs.past_key_values
+                logits_BV = outputs.logits[:, -1]
+                if len(logits_BV) < len(wave):
+                    logits_BV = logits_BV[places]
+                tokens_B = _draw(logits_BV, wave, sampling)
             running: list[int] = []
             for row in wave:
                 row.policy_versions.append(self.policy_version)

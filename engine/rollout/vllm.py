@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.devices import current_device, free_bytes, give_back_memory
 from rolemesh.engine.parallel.device import device_of
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -113,6 +114,7 @@ class VllmBackend(RolloutBackend):
         )
         super().__init__(spec, model_path)
         self._device = device
+        self._num_slices = mesh.generate_tp.size
         self.yields_to_training = self._device.type == "cuda"
         self._request_numbers = itertools.count()
         self._are_weights_asleep = False
@@ -189,7 +191,7 @@ class VllmBackend(RolloutBackend):
                         versions[request_id].append(
                             (self._num_sampled(engine_id), self.policy_version)
                         )
-                with own_random_state():
+                with own_random_state(), threads_worth(self._largest_product(), self._device):
                     outputs = self._engine.step()
                 for output in outputs:
                     request_id = output.request_id
@@ -209,8 +211,24 @@ class VllmBackend(RolloutBackend):
 
     def _num_sampled(self, engine_id: str) -> int:
         """Tokens that a running request has by now."""
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        return int(scheduler.requests[engine_id].num_output_tokens)
+        return int(self._scheduled[engine_id].num_output_tokens)
+
+    def _largest_product(self) -> int:
+        """Multiply-adds of the largest matrix product of the engine's next step on this rank."""
+        scheduled = self._scheduled.values()
+        return largest_product(
+            self._folder.config,
+            num_tokens=sum(one.num_tokens - one.num_computed_tokens for one in scheduled),
+            longest=max(one.num_tokens for one in scheduled),
+            num_predicted=len(scheduled),
+            num_slices=self._num_slices,
+        )
+
+    @property
+    def _scheduled(self) -> Mapping[str, Any]:
+        """Requests of the engine that have not ended, by its ids."""
+        scheduled: Mapping[str, Any] = self._engine.engine_core.engine_core.scheduler.requests
+        return scheduled
 
     def _sampling_params(self, request: RolloutRequest, sampling: SamplingSpec) -> Any:
         from vllm import SamplingParams

@@ -9,7 +9,7 @@ import ctypes
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from support.sampler_shards import rank_shard, shard_tensors
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
+from rolemesh.engine import cpu_threads
+from rolemesh.engine.cpu_threads import largest_product
 from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
@@ -148,6 +150,34 @@ def test_a_generation_leaves_threads_and_generators_alone(backend: VllmBackend) 
     before = read_process_state()
     list(backend.generate(make_requests(4), SamplingSpec(max_new_tokens=4)))
     assert read_process_state() == before
+
+
+def test_prompts_take_more_threads_than_a_token_for_each_row(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(_: Any, arguments: Any) -> None:
+        seen.append((len(arguments[0]), torch.get_num_threads()))
+
+    (hook,) = backend._engine.apply_model(
+        lambda model: model.model.norm.register_forward_pre_hook(note)
+    )
+    # As long as it takes for their product to be larger than that of four rows' vocabulary.
+    requests = [
+        replace(request, prompt_tokens=tuple(request.prompt_tokens) * 5)
+        for request in make_requests(4)
+    ]
+    num_prompt_tokens = sum(len(request.prompt_tokens) for request in requests)
+    longest = max(len(request.prompt_tokens) for request in requests)
+    # Between the product of a token for each row and that of the prompts.
+    least = largest_product(backend._folder.config, num_prompt_tokens, longest, num_predicted=4)
+    monkeypatch.setattr(cpu_threads, "LEAST_SHARED_PRODUCT", least)
+    list(backend.generate(requests, SamplingSpec(max_new_tokens=3)))
+    hook.remove()
+    assert seen[0] == (num_prompt_tokens, 2)
+    assert len(seen) > 1
+    assert set(seen[1:]) <= {(number, 1) for number in range(1, 5)}
 
 
 def test_greedy_tokens_are_those_of_hf(

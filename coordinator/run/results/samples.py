@@ -15,13 +15,16 @@ from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.sampled_rows import fetch_samples
-from rolemesh.v1 import coordinator_pb2, experience_pb2
+from rolemesh.v1 import coordinator_pb2
 
 TIMEOUT_S = 5.0
 FAILURES_UNTIL_GIVEN_UP = 3
 
 NUM_TOLD = 2
 """Held-out completions that the console shows of each evaluation, of the same prompts each time."""
+
+_QUIET = (RolemeshError, StateStoreError, ValueError, TimeoutError, OSError)
+"""What samples may fail of without harm to the run."""
 
 _TOLD_CHARACTERS = 160
 """Of a text on the console the last of a prompt and the first of a completion are shown."""
@@ -66,21 +69,39 @@ class SampleTaker:
         self._identity = identity
         self._num_failures = 0
         self._channels: dict[str, MeshChannel] = {}
+        self._begun: asyncio.Task[coordinator_pb2.ListSamplesResponse] | None = None
+        """Fetches samples of the step that is being made."""
 
     @property
     def _is_on(self) -> bool:
         return self._num_rows > 0 and self._num_failures < FAILURES_UNTIL_GIVEN_UP
+
+    def begin(self, step: int, experience: ExperienceFuture) -> None:
+        """Begins to fetch samples of a step as soon as its rows are there: beside its update.
+
+        Args:
+            step: Step that is being made. `take` has its samples told once it is made.
+            experience: What it trains on.
+        """
+        self._drop_begun()
+        if self._is_on:
+            self._begun = asyncio.create_task(self._fetch(step, experience))
+            # That of a step that fails has no reader.
+            self._begun.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def take(self, step: int, experience: ExperienceFuture) -> None:
         """Takes samples of a step that was made and whose experience is still held."""
         if not self._is_on:
             return
         with self._failing_quietly(f"step {step}"):
+            samples = await self._begun_of(step) or await self._fetch(step, experience)
             async with asyncio.timeout(TIMEOUT_S):
-                samples = await self._fetch(step, await experience.result())
-                payload = samples.SerializeToString()
                 await self._store.append_entry(
-                    self._run_id, RunStream.SAMPLES, payload, self._epoch, step=step
+                    self._run_id,
+                    RunStream.SAMPLES,
+                    samples.SerializeToString(),
+                    self._epoch,
+                    step=step,
                 )
             self._write(samples, is_held_out=False)
 
@@ -89,8 +110,7 @@ class SampleTaker:
         if not self._is_on:
             return
         with self._failing_quietly(f"the evaluation after step {step}"):
-            async with asyncio.timeout(TIMEOUT_S):
-                samples = await self._fetch(step, await experience.result())
+            samples = await self._fetch(step, experience)
             self._write(samples, is_held_out=True)
             for sample in samples.samples[:NUM_TOLD]:
                 self._observer.on_event(told_of(sample))
@@ -100,7 +120,7 @@ class SampleTaker:
         """Reports the first failure of some in a row."""
         try:
             yield
-        except (RolemeshError, StateStoreError, ValueError, TimeoutError, OSError) as error:
+        except _QUIET as error:
             self._num_failures += 1
             if self._num_failures == 1:
                 cause = str(error) or type(error).__name__
@@ -115,11 +135,28 @@ class SampleTaker:
         if self._file is not None:
             self._file.write(taken.step, taken.samples, is_held_out=is_held_out)
 
+    async def _begun_of(self, step: int) -> coordinator_pb2.ListSamplesResponse | None:
+        """What was begun for a step; None if nothing was, or a service was lost on the way."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        with contextlib.suppress(*_QUIET):
+            samples = await begun
+            return samples if samples.step == step else None
+        return None
+
     async def _fetch(
-        self, step: int, reference: experience_pb2.ExperienceRef
+        self, step: int, experience: ExperienceFuture
     ) -> coordinator_pb2.ListSamplesResponse:
-        samples = await fetch_samples(self._channel, reference, self._num_rows)
+        reference = await experience.result()
+        async with asyncio.timeout(TIMEOUT_S):
+            samples = await fetch_samples(self._channel, reference, self._num_rows)
         return coordinator_pb2.ListSamplesResponse(step=step, samples=samples)
+
+    def _drop_begun(self) -> None:
+        if self._begun is not None:
+            self._begun.cancel()
+            self._begun = None
 
     def _channel(self, address: str) -> MeshChannel:
         if address not in self._channels:
@@ -128,6 +165,7 @@ class SampleTaker:
 
     async def close(self) -> None:
         """Closes the channels."""
+        self._drop_begun()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
 

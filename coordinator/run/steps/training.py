@@ -379,6 +379,8 @@ class TrainingLoop(RunLoop):
         try:
             async with context.dataflow:
                 start_step(self._algorithm, prompts, context)
+                if context.trained_on:
+                    self._samples.begin(step, context.trained_on[-1])
                 self._ahead.begin_while_training(step)
                 self._sampler.step_ends(context)
         except NodeFailedError as error:

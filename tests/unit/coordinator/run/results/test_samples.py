@@ -10,12 +10,14 @@ import pytest
 from support.fake_runs import Recorder
 
 from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, Outcome
+from rolemesh.coordinator.run.results import samples
 from rolemesh.coordinator.run.results.samples import FAILURES_UNTIL_GIVEN_UP, SampleTaker
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunStream
 from rolemesh.rpc.columns import ColumnData, Columns
+from rolemesh.rpc.errors import UnavailableError
 from rolemesh.rpc.sampled_rows import MAX_TEXT_BYTES, MAX_TOKENS, to_samples
-from rolemesh.v1 import experience_pb2
+from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 
 def test_a_row_is_cut_where_it_is_too_long_and_empty_where_a_column_is_missing() -> None:
@@ -61,27 +63,29 @@ class Final:
         return outcome
 
 
-async def held_by_nobody() -> ExperienceFuture:
-    """Experience whose holder is gone."""
+def experience_of(outcome: asyncio.Future[Outcome]) -> ExperienceFuture:
+    part = CallFuture(nodes=(), outcomes=(outcome,), columns=frozenset({"tokens"}))
+    return ExperienceFuture(Final(), (part,))
+
+
+def held_by_nobody() -> Outcome:
+    """What a call has made, on a service that is gone."""
     column = experience_pb2.ColumnSchema(name="tokens", kind=experience_pb2.COLUMN_KIND_SEQUENCE)
     shard = experience_pb2.Shard(experience_id="x", num_rows=4, address="127.0.0.1:1")
     group = experience_pb2.ColumnGroup(columns=[column], shards=[shard])
-    outcome = asyncio.get_running_loop().create_future()
-    outcome.set_result(
-        Outcome(
-            report=experience_pb2.CallReport(),
-            experience=experience_pb2.ExperienceRef(run_id="run", num_rows=4, groups=[group]),
-        )
+    return Outcome(
+        report=experience_pb2.CallReport(),
+        experience=experience_pb2.ExperienceRef(run_id="run", num_rows=4, groups=[group]),
     )
-    part = CallFuture(nodes=(), outcomes=(outcome,), columns=frozenset({"tokens"}))
-    return ExperienceFuture(Final(), (part,))
 
 
 @pytest.mark.parametrize("num_rows", [0, 4])
 async def test_samples_that_cannot_be_had_are_told_once_and_then_given_up(num_rows: int) -> None:
     store, recorder = MemoryStateStore(), Recorder()
     taker = SampleTaker(store, "run", None, recorder, num_rows, None)
-    experience = await held_by_nobody()
+    outcome = asyncio.get_running_loop().create_future()
+    outcome.set_result(held_by_nobody())
+    experience = experience_of(outcome)
     for step in range(1, FAILURES_UNTIL_GIVEN_UP + 1):
         await taker.take(step, experience)
     channels = len(taker._channels)
@@ -97,3 +101,83 @@ async def test_samples_that_cannot_be_had_are_told_once_and_then_given_up(num_ro
         (note,) = recorder.events
         assert note.startswith("samples of step 1 cannot be shown")
         assert "run.samples: 0" in note
+
+
+class Fetches:
+    """Takes the place of `fetch_samples`: a sample that says how often it was called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        self.fails = False
+        self.called = asyncio.Event()
+        monkeypatch.setattr(samples, "fetch_samples", self._fetch)
+
+    async def _fetch(self, *_: object) -> list[coordinator_pb2.Sample]:
+        self.number += 1
+        self.called.set()
+        if self.fails:
+            raise UnavailableError("the service is gone", reason="SERVICE_UNREACHABLE")
+        return [coordinator_pb2.Sample(row=self.number)]
+
+
+async def told(store: MemoryStateStore) -> list[tuple[int, int]]:
+    """Step and number of the fetch of each sample that the store has."""
+    entries = await store.read_entries("run", RunStream.SAMPLES)
+    responses = [coordinator_pb2.ListSamplesResponse.FromString(e.payload) for e in entries]
+    return [(one.step, sample.row) for one in responses for sample in one.samples]
+
+
+async def test_samples_are_fetched_beside_the_update_and_told_after_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, fetches = MemoryStateStore(), Fetches(monkeypatch)
+    taker = SampleTaker(store, "run", None, Recorder(), 4, None)
+    outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    experience = experience_of(outcome)
+    taker.begin(1, experience)
+    await asyncio.sleep(0)
+    assert fetches.number == 0, "the rows are not there yet"
+    outcome.set_result(held_by_nobody())
+    await asyncio.wait_for(fetches.called.wait(), 5)
+    assert await told(store) == [], "the step is not made yet"
+    await taker.take(1, experience)
+    assert await told(store) == [(1, 1)]
+    assert fetches.number == 1
+    # Without a begin, and where the begun are those of a step that was not made.
+    await taker.take(2, experience)
+    taker.begin(3, experience)
+    await taker.take(4, experience)
+    assert [step for step, _ in await told(store)] == [1, 2, 4]
+    await taker.close()
+
+
+async def test_samples_of_a_service_that_was_lost_meanwhile_are_fetched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, fetches, recorder = MemoryStateStore(), Fetches(monkeypatch), Recorder()
+    taker = SampleTaker(store, "run", None, recorder, 4, None)
+    outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    outcome.set_result(held_by_nobody())
+    for step in range(1, FAILURES_UNTIL_GIVEN_UP + 2):
+        fetches.fails = True
+        fetches.called.clear()
+        taker.begin(step, experience_of(outcome))
+        await asyncio.wait_for(fetches.called.wait(), 5)
+        fetches.fails = False
+        await taker.take(step, experience_of(outcome))
+        assert (await told(store))[-1] == (step, 2 * step)
+    assert recorder.events == []
+
+
+async def test_what_was_begun_ends_with_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches = Fetches(monkeypatch)
+    taker = SampleTaker(MemoryStateStore(), "run", None, Recorder(), 4, None)
+    outcomes = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    taker.begin(1, experience_of(outcomes[0]))
+    taker.begin(1, experience_of(outcomes[1]))
+    await taker.close()
+    for outcome in outcomes:
+        outcome.set_result(held_by_nobody())
+    await asyncio.sleep(0.01)
+    assert fetches.number == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -1,0 +1,71 @@
+"""Threads of a computation on a CPU: one, where the work is over before a second one is awake."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+LEAST_SHARED_PRODUCT = 40_000_000
+"""Multiply-adds of a matrix product from which on several threads are faster than one.
+
+Threads of a service sleep at the end of each parallel operation (`OMP_WAIT_POLICY=PASSIVE`), and
+waking them takes tens of microseconds. Measured on two cores, for passes with and without
+gradients and for widths of 64 to 1024 (docs/measurements.md): two threads are equal to one at 20
+to 50 million, up to four times slower below, and faster above.
+"""
+
+
+def largest_product(
+    config: Any, num_tokens: int, longest: int, num_predicted: int, *, num_slices: int = 1
+) -> int:
+    """Multiply-adds of the largest matrix product of a pass through a model.
+
+    Args:
+        config: transformers config of the model.
+        num_tokens: Tokens that are computed together.
+        longest: Tokens that one of them attends to at most.
+        num_predicted: Tokens whose logits are computed.
+        num_slices: Ranks that share each layer.
+    """
+    text = config.get_text_config()
+    hidden = text.hidden_size
+    num_heads = _size(text, "num_attention_heads", 1)
+    attended = num_heads * _size(text, "head_dim", hidden // num_heads)
+    inner = _size(text, "intermediate_size", 4 * hidden)
+    largest = max(
+        num_tokens * hidden * max(inner, attended),
+        num_tokens * longest * attended,
+        num_predicted * hidden * text.vocab_size,
+    )
+    return int(largest) // num_slices
+
+
+def _size(config: Any, name: str, default: int) -> int:
+    """A size that not every family names, or not as one number."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+@contextlib.contextmanager
+def threads_worth(multiply_adds: int, device: torch.device) -> Iterator[None]:
+    """Computes with one thread where the largest matrix product is a small one.
+
+    The number of threads is the calling thread's own: other threads of the process keep theirs.
+    It follows from the shapes alone, so that the same work gives the same bits.
+
+    Args:
+        multiply_adds: Of the largest product, see `largest_product`.
+        device: Where it is computed; nothing is changed for a GPU.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or multiply_adds >= LEAST_SHARED_PRODUCT:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
