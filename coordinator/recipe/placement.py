@@ -60,7 +60,8 @@ class ServiceSpec(Spec):
     least then: for services that register; those of rollout with the sampler sync. None: always
     the same."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of each rank that the coordinator starts; None: every core."""
+    """Most compute threads of each rank that the coordinator starts; None: every core. Passes of a
+    small model take one."""
     experience_capacity_mib: int = Field(default=1024, ge=1)
     """Bound on the experience that each rank of a started service holds, in MiB."""
     variables: Annotated[tuple[VariableName, ...], Names("variable")] = ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ class VllmBackend(RolloutBackend):
                         versions[request_id].append(
                             (self._num_sampled(engine_id), self.policy_version)
                         )
-                with own_random_state(), threads_worth(self._largest_product(), self._device):
+                with own_random_state(), self._threads():
                     outputs = self._engine.step()
                 for output in outputs:
                     request_id = output.request_id
@@ -213,16 +214,20 @@ class VllmBackend(RolloutBackend):
         """Tokens that a running request has by now."""
         return int(self._scheduled[engine_id].num_output_tokens)
 
-    def _largest_product(self) -> int:
-        """Multiply-adds of the largest matrix product of the engine's next step on this rank."""
+    def _threads(self) -> AbstractContextManager[None]:
+        """Computes the engine's next step with the threads that it is worth."""
+        if self._device.type != "cpu":
+            # There is nothing to choose, and counting a thousand requests takes time.
+            return nullcontext()
         scheduled = self._scheduled.values()
-        return largest_product(
+        product = largest_product(
             self._folder.config,
             num_tokens=sum(one.num_tokens - one.num_computed_tokens for one in scheduled),
-            longest=max(one.num_tokens for one in scheduled),
+            longest=max((one.num_tokens for one in scheduled), default=0),
             num_predicted=len(scheduled),
             num_slices=self._num_slices,
         )
+        return threads_worth(product, self._device)
 
     @property
     def _scheduled(self) -> Mapping[str, Any]:
