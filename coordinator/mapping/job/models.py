@@ -163,11 +163,6 @@ class Model:
         width = self.shape.num_heads * self.shape.head_dim
         return tokens * (2 * self.active_parameters + 4 * self.shape.num_layers * width * context)
 
-    def kv_bytes(self, item_bytes: int = 2) -> int:
-        """Bytes of keys and values of one token, on all ranks of a replica together."""
-        shape = self.shape
-        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
-
     def _layer(self, layer: int) -> tuple[int, int]:
         """Parameters of a layer: all, and those of matrices that a token is multiplied with."""
         shape = self.shape

@@ -123,12 +123,6 @@ def test_flops_are_two_for_each_weight_and_four_for_each_score() -> None:
     assert model.forward_flops(10, 5) == expected
 
 
-def test_keys_and_values_of_a_token() -> None:
-    # The paper's Llama-7B has 524,288 bytes (reference/hybridflow.md).
-    assert Model.from_config(llama(4096, 11008, 32, 32, 32)).kv_bytes() == 524_288
-    assert Model.from_config(llama(8192, 28672, 80, 64, 8)).kv_bytes() == 2 * 80 * 8 * 128 * 2
-
-
 def test_a_critic_has_a_score_head_and_fewer_layers() -> None:
     config = llama(64, 128, 4, 4, 2, 100)
     whole = Model.from_config(config)
