@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ waking them takes tens of microseconds. Measured on two cores, for passes with a
 gradients and for widths of 64 to 1024 (docs/measurements.md): two threads are equal to one at 20
 to 50 million, up to four times slower below, and faster above.
 """
+
+LEAST_SHARED_TENSOR = 300_000
+"""The same of tensors that are copied, or stepped by an optimizer, one after another: elements of
+one of them in the mean."""
 
 
 def largest_product(
@@ -69,3 +73,12 @@ def threads_worth(multiply_adds: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def threads_for_each(
+    tensors: Collection[torch.Tensor], device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    """Goes over tensors one by one, with one thread where they are small; see `threads_worth`."""
+    in_all = sum(tensor.numel() for tensor in tensors)
+    is_large = in_all >= LEAST_SHARED_TENSOR * len(tensors)
+    return threads_worth(LEAST_SHARED_PRODUCT if is_large else 0, device)

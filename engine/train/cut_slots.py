@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from rolemesh.engine.cpu_threads import threads_for_each
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.train.cut_format import (
     WEIGHTS,
@@ -207,7 +208,7 @@ def save_cut(
     slot, totals = peers.agree(reserve, (SlotRoomError, SlotHeldError))
     slot.clear()
     done = 0
-    with torch.no_grad():
+    with torch.no_grad(), threads_for_each(weights.values(), torch.device("cpu")):
         for group, tensors in held.items():
             for name, tensor in tensors.items():
                 progress("save cut", done, total)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from rolemesh.engine.cpu_threads import threads_for_each
 from rolemesh.engine.parallel.buckets import buckets
 from rolemesh.engine.sleep_memory import SleepMemory
 from rolemesh.engine.specs import DecaySpec, OptimizerSpec
@@ -110,6 +111,10 @@ class Optimizer:
                 weight moves on any.
         """
         rate = self.learning_rate if learning_rate is None else learning_rate
+        with threads_for_each(self._weights.values(), torch.device(self._device_type)):
+            return self._step(rate)
+
+    def _step(self, rate: float) -> dict[str, float]:
         self._gradients.gather()
         total_norm, culprits = self._gradients.norm()
         norm = float(total_norm)

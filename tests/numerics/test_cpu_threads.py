@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,11 @@ from rolemesh.engine.specs import (
     OptimizerSpec,
     PpoPolicyLossSpec,
     SamplingSpec,
+    SftLossSpec,
 )
+from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.transport.slot_files import NUM_SLOTS, SlotOwner
 
 CPU = torch.device("cpu")
 
@@ -128,6 +132,33 @@ def test_a_pass_that_fails_gives_its_threads_back(folder: Path) -> None:
     batch = token_batch(prompt_lengths=[3], completion_lengths=[5], vocab_size=512)
     with pytest.raises(ZeroDivisionError):
         trainer.compute_logprobs(batch, temperature=1.0)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("least", "expected"), [(2**40, 1), (1, 2)])
+def test_steps_and_cuts_of_small_weights_take_one_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, least: int, expected: int
+) -> None:
+    monkeypatch.setattr(cpu_threads, "LEAST_SHARED_TENSOR", least)
+    trainer = Trainer.policy(ModelSpec(path=folder), OptimizerSpec())
+    batch = token_batch(prompt_lengths=[3, 4], completion_lengths=[5, 6], vocab_size=512)
+    trainer.forward_backward(batch, SftLossSpec())
+    stepping: list[int] = []
+    for adamw in trainer._optimizer._adamws:
+        adamw.register_step_pre_hook(lambda *_: stepping.append(torch.get_num_threads()))
+    trainer.optim_step()
+    copying: list[int] = []
+    slots = CutSlots(SlotOwner(f"threads-{os.getpid()}", "actor", 0, 1), layout="one rank")
+    try:
+        trainer.save_cut(
+            slots, 1, extra={}, progress=lambda *_: copying.append(torch.get_num_threads())
+        )
+    finally:
+        for index in range(NUM_SLOTS):
+            slot = slots.slot_of(index)
+            if slot is not None:
+                slot.remove()
+    assert set(stepping) == set(copying) == {expected}
     assert torch.get_num_threads() == 2
 
 
