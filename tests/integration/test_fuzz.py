@@ -8,6 +8,7 @@ route and leaves a line of figures for each server in build/fuzz.jsonl; `make te
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from support.fake_run import fill_store
 from support.fuzzing import PATIENCE_S, RUN, SEED, Figures, Fuzzed, is_harmful, sent
 from support.learning_runs import service_processes
 from support.malformed import TEXTS, Known, Malformed
-from support.mesh_runs import tiny_recipe
+from support.mesh_runs import remove_cuts, tiny_recipe
 from support.raw_http import RawHttp
 from support.services import operation_key
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
@@ -143,7 +144,10 @@ async def fuzz_roles(folder: Path, names: tuple[str, ...], number: int) -> None:
     """Sends so many to every method of every role, before it holds a run and while it does."""
     specs = specs_of(folder)
     capacity = ("--experience-capacity-bytes", str(32 << 20))
-    with service_processes(folder, names, *capacity) as addresses:
+    with contextlib.ExitStack() as ending:
+        # Cuts outlive the services, which are killed.
+        ending.callback(remove_cuts, RUN)
+        addresses = ending.enter_context(service_processes(folder, names, *capacity))
         channels = {name: open_channel(address) for name, address in addresses.items()}
         bare = {name: grpc.aio.insecure_channel(address) for name, address in addresses.items()}
         clients = {name: ServiceClient(channel) for name, channel in channels.items()}
