@@ -58,8 +58,9 @@ def _size(config: Any, name: str, default: int) -> int:
 def threads_worth(multiply_adds: int, device: torch.device) -> Iterator[None]:
     """Computes with one thread where the largest matrix product is a small one.
 
-    The number of threads is the calling thread's own: other threads of the process keep theirs.
-    It follows from the shapes alone, so that the same work gives the same bits.
+    The number of threads is the calling thread's own. Other threads of the process keep theirs; one
+    that first computes meanwhile gets one, too, which is right for what helps a compute thread. The
+    number follows from the shapes alone, so that the same work gives the same bits.
 
     Args:
         multiply_adds: Of the largest product, see `largest_product`.

@@ -94,7 +94,9 @@ class SampleTaker:
         if not self._is_on:
             return
         with self._failing_quietly(f"step {step}"):
-            samples = await self._begun_of(step) or await self._fetch(step, experience)
+            samples = await self._begun_of(step)
+            if samples is None:
+                samples = await self._fetch(step, experience)
             async with asyncio.timeout(TIMEOUT_S):
                 await self._store.append_entry(
                     self._run_id,
