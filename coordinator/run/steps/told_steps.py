@@ -21,6 +21,7 @@ from rolemesh.coordinator.run.results.metrics import (
 from rolemesh.coordinator.run.saving.progress import RECORD_OPERATION, RunProgress
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.rpc.channel import ChannelTraffic, MethodTraffic
+from rolemesh.rpc.together import together
 
 
 class ToldSteps:
@@ -89,9 +90,16 @@ class ToldSteps:
         if is_whole:
             await journal.note(step, RECORD_OPERATION, {"record": record})
         self._progress.recorded(record)
-        await self._writer.write_step(record)
         # A watch must not miss it, should this process end now.
         self._events.step_made(record)
-        await self._events.flush()
-        await self._store.update_run(journal.run_id, epoch=journal.epoch, step=step, metrics=record)
+        # Side by side, since a durable store syncs its disk for what comes alone.
+        await together(
+            [
+                self._writer.write_step(record),
+                self._events.flush(),
+                self._store.update_run(
+                    journal.run_id, epoch=journal.epoch, step=step, metrics=record
+                ),
+            ]
+        )
         self._observer.on_step(record)

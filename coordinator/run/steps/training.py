@@ -41,6 +41,7 @@ from rolemesh.coordinator.run.steps.told_steps import ToldSteps
 from rolemesh.coordinator.run.tuning.tuning import RunTuning
 from rolemesh.coordinator.state.store import RunState, StateStore
 from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.rpc.together import together
 from rolemesh.v1 import coordinator_pb2, weights_pb2
 
 TRAIN_FACT = "data.train_prompts"
@@ -349,9 +350,10 @@ class TrainingLoop(RunLoop):
         assert record is not None, "a step that was told of is not told again"
         try:
             if context is not None:
-                await self._writer.write_graph(self.step, context.dataflow.nodes)
+                left = [self._writer.write_graph(self.step, context.dataflow.nodes)]
                 if context.trained_on:
-                    await self._samples.take(self.step, context.trained_on[-1])
+                    left.append(self._samples.take(self.step, context.trained_on[-1]))
+                await together(left)
             await self._mesh.release(self.step)
         finally:
             if context is not None:
