@@ -54,8 +54,9 @@ def _size(config: Any, name: str, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
-@contextlib.contextmanager
-def threads_worth(multiply_adds: int, device: torch.device) -> Iterator[None]:
+def threads_worth(
+    multiply_adds: int, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
     """Computes with one thread where the largest matrix product is a small one.
 
     The number of threads is the calling thread's own. Other threads of the process keep theirs; one
@@ -66,15 +67,7 @@ def threads_worth(multiply_adds: int, device: torch.device) -> Iterator[None]:
         multiply_adds: Of the largest product, see `largest_product`.
         device: Where it is computed; nothing is changed for a GPU.
     """
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or multiply_adds >= LEAST_SHARED_PRODUCT:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    return _one_thread_if(multiply_adds < LEAST_SHARED_PRODUCT, device)
 
 
 def threads_for_each(
@@ -82,5 +75,17 @@ def threads_for_each(
 ) -> contextlib.AbstractContextManager[None]:
     """Goes over tensors one by one, with one thread where they are small; see `threads_worth`."""
     in_all = sum(tensor.numel() for tensor in tensors)
-    is_large = in_all >= LEAST_SHARED_TENSOR * len(tensors)
-    return threads_worth(LEAST_SHARED_PRODUCT if is_large else 0, device)
+    return _one_thread_if(in_all < LEAST_SHARED_TENSOR * len(tensors), device)
+
+
+@contextlib.contextmanager
+def _one_thread_if(is_small: bool, device: torch.device) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    if not is_small or device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

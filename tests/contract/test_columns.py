@@ -198,6 +198,20 @@ class Channels:
             await channel.close()
 
 
+async def moved_to(
+    servicer: experience_pb2_grpc.ExperienceServiceServicer, reference: Any
+) -> tuple[grpc.aio.Server, str]:
+    """Starts a server with the servicer, and has the reference say that it holds all shards."""
+    server = grpc.aio.server()
+    experience_pb2_grpc.add_ExperienceServiceServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    for group in reference.groups:
+        for shard in group.shards:
+            shard.address = address
+    return server, address
+
+
 async def test_rows_of_many_ranks_come_in_the_order_of_the_batch_or_as_asked() -> None:
     batch = make_experience(30, seed=8)
     shares = ([0, 3, 4, 9, 20, 29], sorted({*range(30)} - {0, 3, 4, 9, 20, 29}))
@@ -242,13 +256,7 @@ async def test_columns_of_two_services_are_fetched_side_by_side() -> None:
         reference = server.runtime.publish(operation_key(), make_experience(5))
         texts = Experience({"prompt_text": Column.text([f"later {row}" for row in range(5)])})
         reference.groups.extend(server.runtime.publish(operation_key(), texts).groups)
-    waiting = grpc.aio.server()
-    experience_pb2_grpc.add_ExperienceServiceServicer_to_server(Waiting(), waiting)
-    address = f"127.0.0.1:{waiting.add_insecure_port('127.0.0.1:0')}"
-    await waiting.start()
-    for group in reference.groups:
-        for shard in group.shards:
-            shard.address = address
+    waiting, _ = await moved_to(Waiting(), reference)
     async with asyncio.timeout(LONG_S / 2):
         with pytest.raises(NotFoundError, match="both were asked"):
             await fetch_columns(channels, reference)
@@ -302,13 +310,7 @@ async def test_a_mesh_waits_for_a_fetch_no_longer_than_its_deadline() -> None:
 
     async with serving() as server:
         reference = server.runtime.publish(operation_key(), make_experience(5))
-    hanging = grpc.aio.server()
-    experience_pb2_grpc.add_ExperienceServiceServicer_to_server(Hanging(), hanging)
-    address = f"127.0.0.1:{hanging.add_insecure_port('127.0.0.1:0')}"
-    await hanging.start()
-    for group in reference.groups:
-        for shard in group.shards:
-            shard.address = address
+    hanging, address = await moved_to(Hanging(), reference)
     async with AsyncMesh({"actor": address}, run_id="run", deadline_s=1.0) as mesh:
         async with asyncio.timeout(LONG_S / 2):
             with pytest.raises(DeadlineError):
