@@ -174,6 +174,10 @@ class VllmBackend(RolloutBackend):
         watched: dict[str, Drawn] = {}
         # For each request: how many tokens it had when a version of the weights came, and which.
         versions: dict[str, list[tuple[int, int]]] = {}
+        if self._device.type == "cpu":
+            # Rows that share no keys with an earlier generation have the same bits when a call is
+            # made again by a service that was started anew. On a GPU later turns use the keys.
+            self._forget_keys("of an earlier generation")
         try:
             for request in requests:
                 request_id = str(next(self._request_numbers))
@@ -327,8 +331,12 @@ class VllmBackend(RolloutBackend):
             self._kv_cache_asleep = False
         # No keys and values of old weights outlive them. Requests that run are put back to the
         # queue, which frees theirs: they begin again from all their tokens so far.
-        if not self._engine.reset_prefix_cache(reset_running_requests=self._is_generating):
-            raise RuntimeError("vLLM kept keys and values of the old weights: its cache is in use")
+        self._forget_keys("of the old weights", puts_back=self._is_generating)
+
+    def _forget_keys(self, whose: str, *, puts_back: bool = False) -> None:
+        """Empties the cache of keys and values; `puts_back`: of requests that run, too."""
+        if not self._engine.reset_prefix_cache(reset_running_requests=puts_back):
+            raise RuntimeError(f"vLLM kept keys and values {whose}: its cache is in use")
 
     def _check_loaded(self, loaded: set[str]) -> None:
         """Refuses an update of which vLLM dropped a part."""

@@ -119,9 +119,7 @@ def sampler_choices(
         ),
         "prefix_caching": _chosen(
             spec.prefix_caching,
-            Choice(True, "the completions of a prompt compute it once; updates empty the cache")
-            if on_gpu or is_fast
-            else Choice(False, f"exact numbers {_ON_A_CPU}: each row's sums keep their order"),
+            Choice(True, "the completions of a prompt compute it once; updates empty the cache"),
         ),
         "async_scheduling": _chosen(spec.async_scheduling, ahead),
         "activations": _chosen(spec.activations, activations),

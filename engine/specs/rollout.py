@@ -53,8 +53,8 @@ class VllmSpec(Spec):
     enforce_eager: bool | None = None
     """Skip graph capture. None: graphs on a GPU, none on a CPU."""
     prefix_caching: bool | None = None
-    """Compute what prompts have in common once, while the weights stay. None: on a GPU, and with
-    numerics "fast"."""
+    """Compute what prompts have in common once: on a GPU while the weights stay, on a CPU within a
+    generation. None: yes."""
     async_scheduling: bool | None = None
     """Schedule the next step while one runs. None: on a GPU, where one rank samples and no weights
     come between two tokens. It cannot be true where they may."""

@@ -1,9 +1,13 @@
-"""vLLM in the trainer's process, bfloat16, untied embeddings: weights are rounded, nothing else."""
+"""vLLM in the trainer's process, bfloat16, untied embeddings: weights are rounded, nothing else.
+
+And what the completions of a prompt share, which is the same with other types.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
 from rolemesh.engine.rollout.factory import make_backend
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
@@ -89,3 +94,47 @@ def test_logprobs_are_those_of_the_rounded_weights_in_float32(
         perturb(model, seed=version)
         missed = logprob_differences(rounded_copy(model), requests, trajectories)
         assert missed.mean() > 100 * LOGPROB_BOUND
+
+
+def _same_prompt(num_rows: int) -> list[RolloutRequest]:
+    """Rows of one prompt of 40 tokens, with seeds of their own."""
+    prompt = tuple(3 + index % 50 for index in range(40))
+    return [
+        RolloutRequest(row=row, prompt_tokens=prompt, seed=100 + row) for row in range(num_rows)
+    ]
+
+
+def test_completions_share_their_prompt_within_a_generation(
+    backend: VllmBackend, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = backend._engine.engine_core.engine_core.scheduler
+    schedule, computed = scheduler.schedule, []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        output = schedule(*arguments, **options)
+        computed.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", counting)
+    requests, logprobs = _same_prompt(8), []
+    backend.update_weights(model.named_parameters(), 9)
+    for _ in range(2):
+        computed.clear()
+        trajectories = list(backend.generate(requests, SamplingSpec(max_new_tokens=1)))
+        assert logprob_differences(rounded_copy(model), requests, trajectories).mean() < (
+            LOGPROB_BOUND
+        )
+        # The first row's prompt; of the others the 8 tokens that are no whole block of 32. The
+        # second generation finds nothing of the first: it has the bits of one in a new process.
+        assert sum(computed) == 40 + 7 * 8
+        logprobs.append({t.row: list(t.logprobs) for t in trajectories})
+    assert logprobs[0] == logprobs[1]
+
+
+def test_no_key_of_old_weights_outlives_them(backend: VllmBackend, model: PreTrainedModel) -> None:
+    pool = backend._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    backend.update_weights(model.named_parameters(), 10)
+    list(backend.generate(_same_prompt(2), SamplingSpec(max_new_tokens=1)))
+    assert len(pool.cached_block_hash_to_block) > 0
+    backend.update_weights(model.named_parameters(), 11)
+    assert len(pool.cached_block_hash_to_block) == 0

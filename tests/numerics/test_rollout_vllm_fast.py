@@ -1,4 +1,4 @@
-"""vLLM with fast numerics on a CPU: bfloat16 activations, float32 logits, prompts computed once."""
+"""vLLM with fast numerics on a CPU: bfloat16 activations, float32 logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from support.rollout_checks import (
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
-from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
@@ -57,14 +56,6 @@ def model(folder: Path) -> PreTrainedModel:
     return load_trainer_model(folder)
 
 
-def _same_prompt(num_rows: int) -> list[RolloutRequest]:
-    """Rows of one prompt of 70 tokens, with seeds of their own."""
-    prompt = tuple(3 + index % 50 for index in range(70))
-    return [
-        RolloutRequest(row=row, prompt_tokens=prompt, seed=100 + row) for row in range(num_rows)
-    ]
-
-
 def test_activations_are_bfloat16_and_logprobs_follow_each_update(
     backend: VllmBackend, model: PreTrainedModel
 ) -> None:
@@ -93,32 +84,3 @@ def test_logits_are_not_rounded(backend: VllmBackend, model: PreTrainedModel) ->
     assert logits
     assert {tensor.dtype for tensor in logits} == {torch.float32}
     assert not torch.equal(logits[0], logits[0].bfloat16().float())
-
-
-def test_a_prompt_is_computed_once_until_the_weights_change(
-    backend: VllmBackend, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = backend._engine.engine_core.engine_core.scheduler
-    schedule, computed = scheduler.schedule, []
-
-    def counting(*arguments: Any, **options: Any) -> Any:
-        output = schedule(*arguments, **options)
-        computed.append(output.total_num_scheduled_tokens)
-        return output
-
-    monkeypatch.setattr(scheduler, "schedule", counting)
-    requests, sampling = _same_prompt(8), SamplingSpec(max_new_tokens=1)
-
-    def sample(version: int) -> int:
-        backend.update_weights(model.named_parameters(), version)
-        computed.clear()
-        trajectories = list(backend.generate(requests, sampling))
-        differences = logprob_differences(rounded_copy(model), requests, trajectories)
-        assert differences.mean() < FAST_BOUND
-        return sum(computed)
-
-    # Two blocks of 32 tokens are shared; 6 tokens of 70 and the first row's blocks are computed.
-    assert sample(20) == 70 + 7 * 6
-    perturb(model, seed=3)
-    # Keys of the old weights are gone: the count is the same, and log-probs are the new ones.
-    assert sample(21) == 70 + 7 * 6

@@ -40,15 +40,13 @@ def _model(**fields: Any) -> ModelSpec:
 SAMPLERS: dict[str, tuple[Device, dict[str, Any], dict[str, Any]]] = {
     # What a CPU did before there was a choice.
     "exact on a CPU": (CPU, {}, dict(_S := {
-        "max_num_seqs": 64, "enforce_eager": True, "prefix_caching": False,
+        "max_num_seqs": 64, "enforce_eager": True, "prefix_caching": True,
         "async_scheduling": False, "activations": "float32",
     })),
     "fast on a CPU": (
-        *(CPU, {"numerics": "fast"}), {**_S, "prefix_caching": True, "activations": "bfloat16"},
+        *(CPU, {"numerics": "fast"}), {**_S, "activations": "bfloat16"},
     ),
-    "fast on a CPU without bfloat16": (
-        *(OLD_CPU, {"numerics": "fast"}), {**_S, "prefix_caching": True},
-    ),
+    "fast on a CPU without bfloat16": (OLD_CPU, {"numerics": "fast"}, _S),
     "on a GPU": (GPU, {}, dict(_G := {
         "max_num_seqs": 256, "enforce_eager": False, "prefix_caching": True,
         "async_scheduling": True, "activations": "bfloat16",
