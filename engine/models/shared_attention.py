@@ -31,8 +31,8 @@ SHARING_ATTENTION = "rolemesh_prefix_sharing"
 
 MOST_SCORES = 2**20
 """Up to so many scores, attention in bfloat16 on a CPU makes them as matrices. The backward pass of
-torch's own kernel (2.13) takes 5 times as long at 300,000 scores and as long at a million; its
-error is the same (float32 scores, bfloat16 weights)."""
+torch's own kernel (2.13) takes 5 times as long at 300,000 scores and as long at a million, and is
+no nearer, since it rounds the weights of the values."""
 
 
 def sharing_attention(
@@ -120,6 +120,10 @@ def _attend(
 ) -> torch.Tensor:
     """Causal attention, or attention with a mask, whose rows all have something to attend to."""
     num_scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    if torch.is_autocast_enabled(query.device.type):
+        # What autocast does to the kernel's inputs; rotated queries and keys are float32.
+        narrow = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(narrow) for tensor in (query, key, value))
     is_narrow_on_cpu = query.dtype == torch.bfloat16 and kind_of(query.device) == "cpu"
     if is_narrow_on_cpu and num_scores <= MOST_SCORES:
         return _attend_by_products(query, key, value, mask, scaling)
@@ -147,18 +151,20 @@ def _attend_by_products(
     mask: torch.Tensor | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """The same with whole score matrices, in float32; heads of a group are further queries."""
+    """The same with whole score matrices, all in float32; heads of a group are further queries."""
     rows, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
     if mask is None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
         mask = mask[None, None]
-    grouped = query.reshape(rows, groups, heads // groups * queries, width).float()
-    scores = grouped @ key.float().transpose(-1, -2)
-    scores = scores.mul(width**-0.5 if scaling is None else scaling)
-    scores = scores.view(rows, groups, heads // groups, queries, keys)
-    weights = scores.masked_fill(~mask[:, :, None], -math.inf).softmax(-1).to(value.dtype)
-    return (weights.view(rows, groups, -1, keys) @ value).view(rows, heads, queries, width)
+    with torch.autocast(query.device.type, enabled=False):
+        grouped = query.reshape(rows, groups, heads // groups * queries, width).float()
+        scores = grouped @ key.float().transpose(-1, -2)
+        scores = scores.mul(width**-0.5 if scaling is None else scaling)
+        scores = scores.view(rows, groups, heads // groups, queries, keys)
+        weights = scores.masked_fill(~mask[:, :, None], -math.inf).softmax(-1)
+        attended = weights.view(rows, groups, -1, keys) @ value.float()
+        return attended.view(rows, heads, queries, width).to(value.dtype)
 
 
 def _by_token(tensor_1HSE: torch.Tensor) -> torch.Tensor:

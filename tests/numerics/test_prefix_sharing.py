@@ -216,22 +216,32 @@ def test_prompts_without_any_completion_leave_no_trace(tmp_path: Path) -> None:
         assert float(weight.grad.abs().max()) == 0, name
 
 
-def test_attention_by_products_is_as_near_as_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("autocasts", [False, True], ids=["bfloat16", "autocast"])
+def test_attention_by_products_is_as_near_as_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, autocasts: bool
+) -> None:
     """In bfloat16 on a CPU, against float64 on the same numbers."""
 
     def found(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return attended("cpu", 2, 20, (5, 30, 1, 9), dtype=dtype, rounded=torch.bfloat16)
 
-    exact, by_products = found(torch.float64), found(torch.bfloat16)
+    def narrow() -> dict[str, torch.Tensor]:
+        # Under autocast rotated queries and keys are float32.
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            return found(torch.float32 if autocasts else torch.bfloat16)
+
+    exact, by_products = found(torch.float64), narrow()
+    assert by_products["attended"].dtype == torch.bfloat16
     monkeypatch.setattr(shared_attention, "MOST_SCORES", 0)
-    for name, by_kernel in found(torch.bfloat16).items():
+    for name, by_kernel in narrow().items():
         expected = exact[name]
         error, of_kernel = (
             float((one - expected).norm() / expected.norm())
             for one in (by_products[name], by_kernel)
         )
-        # Both round scores' weights to bfloat16, but not at the same place.
-        assert error < 1.5 * of_kernel < BFLOAT16_TOLERANCE
+        # The kernel rounds the weights of the values, too. Under autocast both round the gradient
+        # of a query last: 3.4e-3 and 3.3e-3.
+        assert error < 1.1 * of_kernel < BFLOAT16_TOLERANCE
         assert not torch.equal(by_products[name], by_kernel)
 
 
