@@ -141,10 +141,12 @@ class ServiceServer:
             self.metrics_page.start()
         self.metrics.experience_bytes.set_function(lambda: runtime.store.held_bytes)
         self.metrics.policy_version.set_function(runtime.role.policy_version)
-        if config.threads is not None:
-            # Each thread of Python has its own setting in OpenMP.
-            torch.set_num_threads(config.threads)
-            await runtime.compute.run(torch.set_num_threads, config.threads)
+        # Each thread of Python has its own setting in OpenMP, and threads of its own to go with it.
+        # The loop needs none, and libgomp's wait awake for a moment only while the process has no
+        # more of them than cores.
+        threads = config.threads or torch.get_num_threads()
+        torch.set_num_threads(1)
+        await runtime.compute.run(torch.set_num_threads, threads)
         self._background.append(asyncio.create_task(self.metrics.watch_loop()))
         # The standard servicer begins by saying that all is well.
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)

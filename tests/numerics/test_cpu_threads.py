@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.rollout_checks import load_trainer_model, make_requests
+from support.services import serving
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -191,3 +192,10 @@ def test_a_sampler_computes_prompts_with_more_threads_than_tokens(
     assert later
     assert set(later) <= {(number, 1) for number in range(1, 5)}
     backend.close()
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 2), (3, 3)])
+async def test_the_loop_of_a_service_computes_alone(asked: int | None, expected: int) -> None:
+    async with serving(threads=asked) as server:
+        assert torch.get_num_threads() == 1
+        assert await server.runtime.compute.run(torch.get_num_threads) == expected

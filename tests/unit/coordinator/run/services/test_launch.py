@@ -351,6 +351,37 @@ def test_variables_of_rolemesh_itself_are_handed_to_none(name: str) -> None:
         fake_recipe(services={"actor": {"variables": [name]}})
 
 
+@pytest.mark.parametrize(
+    ("given", "num_pools", "expected"),
+    [
+        ({}, 1, ("PASSIVE", "4000")),
+        # Roles of two pools compute at once: a thread that waits gives its core away.
+        ({}, 2, ("PASSIVE", None)),
+        ({"GOMP_SPINCOUNT": "0"}, 1, ("PASSIVE", "0")),
+        ({"OMP_WAIT_POLICY": "active"}, 1, ("active", None)),
+    ],
+)
+def test_threads_wait_awake_only_where_roles_take_turns(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, str],
+    num_pools: int,
+    expected: tuple[str, str | None],
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    split = {
+        "training": {"roles": ["actor", "critic"]},
+        "judging": {"roles": ["reference", "reward"]},
+    }
+    recipe = fake_recipe(pools=split if num_pools == 2 else None)
+    environment = service_commands(recipe, tmp_path)("actor", tmp_path / "announce").environment
+    found = (environment["OMP_WAIT_POLICY"], environment.get("GOMP_SPINCOUNT"))
+    assert found == expected
+
+
 def test_flags_are_those_that_services_know(tmp_path: Path) -> None:
     from rolemesh.services.runtime.server.config import load_config
 
