@@ -44,7 +44,7 @@ def make_engine(
     from vllm.v1.engine.llm_engine import LLMEngine
 
     prepare_vllm()
-    shares_on_cpu = current_platform.is_cpu() and choices["prefix_caching"].value
+    shares_on_cpu = current_platform.is_cpu() and spec.prefix_caching
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.path),
@@ -71,7 +71,7 @@ def make_engine(
             # by moving the generator's offset, which generators on a CPU do not have.
             enable_chunked_prefill=not current_platform.is_cpu(),
             # No keys of old weights: an update empties the cache.
-            enable_prefix_caching=choices["prefix_caching"].value,
+            enable_prefix_caching=spec.prefix_caching,
             # On a CPU vLLM takes blocks of 128 tokens, and only whole blocks are shared.
             block_size=_CPU_BLOCK_TOKENS if shares_on_cpu else None,
             async_scheduling=choices["async_scheduling"].value,

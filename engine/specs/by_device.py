@@ -77,7 +77,7 @@ def sampler_choices(
         num_slices: Ranks of a generation replica.
 
     Returns:
-        max_num_seqs, enforce_eager, prefix_caching, async_scheduling, activations.
+        max_num_seqs, enforce_eager, async_scheduling, activations.
 
     Raises:
         ValueError: Async scheduling is asked for where it cannot be.
@@ -116,10 +116,6 @@ def sampler_choices(
             Choice(False, "CUDA graphs: decoding waits for kernel launches otherwise")
             if on_gpu
             else Choice(True, f"{_ON_A_CPU} there are no graphs to capture"),
-        ),
-        "prefix_caching": _chosen(
-            spec.prefix_caching,
-            Choice(True, "the completions of a prompt compute it once; updates empty the cache"),
         ),
         "async_scheduling": _chosen(spec.async_scheduling, ahead),
         "activations": _chosen(spec.activations, activations),

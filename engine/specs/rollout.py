@@ -52,9 +52,9 @@ class VllmSpec(Spec):
     GPU; on a CPU float32 with numerics "exact", and where it has no bfloat16 instructions."""
     enforce_eager: bool | None = None
     """Skip graph capture. None: graphs on a GPU, none on a CPU."""
-    prefix_caching: bool | None = None
+    prefix_caching: bool = True
     """Compute what prompts have in common once: on a GPU while the weights stay, on a CPU within a
-    generation. None: yes."""
+    generation."""
     async_scheduling: bool | None = None
     """Schedule the next step while one runs. None: on a GPU, where one rank samples and no weights
     come between two tokens. It cannot be true where they may."""

@@ -40,7 +40,7 @@ def _model(**fields: Any) -> ModelSpec:
 SAMPLERS: dict[str, tuple[Device, dict[str, Any], dict[str, Any]]] = {
     # What a CPU did before there was a choice.
     "exact on a CPU": (CPU, {}, dict(_S := {
-        "max_num_seqs": 64, "enforce_eager": True, "prefix_caching": True,
+        "max_num_seqs": 64, "enforce_eager": True,
         "async_scheduling": False, "activations": "float32",
     })),
     "fast on a CPU": (
@@ -48,7 +48,7 @@ SAMPLERS: dict[str, tuple[Device, dict[str, Any], dict[str, Any]]] = {
     ),
     "fast on a CPU without bfloat16": (OLD_CPU, {"numerics": "fast"}, _S),
     "on a GPU": (GPU, {}, dict(_G := {
-        "max_num_seqs": 256, "enforce_eager": False, "prefix_caching": True,
+        "max_num_seqs": 256, "enforce_eager": False,
         "async_scheduling": True, "activations": "bfloat16",
     })),
     "on a GPU, with updates in flight": (
@@ -70,7 +70,6 @@ def test_what_a_recipe_gives_stands_on_every_device() -> None:
     given: dict[str, Any] = {
         "max_num_seqs": 7,
         "enforce_eager": True,
-        "prefix_caching": False,
         "async_scheduling": False,
         "activations": "float32",
     }
