@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from rolemesh.coordinator.api.plans import usual
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
+from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.run.attempts.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.checks.footprint import gib
 from rolemesh.coordinator.run.folders.summary import (
     RunSummary,
     coordinator_versions,
@@ -21,6 +24,8 @@ from rolemesh.coordinator.run.saving.best import BestOfRun
 from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunState
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slot_files import KEPT_UNHELD_S, memory_of_slots, prefix
 
 TRACKER_DEADLINE_S = 15.0
 """Longest wait at the end of a run for its trackers to send what they have."""
@@ -152,4 +157,29 @@ class Conclusion:
             coordinator_traffic=traffic_totals(parts.traffic),
             directory=parts.directory,
             model_directory=attempt.loop.model_directory,
+        )
+
+
+def tell_of_kept_cuts(
+    observer: RunObserver, run_id: str, directory: Path, memory: Path = SHM_DIRECTORY
+) -> None:
+    """Says how much memory of this host an ended run still takes, and until when.
+
+    A run that succeeds takes none: its services drop their cuts.
+
+    Args:
+        observer: Is told.
+        run_id: Of the run.
+        directory: Its folder.
+        memory: Where the services of this host keep cuts.
+    """
+    try:
+        kept = memory_of_slots(run_id, memory)
+    except FileNotFoundError:
+        return  # A host without shared memory has no cuts.
+    if kept:
+        observer.on_event(
+            f"{gib(kept)} of cuts stay in memory, so that `rolemesh train --resume {directory}` "
+            f"loses no step; services that start after {KEPT_UNHELD_S / 3600:.0f} hours remove "
+            f"them, and `rm {memory / prefix(run_id)}-*` does it at once"
         )

@@ -25,6 +25,7 @@ from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.footprint import footprint_of, free_bytes, gib
 from rolemesh.coordinator.run.checks.planning import plan_step
 from rolemesh.coordinator.run.checks.start_checks import check_start, services_in
+from rolemesh.coordinator.run.conclusion import tell_of_kept_cuts
 from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE, held
 from rolemesh.coordinator.run.folders.summary import RunSummary
 from rolemesh.coordinator.run.reporting.events import EventLog
@@ -165,6 +166,7 @@ class Session:
         finally:
             for number in heeded:
                 loop.remove_signal_handler(number)
+            tell_of_kept_cuts(self._observer, self.run_id, self.directory)
 
     def _interrupt(self) -> None:
         if self._is_ending:

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.transport.shm import (
     SEGMENT_NAME,
-    SHM_DIRECTORY,
     Segment,
     host_identity,
     remove_leftovers,
 )
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 _FILE_NAME = re.compile(rf"(?P<owner>{SEGMENT_NAME.pattern})-[a-z]+:[0-9]+-\[[-0-9]+\]-cpushm.*")
 """What vLLM makes of our name: group, members, and a number."""

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-SHM_DIRECTORY = Path("/dev/shm")
-"""Where segments live."""
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 SEGMENT_NAME = re.compile(r"rolemesh-(?P<pid>[1-9][0-9]{0,9})-[0-9a-f]{32}")
 """The only names that are ever opened or removed."""

@@ -16,11 +16,11 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolemesh.engine.transport.shm import SHM_DIRECTORY
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ SLOT_NAME = re.compile(
 MAX_TEXT_BYTES = 1 << 28
 """Longest header that is read."""
 
+KEPT_UNHELD_S = 24 * 3600.0
+"""Slots that no process holds are kept this long, for a run that is started again."""
+
 LOCK_WAIT_S = 10.0
 """A process that was just killed takes a while to let go of gigabytes, and of its lock."""
 
@@ -52,6 +55,7 @@ MARK_AT = 8
 TEXT_AT = PAGE_BYTES
 """Byte at which the header's text begins."""
 _LOCK_POLL_S = 0.05
+_STAT_BLOCK_BYTES = 512
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 
 
@@ -105,6 +109,20 @@ def slots_in(directory: Path) -> Iterator[Path]:
             continue
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
             yield path
+
+
+def memory_of_slots(run_id: str, directory: Path = SHM_DIRECTORY) -> int:
+    """Bytes of memory that all slots and logs of a run take on this host.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+    """
+    taken = 0
+    for path in slots_in(directory):
+        if path.name.startswith(f"{prefix(run_id)}-"):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                taken += path.stat().st_blocks * _STAT_BLOCK_BYTES
+    return taken
 
 
 def open_checked(path: Path) -> int | None:

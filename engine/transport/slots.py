@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from rolemesh.engine.transport.shm import SHM_DIRECTORY
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.transport.slot_files import (
     MARK_AT,
     PAGE_BYTES,

@@ -19,6 +19,7 @@ from typing import Any
 
 from rolemesh.engine.specs.urls import without_passwords
 from rolemesh.engine.transport.shm import remove_leftovers
+from rolemesh.engine.transport.slot_files import KEPT_UNHELD_S
 from rolemesh.engine.transport.slots import remove_old_slots
 from rolemesh.rpc import tracing
 from rolemesh.services.runtime.calls.role import Role
@@ -41,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 SAME_END_S = 1.0
 """Signals within this time are one: Slurm signals a rank, and its agent, which passes it on."""
-
-CUT_AGE_S = 24 * 3600.0
-"""Cuts that no process holds are kept this long, for a run that is started again."""
 
 EXIT_OK = 0
 EXIT_USAGE = 2
@@ -123,7 +121,7 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
     logger.info("settings: %s", json.dumps(without_passwords(config.model_dump(mode="json"))))
     for name in remove_leftovers():
         logger.info("removed shared memory %s, left behind by a dead process", name)
-    for name, run_id in remove_old_slots(CUT_AGE_S):
+    for name, run_id in remove_old_slots(KEPT_UNHELD_S):
         logger.info(
             "removed the cut %s of run %r: no process holds it, and it is old", name, run_id
         )

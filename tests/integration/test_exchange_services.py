@@ -20,7 +20,7 @@ from support.rollout_services import Caller, process_of, rows_of
 from support.services import operation_key, serving
 from support.warm_processes import forked
 
-from rolemesh.engine.transport.shm import SHM_DIRECTORY
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.weights import exchange
 from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import open_channel

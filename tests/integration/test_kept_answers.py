@@ -29,7 +29,7 @@ from support.services import operation_key, serving
 from support.warm_processes import forked
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.transport.shm import SHM_DIRECTORY
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.transport.slot_files import NUM_LOGS, SlotOwner
 from rolemesh.engine.transport.slots import remove_slots
 from rolemesh.rpc.channel import open_channel

@@ -16,10 +16,11 @@ import httpx
 import pytest
 from support.coordinator_doors import bearer, made_token
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
+from support.fake_runs import Recorder
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
-from rolemesh.coordinator.dataflow.observer import QuietObserver
+from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.run import session as session_module
 from rolemesh.coordinator.run.checks import start_checks
 from rolemesh.coordinator.run.services.commands import ServiceCommand
@@ -28,6 +29,8 @@ from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, 
 from rolemesh.coordinator.sdk import AsyncClient, StateChanged
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
+from rolemesh.engine.transport.slot_files import SlotOwner
+from rolemesh.engine.transport.slots import Slot, remove_slots
 
 
 def make_session(mesh: FakeMesh, directory: Path) -> Session:
@@ -65,13 +68,16 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStateStore:
 
 
 def session_whose_services_run(
-    program: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+    program: str,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    observer: RunObserver | None = None,
 ) -> Session:
     command = ServiceCommand(arguments=[sys.executable, "-c", program], environment={})
     monkeypatch.setattr(session_module, "service_commands", lambda *_: lambda *names: command)
     # Its models are nowhere.
     monkeypatch.setattr(start_checks, "check_paths", lambda *arguments: None)
-    return Session(fake_recipe(steps=1), directory, QuietObserver(), run_id="starting")
+    return Session(fake_recipe(steps=1), directory, observer or QuietObserver(), run_id="starting")
 
 
 async def last_state(store: MemoryStateStore) -> tuple[RunState, str]:
@@ -112,6 +118,24 @@ async def test_a_run_whose_services_do_not_start_has_failed(
     state, failure = await last_state(store)
     assert state is RunState.FAILED
     assert "no memory for me" in failure
+
+
+async def test_a_run_that_ends_says_how_much_memory_its_cuts_still_take(
+    tmp_path: Path, store: MemoryStateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    session = session_whose_services_run("raise SystemExit(1)", tmp_path, monkeypatch, recorder)
+    owner = SlotOwner("starting", "actor", 0, 1)
+    Slot.create(owner, 0, 3 * 2**20).close()
+    try:
+        with pytest.raises(LaunchError):
+            await session.execute()
+    finally:
+        remove_slots("starting", "actor")
+    told = [event for event in recorder.events if "of cuts stay in memory" in event]
+    assert [text.split()[0] for text in told] == ["3.0"]
+    assert f"--resume {tmp_path}` loses no step" in told[0]
+    assert f"rm {owner.path(0)}".startswith(told[0].split("`")[3].rstrip("*"))
 
 
 async def test_whoever_watches_a_run_hears_that_its_services_did_not_start(

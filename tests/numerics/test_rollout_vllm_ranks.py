@@ -48,7 +48,7 @@ from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
-from rolemesh.engine.transport.shm import SHM_DIRECTORY
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 LOGPROB_BOUND = 5e-4
 """Mean abs difference promised between sampler and trainer, for both types. Measured: 1e-6 with two

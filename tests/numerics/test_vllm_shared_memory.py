@@ -17,7 +17,8 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout import vllm_shared_memory
 from rolemesh.engine.rollout.vllm_ranks import launched_rank
 from rolemesh.engine.rollout.vllm_shared_memory import remove_dead_files, shared_memory_name
-from rolemesh.engine.transport.shm import SHM_DIRECTORY, Segment
+from rolemesh.engine.transport.shm import Segment
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 INTERVALS = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=2))
 """Generation groups (0, 2) and (1, 3)."""

@@ -40,6 +40,7 @@ from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs.by_device import Device
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 PYTHON = SpecifierSet(">=3.11,<3.15")
 QUICKSTART_MODEL = Path(".models/SmolLM2-135M-Instruct")
@@ -66,7 +67,7 @@ async def diagnose(recipe: Recipe | None = None, gpus: HostGpus | None = None) -
         *check_packages(installed),
         *await check_gpus(installed),
         check_memory(psutil.virtual_memory().total, usable_cores()),
-        check_shared_memory(Path("/dev/shm")),
+        check_shared_memory(SHM_DIRECTORY),
         check_disk(Path()),
         check_loopback(),
         check_sandbox(),

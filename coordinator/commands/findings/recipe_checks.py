@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -39,6 +38,7 @@ from rolemesh.engine.specs import (
     WeightedRewardSpec,
     named_sources,
 )
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 _GIVEN = {
     "sft": "demonstration",
@@ -56,7 +56,6 @@ _LONGER_S = 60.0
 """The time limit that is advised where the given one was too short, in seconds, at least."""
 
 _SHOWN_CHARACTERS = 800
-_SHM = Path("/dev/shm")
 
 
 async def recipe_findings(
@@ -376,13 +375,13 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
             f"{name}: about {gib(size)} on each GPU; an estimate of weights, gradients and "
             "optimizer, without sampler and activations",
         )
-    if found.cuts and _SHM.is_dir():
+    if found.cuts and SHM_DIRECTORY.is_dir():
         yield _against(
             "shared memory",
-            f"about {gib(found.cuts)} in {_SHM} for the cuts that recovery goes back to, beside "
-            "the experience of a step",
+            f"about {gib(found.cuts)} in {SHM_DIRECTORY} for the cuts that recovery goes back to, "
+            "beside the experience of a step",
             found.cuts,
-            shutil.disk_usage(_SHM).free,
+            shutil.disk_usage(SHM_DIRECTORY).free,
             "free there",
             "make it larger, or set run.recovery.cuts to false",
         )

@@ -25,7 +25,8 @@ from rolemesh.engine.layout.manifest import (
 )
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import LayoutSpec
-from rolemesh.engine.transport.shm import SHM_DIRECTORY, open_segment
+from rolemesh.engine.transport.shm import open_segment
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.published import Publication
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part

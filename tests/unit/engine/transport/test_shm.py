@@ -15,13 +15,13 @@ from support.services import segments_of
 
 from rolemesh.engine.transport import shm
 from rolemesh.engine.transport.shm import (
-    SHM_DIRECTORY,
     Segment,
     SegmentInvalidError,
     host_identity,
     open_segment,
     remove_leftovers,
 )
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 
 @pytest.fixture

@@ -16,7 +16,13 @@ import pytest
 
 from rolemesh.engine.transport import slot_files
 from rolemesh.engine.transport.shm import remove_leftovers
-from rolemesh.engine.transport.slot_files import PAGE_BYTES, SlotHeldError, SlotOwner, SlotRoomError
+from rolemesh.engine.transport.slot_files import (
+    PAGE_BYTES,
+    SlotHeldError,
+    SlotOwner,
+    SlotRoomError,
+    memory_of_slots,
+)
 from rolemesh.engine.transport.slots import (
     LogUnavailableError,
     Slot,
@@ -136,6 +142,16 @@ def test_dropping_removes_all_slots_of_a_role_in_a_run_and_no_others(owner: Slot
     ]
     assert sorted(remove_slots("run", "actor", directory)) == sorted(path.name for path in own)
     assert sorted(directory.iterdir()) == sorted(kept)
+
+
+def test_memory_of_a_run_is_that_of_all_its_roles_and_of_no_other_run(owner: SlotOwner) -> None:
+    directory = owner.directory
+    assert memory_of_slots("run", directory) == 0
+    left_behind(owner)
+    left_behind(SlotOwner("run", "critic", 0, 1, directory), index=1)
+    left_behind(SlotOwner("other", "actor", 0, 1, directory))
+    # A slot is whole pages, and all of them are reserved.
+    assert memory_of_slots("run", directory) == 2 * SLOT_BYTES
 
 
 def test_what_is_old_and_free_is_removed_and_what_is_held_or_new_stays(owner: SlotOwner) -> None:

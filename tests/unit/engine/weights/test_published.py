@@ -15,7 +15,8 @@ from support.weight_shards import PADDING, numbered, shards
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
 from rolemesh.engine.layout.manifest import ManifestError, WeightLayout, num_elements
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.transport.shm import SHM_DIRECTORY, open_segment
+from rolemesh.engine.transport.shm import open_segment
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.weights import published
 from rolemesh.engine.weights.published import (
     Publication,

@@ -13,7 +13,7 @@ import torch
 from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import Parameter, WeightLayout
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.transport.shm import SHM_DIRECTORY
+from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.errors import InvalidRequestError, OutOfRangeError, PreconditionError
