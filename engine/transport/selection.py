@@ -23,7 +23,6 @@ from rolemesh.engine.transport.base import Deadline, Transport
 from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.cuda_queue import CudaQueue
 from rolemesh.engine.transport.gloo import GlooTransport
-from rolemesh.engine.transport.local import LocalTransport
 from rolemesh.engine.transport.nccl import NcclTransport
 from rolemesh.engine.transport.process_memory import process_memory_transport
 from rolemesh.engine.transport.ring import RingTransport
@@ -139,14 +138,15 @@ def make_transport(
 ) -> Transport:
     """Connects the ranks of a mesh; all of them call it together.
 
-    One rank needs no transport. On CPUs within one x86-64 host: out of the sender's own memory, or
-    through shared memory where that is not allowed; else gloo. On GPUs: NCCL through cupy, or CUDA
-    IPC where all ranks share one device; without cupy torch's own NCCL, and at last gloo with
-    copies in host memory. What cannot be used after all (a full /dev/shm, a cupy without libnccl on
-    one rank) is left by all ranks for the next in that order.
+    On CPUs within one x86-64 host: out of the sender's own memory, or through shared memory where
+    that is not allowed; else gloo. On GPUs: NCCL through cupy, or CUDA IPC where all ranks share
+    one device; without cupy torch's own NCCL, and at last gloo with copies in host memory. What
+    cannot be used after all (a full /dev/shm, a cupy without libnccl on one rank) is left by all
+    ranks for the next in that order.
 
     Args:
-        mesh: Its process groups take tensors in host memory ("gloo", "cpu:gloo,cuda:nccl").
+        mesh: Of several ranks. Its process groups take tensors in host memory ("gloo",
+            "cpu:gloo,cuda:nccl").
         device: On which this rank's weights lie.
         timeout_s: Seconds for all ranks to connect by one transport.
 
@@ -157,8 +157,6 @@ def make_transport(
         TransportUnavailableError: The ranks' devices fit no transport; on all ranks alike.
         RuntimeError: A rank vanished while they spoke.
     """
-    if mesh.world.size == 1:
-        return LocalTransport.alone()
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     own = asdict(Surroundings.of(device))

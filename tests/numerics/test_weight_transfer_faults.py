@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from support.local_transport import LocalHub
 from support.rank_processes import RankContext, RankPool
 from support.transport_ranks import THREADED, cluster, process_transport
 from support.weight_ranks import (
@@ -26,7 +27,6 @@ from rolemesh.engine.layout.boxes import generate_layout, train_layout
 from rolemesh.engine.layout.manifest import ManifestError
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Exchange, Message, TransferFailedError, Transport
-from rolemesh.engine.transport.local import LocalTransport
 from rolemesh.engine.weights.plan import Plan, make_plan
 from rolemesh.engine.weights.transfer import TransferMismatchError, WeightTransfer
 
@@ -90,7 +90,7 @@ def test_a_transport_of_another_rank_or_too_few_ranks_is_refused() -> None:
         with pytest.raises(ValueError, match="the plan is for rank 1 of 2"):
             WeightTransfer(pair_plan(), 1, ranks.transports[0], timeout_s=WAIT_S)
         with pytest.raises(ValueError, match="rank 0 of 1"):
-            WeightTransfer(pair_plan(), 0, LocalTransport.alone(), timeout_s=WAIT_S)
+            WeightTransfer(pair_plan(), 0, LocalHub(1).transport(0), timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize("kind", ["local", "memory", "shm"])

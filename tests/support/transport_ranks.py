@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from support.fake_nccl import FakeFabric, FakeNccl, FakeQueue, FakeRuntime
+from support.local_transport import LocalHub
 from support.rank_processes import RankContext
 
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Transport
 from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.gloo import GlooTransport
-from rolemesh.engine.transport.local import LocalHub
 from rolemesh.engine.transport.nccl import NcclTransport
 from rolemesh.engine.transport.process_memory import process_memory_transport
 from rolemesh.engine.transport.ring import RingTransport

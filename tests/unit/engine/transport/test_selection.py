@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.selection import (
     Surroundings,
     TransportUnavailableError,
-    make_transport,
     possible_ways,
 )
 
@@ -69,8 +66,3 @@ def test_ranks_without_a_way_are_told_what_is_wrong(
 ) -> None:
     with pytest.raises(TransportUnavailableError, match=complaint):
         possible_ways(ranks)
-
-
-def test_one_rank_needs_no_peers() -> None:
-    with make_transport(RankMesh.single(), torch.device("cpu")) as transport:
-        assert (transport.name, transport.world_size) == ("local memory", 1)

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, or one rank alone: nothing leaves the process."""
+"""A transport between threads of one process: the simplest one that keeps the contract."""
 
 from __future__ import annotations
 
@@ -54,11 +54,6 @@ class LocalTransport(Transport):
     def __init__(self, hub: LocalHub, rank: int) -> None:
         super().__init__(rank, hub.world_size)
         self._hub = hub
-
-    @classmethod
-    def alone(cls) -> LocalTransport:
-        """The transport of a rank that has no peers."""
-        return LocalHub(1).transport(0)
 
     def abort(self) -> None:
         """Gives up; peers that wait for this rank fail at once."""
