@@ -52,22 +52,8 @@ def load_nccl() -> Any:
     return nccl
 
 
-def encode_unique_id(unique_id: bytes | tuple[int, ...]) -> str:
-    """A unique id as hex; cupy gives bytes since 14.0 and a tuple of (signed) ints before.
-
-    Raises:
-        OfferInvalidError: It has not 128 bytes.
-    """
-    raw = (
-        unique_id if isinstance(unique_id, bytes) else bytes(number & 0xFF for number in unique_id)
-    )
-    if len(raw) != UNIQUE_ID_BYTES:
-        raise OfferInvalidError(f"NCCL's unique id has {len(raw)} bytes, not {UNIQUE_ID_BYTES}")
-    return raw.hex()
-
-
-def decode_unique_id(text: str, *, as_tuple: bool) -> bytes | tuple[int, ...]:
-    """The unique id of a peer, in the form that this rank's cupy takes.
+def decode_unique_id(text: str) -> bytes:
+    """The unique id of a peer.
 
     Raises:
         OfferInvalidError: It is no hex of 128 bytes.
@@ -78,8 +64,6 @@ def decode_unique_id(text: str, *, as_tuple: bool) -> bytes | tuple[int, ...]:
         raise OfferInvalidError(f"NCCL's unique id is not hex: {error}") from error
     if len(raw) != UNIQUE_ID_BYTES:
         raise OfferInvalidError(f"NCCL's unique id has {len(raw)} bytes, not {UNIQUE_ID_BYTES}")
-    if as_tuple:
-        return tuple(byte - 256 if byte > 127 else byte for byte in raw)
     return raw
 
 
@@ -127,15 +111,14 @@ class NcclTransport(Transport):
         self._launch_timeout_s = launch_timeout_s
         self._communicator: Any = None
         self._lock = threading.Lock()
-        self._unique_id = self._nccl.get_unique_id() if rank == 0 else b""
+        # Bytes, since cupy 14.0.
+        self._unique_id: bytes = self._nccl.get_unique_id() if rank == 0 else b""
 
     @property
     def offer(self) -> bytes:
         """NCCL's version, and of rank 0 the unique id."""
-        unique_id = encode_unique_id(self._unique_id) if self.rank == 0 else ""
-        return encode_offer(
-            "nccl", {"version": int(self._nccl.get_version()), "unique_id": unique_id}
-        )
+        version = int(self._nccl.get_version())
+        return encode_offer("nccl", {"version": version, "unique_id": self._unique_id.hex()})
 
     def connect(self, offers: Sequence[bytes], *, timeout_s: float) -> None:
         """Makes the communicator. Every rank calls it.
@@ -161,7 +144,7 @@ class NcclTransport(Transport):
                     f"rank {peer} has NCCL {offer['version']}, rank {self.rank} has {own}: install "
                     "the same version on all ranks"
                 )
-        unique_id = decode_unique_id(decoded[0]["unique_id"], as_tuple=self._takes_tuple())
+        unique_id = decode_unique_id(decoded[0]["unique_id"])
         deadline = Deadline(timeout_s)
         outcome: dict[str, Any] = {}
 
@@ -200,12 +183,6 @@ class NcclTransport(Transport):
             communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.destroy()
-
-    def _takes_tuple(self) -> bool:
-        version = getattr(self._nccl, "cupy_version", None)
-        if version is None:
-            version = importlib.import_module("cupy").__version__
-        return int(str(version).split(".")[0]) < 14
 
     def _start(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, is_control: bool

@@ -119,12 +119,9 @@ class FakeNccl:
 
     NCCL_UINT8 = 1
 
-    def __init__(
-        self, fabric: FakeFabric, *, version: int = 23007, cupy_version: str = "14.2.0"
-    ) -> None:
+    def __init__(self, fabric: FakeFabric, *, version: int = 23007) -> None:
         self.fabric = fabric
         self.version = version
-        self.cupy_version = cupy_version
         self.group: list[Callable[[], None]] | None = None
         self.num_groups = 0
         self.async_error = ""
@@ -132,11 +129,8 @@ class FakeNccl:
     def get_version(self) -> int:
         return self.version
 
-    def get_unique_id(self) -> bytes | tuple[int, ...]:
-        raw = secrets.token_bytes(128)
-        if int(self.cupy_version.split(".")[0]) < 14:
-            return tuple(byte - 256 if byte > 127 else byte for byte in raw)
-        return raw
+    def get_unique_id(self) -> bytes:
+        return secrets.token_bytes(128)
 
     def groupStart(self) -> None:
         if self.group is not None:
@@ -153,11 +147,9 @@ class FakeNccl:
             start()
 
     def NcclCommunicator(self, ndev: int, uid: Any, rank: int) -> FakeCommunicator:
-        wants_tuple = int(self.cupy_version.split(".")[0]) < 14
-        if isinstance(uid, tuple) != wants_tuple:
+        if not isinstance(uid, bytes):
             raise TypeError(f"unique id is {type(uid)}")
-        raw = bytes(number & 0xFF for number in uid) if wants_tuple else uid
-        members = self.fabric.members[raw]
+        members = self.fabric.members[uid]
         with self.fabric.changed:
             members.add(rank)
             self.fabric.changed.notify_all()
