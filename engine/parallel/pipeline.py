@@ -19,9 +19,6 @@ import torch.distributed as dist
 
 from rolemesh.engine.parallel.mesh import RankMesh
 
-Payload: TypeAlias = Literal["hidden", "gradient"]
-"""Hidden states travel to the next stage, their gradients to the stage before."""
-
 
 @dataclass(frozen=True, slots=True)
 class Compute:
