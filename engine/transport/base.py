@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -141,17 +140,25 @@ class Transport(ABC):
         for message in (*sends, *receives):
             self._check(message)
         if self._failure:
-            raise TransferFailedError(
-                f"the transport failed before ({self._failure})",
-                rank=self.rank,
-                peer=None,
-                transport=self.name,
-                waited_for=label,
-                seconds=0.0,
+            raise self.failure(
+                f"the transport failed before ({self._failure})", None, label, seconds=0.0
             )
         if not sends and not receives:
             return _Nothing()
         return self._start(sends, receives, label, is_control)
+
+    def failure(
+        self, cause: str, peer: int | None, waited_for: str, *, seconds: float
+    ) -> TransferFailedError:
+        """An error of this rank's end; arguments as of `TransferFailedError`."""
+        return TransferFailedError(
+            cause,
+            rank=self.rank,
+            peer=peer,
+            transport=self.name,
+            waited_for=waited_for,
+            seconds=seconds,
+        )
 
     def abort(self) -> None:
         """Gives up all rounds under way and refuses further ones. Safe to repeat."""
@@ -164,12 +171,7 @@ class Transport(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @abstractmethod

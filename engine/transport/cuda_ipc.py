@@ -71,11 +71,7 @@ def cuda_ipc_transport(
         )
     loaded = load_runtime() if runtime is None else runtime
     slots = CudaSlots(rank, world_size, slot_bytes, queue, device_uuid, loaded)
-    try:
-        return RingTransport(rank, world_size, slots, slot_bytes=slot_bytes)
-    except BaseException:
-        slots.close()
-        raise
+    return RingTransport(rank, world_size, slots, slot_bytes=slot_bytes)
 
 
 class _CudaCopying(Copying):
@@ -137,9 +133,6 @@ class CudaSlots(Slots):
                 f"rank {peer}'s handle has {len(raw)} bytes, not {HANDLE_BYTES}"
             )
         self._theirs[peer] = self._runtime.ipcOpenMemHandle(raw, _LAZY_PEER_ACCESS)
-
-    def all_opened(self) -> None:
-        """The memory has no name that could be left behind."""
 
     def start(self) -> None:
         """Copies of the round come after what the caller has queued."""

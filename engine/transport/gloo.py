@@ -82,14 +82,7 @@ class GlooTransport(TorchGroupTransport):
             cause = "it did not do its part in time"
         else:
             cause = f"the connection broke, so it ended or gave up ({lines[0]})"
-        return TransferFailedError(
-            cause,
-            rank=self.rank,
-            peer=peer,
-            transport=self.name,
-            waited_for=label,
-            seconds=deadline.elapsed_s,
-        )
+        return self.failure(cause, peer, label, seconds=deadline.elapsed_s)
 
 
 class _GlooExchange(Exchange):

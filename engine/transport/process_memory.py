@@ -62,11 +62,7 @@ def process_memory_transport(rank: int, world_size: int) -> RingTransport:
     if world_size < 2:
         raise ValueError(f"world_size is {world_size}: give at least 2")
     slots = MemorySlots(rank, world_size)
-    try:
-        return RingTransport(rank, world_size, slots, slot_bytes=_WHOLE_MESSAGES)
-    except BaseException:
-        slots.close()
-        raise
+    return RingTransport(rank, world_size, slots, slot_bytes=_WHOLE_MESSAGES)
 
 
 class MemorySlots(Slots):
@@ -136,9 +132,6 @@ class MemorySlots(Slots):
     def all_opened(self) -> None:
         """Removes the segment's name."""
         self._segment.forget_name()
-
-    def start(self) -> None:
-        """Host memory is ready when the caller is."""
 
     def write(self, peer: int, slot: int, source: torch.Tensor) -> Copying | None:
         """Says where the source lies, a view of uint8; nothing is copied."""

@@ -17,13 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rolemesh.engine.transport.base import (
-    Deadline,
-    Exchange,
-    Message,
-    TransferFailedError,
-    Transport,
-)
+from rolemesh.engine.transport.base import Deadline, Exchange, Message, Transport
 from rolemesh.engine.transport.rendezvous import (
     OfferInvalidError,
     check_offers,
@@ -60,17 +54,22 @@ class RingTransport(Transport):
     """
 
     def __init__(self, rank: int, world_size: int, slots: Slots, *, slot_bytes: int) -> None:
-        if platform.machine() != "x86_64":
-            # Python has no memory barrier; x86-64 keeps stores in their order by itself.
-            raise OSError(f"{slots.name} is for x86-64, not {platform.machine()}: use gloo")
-        super().__init__(rank, world_size)
+        """Takes the slots over; they are closed if there can be no transport."""
+        # Of each (owner, peer) record.
+        self._words = -(-(_LENGTH + slots.num_slots) // _LINE_WORDS) * _LINE_WORDS
+        try:
+            if platform.machine() != "x86_64":
+                # Python has no memory barrier; x86-64 keeps stores in their order by itself.
+                raise OSError(f"{slots.name} is for x86-64, not {platform.machine()}: use gloo")
+            super().__init__(rank, world_size)
+            self._segment = Segment.create(8 * (self._words * world_size + 1))
+        except BaseException:
+            slots.close()
+            raise
         self.name = slots.name
         self.takes_views = slots.takes_views
         self._slots = slots
         self._slot_bytes = slot_bytes
-        # Of each (owner, peer) record.
-        self._words = -(-(_LENGTH + slots.num_slots) // _LINE_WORDS) * _LINE_WORDS
-        self._segment = Segment.create(8 * (self._words * world_size + 1))
         self._own = np.frombuffer(self._segment.buffer, dtype=np.int64)
         self._peers: dict[int, PeerSegment] = {}
         self._theirs: dict[int, npt.NDArray[np.int64]] = {}
@@ -144,14 +143,9 @@ class RingTransport(Transport):
             while self._theirs[peer][-1] != _CONNECTED:
                 cause = self._gone(peer)
                 if cause or deadline.is_over:
-                    raise TransferFailedError(
-                        cause or "it did not do its part in time",
-                        rank=self.rank,
-                        peer=peer,
-                        transport=self.name,
-                        waited_for="its connection",
-                        seconds=deadline.elapsed_s,
-                    )
+                    cause = cause or "it did not do its part in time"
+                    seconds = deadline.elapsed_s
+                    raise self.failure(cause, peer, "its connection", seconds=seconds)
                 time.sleep(_LONGEST_PAUSE_S)
         self._segment.forget_name()
         self._slots.all_opened()
@@ -409,14 +403,7 @@ class _RingExchange(Exchange):
                 self._cause = (self._slowest(), "it did not do its part in time")
         self._transport.abort()
         peer, cause = self._cause
-        raise TransferFailedError(
-            cause,
-            rank=self._transport.rank,
-            peer=peer,
-            transport=self._transport.name,
-            waited_for=self._label,
-            seconds=deadline.elapsed_s,
-        )
+        raise self._transport.failure(cause, peer, self._label, seconds=deadline.elapsed_s)
 
     def _slowest(self) -> int | None:
         """A peer that has still to do something in this round."""

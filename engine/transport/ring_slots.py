@@ -44,13 +44,14 @@ class Slots(ABC):
     def open(self, peer: int, handle: str) -> None:
         """Makes a peer's slots readable."""
 
-    @abstractmethod
-    def all_opened(self) -> None:
-        """Every peer has opened the slots: names can go."""
+    def all_opened(self) -> None:  # noqa: B027
+        """Every peer has opened the slots: names can go. Not all slots have one."""
 
-    @abstractmethod
-    def start(self) -> None:
-        """A round begins: its buffers are ready once what the caller has queued is done."""
+    def start(self) -> None:  # noqa: B027
+        """A round begins: its buffers are ready once what the caller has queued is done.
+
+        Host memory is ready when the caller is.
+        """
 
     @abstractmethod
     def write(self, peer: int, slot: int, source: torch.Tensor) -> Copying | None:

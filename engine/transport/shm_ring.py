@@ -32,11 +32,7 @@ def shm_ring_transport(
             f"world_size is {world_size} and slot_bytes {slot_bytes}: give at least 2 and 1"
         )
     slots = HostSlots(rank, world_size, slot_bytes)
-    try:
-        return RingTransport(rank, world_size, slots, slot_bytes=slot_bytes)
-    except BaseException:
-        slots.close()
-        raise
+    return RingTransport(rank, world_size, slots, slot_bytes=slot_bytes)
 
 
 class HostSlots(Slots):
@@ -72,9 +68,6 @@ class HostSlots(Slots):
     def all_opened(self) -> None:
         """Removes the segment's name."""
         self._segment.forget_name()
-
-    def start(self) -> None:
-        """Host memory is ready when the caller is."""
 
     def write(self, peer: int, slot: int, source: torch.Tensor) -> Copying | None:
         """Copies at once; source: uint8 [bytes]."""

@@ -118,14 +118,8 @@ class TorchPairsTransport(TorchGroupTransport):
     def failed(self, error: Exception, label: str, deadline: Deadline) -> TransferFailedError:
         """The error of a round that broke."""
         lines = str(error).splitlines() or [type(error).__name__]
-        return TransferFailedError(
-            f"torch reports: {lines[0]}",
-            rank=self.rank,
-            peer=None,
-            transport=self.name,
-            waited_for=label,
-            seconds=deadline.elapsed_s,
-        )
+        cause = f"torch reports: {lines[0]}"
+        return self.failure(cause, None, label, seconds=deadline.elapsed_s)
 
 
 class _Round(Exchange):

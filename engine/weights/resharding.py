@@ -7,7 +7,6 @@ part of what it generates with, so only the rest travels, once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -165,12 +164,7 @@ class Resharder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _await_all(self, policy_version: int) -> None:

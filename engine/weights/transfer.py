@@ -15,13 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from rolemesh.engine.layout.manifest import ManifestError
-from rolemesh.engine.transport.base import (
-    Deadline,
-    Exchange,
-    Message,
-    TransferFailedError,
-    Transport,
-)
+from rolemesh.engine.transport.base import Deadline, Exchange, Message, Transport
 from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.messages import (
@@ -355,11 +349,9 @@ class _Sent:
             wrong = (actual != sums.cpu()).view(-1, 4).any(1).nonzero().flatten()
             if wrong.numel():
                 copy = parcel.parts[int(wrong[0])].copy
-                raise TransferFailedError(
+                raise self._transfer._transport.failure(
                     f"{copy.box} of {copy.parameter} arrived with other bytes than were sent",
-                    rank=self._transfer._rank,
-                    peer=parcel.peer,
-                    transport=self._transfer._transport.name,
-                    waited_for=self._round.label,
+                    parcel.peer,
+                    self._round.label,
                     seconds=deadline.elapsed_s,
                 )

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rolemesh.engine.transport.base import (
-    Deadline,
-    Exchange,
-    Message,
-    TransferFailedError,
-    Transport,
-)
+from rolemesh.engine.transport.base import Deadline, Exchange, Message, Transport
 
 
 class _Parcel:
@@ -140,11 +134,4 @@ class _LocalExchange(Exchange):
 
     def _fail(self, cause: str, peer: int, deadline: Deadline) -> None:
         self._transport.abort()
-        raise TransferFailedError(
-            cause,
-            rank=self._transport.rank,
-            peer=peer,
-            transport=self._transport.name,
-            waited_for=self._label,
-            seconds=deadline.elapsed_s,
-        )
+        raise self._transport.failure(cause, peer, self._label, seconds=deadline.elapsed_s)
