@@ -164,7 +164,7 @@ class _Subject:
         self._make_moments()
         at_rest = dict(tally.held)
         tally.forget_peak()
-        self._trainer.forward_backward(batch, self._work.loss, plan=plan)
+        self._trainer.forward_backward(batch, self._work.loss, plan)
         passes, passes_peak = dict(tally.at_peak), tally.peak
         tally.forget_peak()
         with tally.purpose("optimizer"):
@@ -225,7 +225,7 @@ def _gradient(weight: torch.Tensor) -> torch.Tensor:
 
 def _trainer(work: RankWork, mesh: RankMesh) -> Trainer:
     assert work.optimizer is not None
-    return Trainer(work.kind, _model(work, mesh, trainable=True), work.optimizer)
+    return Trainer(_model(work, mesh, trainable=True), work.optimizer)
 
 
 def _model(work: RankWork, mesh: RankMesh, *, trainable: bool) -> CausalLm | ScoringModel:

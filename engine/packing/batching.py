@@ -26,7 +26,6 @@ __all__ = [
     "PAD_TOKEN",
     "PaddedRows",
     "balanced_partition",
-    "balanced_units",
     "check_units",
     "micro_batches",
     "pad_rows",
@@ -80,26 +79,6 @@ def unit_rows(units: Sequence[int], rows_per_unit: int) -> list[int]:
     Example: units (2, 0) of 2 rows each are the rows [4, 5, 0, 1].
     """
     return [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
-
-
-def balanced_units(
-    lengths: Sequence[int], num_parts: int, rows_per_unit: int = 1
-) -> list[list[int]]:
-    """Cuts rows into parts as `balanced_partition` does, but no unit apart.
-
-    Args:
-        lengths: Tokens in each row.
-        num_parts: At least 1.
-        rows_per_unit: Neighbouring rows that stay together; 1: each row for itself.
-
-    Returns:
-        Rows of each part, ascending.
-
-    Raises:
-        ValueError: A number is out of range, or the rows are no multiple of rows_per_unit.
-    """
-    parts = balanced_partition(unit_lengths(lengths, rows_per_unit), num_parts)
-    return [unit_rows(units, rows_per_unit) for units in parts]
 
 
 def micro_batches(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.specs import LossSpec
 from rolemesh.engine.train.plan import UpdatePlan
 
@@ -29,22 +28,8 @@ class AuxiliaryLoss:
     """What to minimise."""
     weight: float
     """Of its gradient, >= 0. Its metrics are not weighted."""
-    plan: UpdatePlan | None = None
-    """Which rows `batch` has, and in which steps, by `UpdatePlan.dealt`; None: `batch` is whole on
-    every rank, and is dealt out when the number of steps is known."""
-
-    def checked_plan(self, dp: RankGroup, num_steps: int) -> UpdatePlan:
-        """The plan for an update of so many optimizer steps.
-
-        Raises:
-            ValueError: Batch, plan and number of steps do not fit together.
-        """
-        plan = self.plan
-        if plan is None:
-            lengths = self.batch["tokens"].lengths().tolist()
-            plan = UpdatePlan.dealt(lengths, dp, num_steps=num_steps).for_whole_batch()
-        plan.check(self.batch, num_steps=num_steps)
-        return plan
+    plan: UpdatePlan
+    """Which rows `batch` has, and in which steps, by `UpdatePlan.dealt`."""
 
     @property
     def prefix(self) -> str:

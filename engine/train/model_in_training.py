@@ -53,13 +53,8 @@ class ModelInTraining:
     refuse.
     """
 
-    def __init__(
-        self,
-        kind: TrainerKind,
-        model: TrainedModel,
-        optimizer: OptimizerSpec,
-    ) -> None:
-        self.kind = kind
+    def __init__(self, model: TrainedModel, optimizer: OptimizerSpec) -> None:
+        self.kind = kind_of(model)
         self.model = model
         self.rank_model = RankModel(model)
         self.policy_version = 0

@@ -6,7 +6,7 @@ It is arithmetic on the lengths of a whole batch; every rank makes its own, with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.packing.batching import balanced_partition, update_assignment
@@ -102,7 +102,7 @@ class UpdatePlan:
 
         Args:
             lengths: Tokens in each row of the whole mini-batch.
-            rows: This rank's part of them, e.g. one of `balanced_units`; other ranks have the rest.
+            rows: This rank's part of them; other ranks have the rest.
             rows_per_unit: Neighbouring rows of the mini-batch that are in the same part, and share
                 a forward pass.
 
@@ -119,11 +119,6 @@ class UpdatePlan:
             rows_of_steps=[len(lengths)],
             rows_per_unit=rows_per_unit,
         )
-
-    def for_whole_batch(self) -> UpdatePlan:
-        """The same steps for a rank that holds the whole batch, in order."""
-        steps = [[self.rows[place] for place in places] for places in self.steps]
-        return replace(self, rows=range(len(self.lengths)), steps=steps)
 
     def check(self, batch: Experience, *, num_steps: int) -> None:
         """Raises ValueError unless the plan is of this batch and of so many optimizer steps.

@@ -17,7 +17,6 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.own_functions import OwnFunctions
-from rolemesh.engine.packing.batching import balanced_units
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
@@ -56,7 +55,10 @@ class Trainer(ModelInTraining):
     Example::
 
         trainer = Trainer.policy(ModelSpec(path=folder), OptimizerSpec(learning_rate=2e-5))
-        plan = trainer.plan(batch, epochs=1, mini_batch_rows=32, seed=7)
+        lengths = batch["tokens"].lengths().tolist()
+        plan = UpdatePlan.of_update(
+            lengths, trainer.mesh.dp, epochs=1, mini_batch_rows=32, seed=7
+        )
         metrics = trainer.update(batch, PpoPolicyLossSpec(), plan)
         trainer.policy_version  # raised by ceil(rows / 32)
     """
@@ -74,7 +76,7 @@ class Trainer(ModelInTraining):
         mesh: RankMesh | None = None,
     ) -> Trainer:
         """A trainer of a causal LM; raises ModelFolderError when its folder cannot be used."""
-        return cls("policy", CausalLm(model, device=device, mesh=mesh), optimizer)
+        return cls(CausalLm(model, device=device, mesh=mesh), optimizer)
 
     @classmethod
     def critic(
@@ -86,7 +88,7 @@ class Trainer(ModelInTraining):
         mesh: RankMesh | None = None,
     ) -> Trainer:
         """A trainer of a value model; raises ModelFolderError when its folder cannot be used."""
-        return cls("critic", ScoringModel(model, VALUE_HEAD, device=device, mesh=mesh), optimizer)
+        return cls(ScoringModel(model, VALUE_HEAD, device=device, mesh=mesh), optimizer)
 
     @classmethod
     def reward(
@@ -99,7 +101,7 @@ class Trainer(ModelInTraining):
     ) -> Trainer:
         """A trainer of a reward model; raises ModelFolderError when its folder cannot be used."""
         head = ScoreHead.of_reward(source)
-        return cls("reward", ScoringModel(source.model, head, device=device, mesh=mesh), optimizer)
+        return cls(ScoringModel(source.model, head, device=device, mesh=mesh), optimizer)
 
     # --- scoring --------------------------------------------------------------------------
 
@@ -128,62 +130,31 @@ class Trainer(ModelInTraining):
 
     # --- training -------------------------------------------------------------------------
 
-    def plan(
-        self,
-        batch: Experience,
-        *,
-        epochs: int,
-        mini_batch_rows: int,
-        seed: int,
-        rows_per_unit: int = 1,
-    ) -> UpdatePlan:
-        """Plans an update of a batch that every rank holds as a whole; see `UpdatePlan.of_update`.
-
-        Raises:
-            ValueError: A number is out of range.
-        """
-        return UpdatePlan.of_update(
-            batch["tokens"].lengths().tolist(),
-            self.mesh.dp,
-            epochs=epochs,
-            mini_batch_rows=mini_batch_rows,
-            seed=seed,
-            rows_per_unit=rows_per_unit,
-        ).for_whole_batch()
-
-    def plan_mini_batch(self, batch: Experience, rows_per_unit: int = 1) -> UpdatePlan:
-        """Plans one step over a batch that every rank holds as a whole.
-
-        Each data-parallel replica takes its part of `balanced_units`.
-
-        Raises:
-            ValueError: There are no rows, or they are no multiple of rows_per_unit.
-        """
-        lengths = batch["tokens"].lengths().tolist()
-        own = balanced_units(lengths, self.mesh.dp.size, rows_per_unit)[self.mesh.dp.index]
-        return UpdatePlan.of_mini_batch(lengths, own, rows_per_unit).for_whole_batch()
-
     def forward_backward(
         self,
         batch: Experience,
         loss_spec: LossSpec,
+        plan: UpdatePlan,
         progress: Progress | None = None,
         *,
-        plan: UpdatePlan | None = None,
         without_gradients: bool = False,
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], Experience]:
         """Adds the gradients of a loss over a mini-batch to those already accumulated.
+
+        Whatever fails drops all gradients, so that a repeat does not add to a part of its own.
 
         Args:
             batch: With tokens, prompt_lengths and the columns that the loss names.
             loss_spec: The loss.
-            progress: Called after each micro-batch.
             plan: Of one step, which says what part of the mini-batch `batch` is and which rows of
-                it this replica takes. None: `plan_mini_batch(batch)`.
+                it this replica takes.
+            progress: Called after each micro-batch.
             without_gradients: Computes the loss alone; gradients stay as they are, whatever fails.
 
         Returns:
-            The loss's metrics, "loss" among them, over the whole mini-batch.
+            The loss's metrics, "loss" among them, over the whole mini-batch; and the column
+            logprobs, values or scores of the forward pass for this replica's rows in the order of
+            the plan, on the last stage; no rows on other stages.
 
         Raises:
             LossNotFiniteError: The loss is NaN or infinite; all gradients were dropped, but for a
@@ -191,75 +162,29 @@ class Trainer(ModelInTraining):
             ColumnMissingError: The batch lacks a column.
             ValueError: Batch and plan do not fit together, on this rank or another one.
         """
-        metrics, _ = self.forward_backward_with_outputs(
-            batch, loss_spec, progress, plan=plan, without_gradients=without_gradients
-        )
-        return metrics
 
-    def forward_backward_with_outputs(
-        self,
-        batch: Experience,
-        loss_spec: LossSpec,
-        progress: Progress | None = None,
-        *,
-        plan: UpdatePlan | None = None,
-        without_gradients: bool = False,
-    ) -> tuple[dict[str, float], Experience]:
-        """As `forward_backward`; also returns the column logprobs or values of its forward.
-
-        Whatever fails drops all gradients, so that a repeat does not add to a part of its own.
-
-        Returns:
-            Metrics; and the outputs for this replica's rows in the order of the plan, on the last
-            stage; no rows on other stages.
-        """
-
-        def prepare() -> tuple[UpdatePlan, None]:
-            checked = self.plan_mini_batch(batch) if plan is None else plan
-            checked.check(batch, num_steps=1)
-            return checked, None
+        def prepare() -> tuple[None, None]:
+            plan.check(batch, num_steps=1)
+            return None, None
 
         try:
-            checked, _ = prepare_together(prepare, self.mesh.dp, self.model.device)
+            prepare_together(prepare, self.mesh.dp, self.model.device)
             loss, temperature = self._loss_of(loss_spec)
-            return self._accumulate(
+            metrics, outputs = accumulate(
+                self.rank_model,
                 batch,
-                checked.steps[0],
+                plan.steps[0],
                 loss,
-                temperature,
-                progress,
-                rows_per_unit=checked.rows_per_unit,
+                temperature=temperature,
+                progress=progress,
+                rows_per_unit=plan.rows_per_unit,
                 trains=not without_gradients,
             )
         except BaseException:
             if not without_gradients:
                 self.drop_gradients()
             raise
-
-    def _accumulate(
-        self,
-        batch: Experience,
-        places: Sequence[int],
-        loss: Loss,
-        temperature: float,
-        progress: Progress | None,
-        *,
-        rows_per_unit: int = 1,
-        weight: float = 1.0,
-        trains: bool = True,
-    ) -> tuple[dict[str, float], Experience]:
-        metrics, outputs = accumulate(
-            self.rank_model,
-            batch,
-            places,
-            loss,
-            temperature=temperature,
-            progress=progress,
-            rows_per_unit=rows_per_unit,
-            weight=weight,
-            trains=trains,
-        )
-        self._has_gradient = self._has_gradient or trains
+        self._has_gradient = self._has_gradient or not without_gradients
         return metrics, outputs
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
@@ -321,42 +246,49 @@ class Trainer(ModelInTraining):
         extra_losses = [self._loss_of(extra.loss) for extra in auxiliary]
         num_steps = len(plan.steps)
 
-        def prepare() -> tuple[list[UpdatePlan], None]:
+        def prepare() -> tuple[None, None]:
             plan.check(batch, num_steps=num_steps)
-            return [extra.checked_plan(self.mesh.dp, num_steps) for extra in auxiliary], None
+            for extra in auxiliary:
+                extra.plan.check(extra.batch, num_steps=num_steps)
+            return None, None
 
-        extra_plans, _ = prepare_together(prepare, self.mesh.dp, self.model.device)
-        num_rows = sum(len(places) for one in (plan, *extra_plans) for places in one.steps)
+        prepare_together(prepare, self.mesh.dp, self.model.device)
+        plans = (plan, *(extra.plan for extra in auxiliary))
+        num_rows = sum(len(places) for one in plans for places in one.steps)
         means = StepMetrics()
         done = 0
         for step, places in enumerate(plan.steps):
             try:
-                metrics, _ = self._accumulate(
+                metrics, _ = accumulate(
+                    self.rank_model,
                     batch,
                     places,
                     loss,
-                    temperature,
-                    _shifted(progress, done, num_rows),
+                    temperature=temperature,
+                    progress=_shifted(progress, done, num_rows),
                     rows_per_unit=plan.rows_per_unit,
                 )
                 done += len(places)
-                for extra, extra_loss, extra_plan in zip(
-                    auxiliary, extra_losses, extra_plans, strict=True
+                for extra, (extra_loss, extra_temperature) in zip(
+                    auxiliary, extra_losses, strict=True
                 ):
-                    if not extra_plan.rows_of_steps[step]:
+                    if not extra.plan.rows_of_steps[step]:
                         continue
-                    found, _ = self._accumulate(
+                    found, _ = accumulate(
+                        self.rank_model,
                         extra.batch,
-                        extra_plan.steps[step],
-                        *extra_loss,
-                        _shifted(progress, done, num_rows),
+                        extra.plan.steps[step],
+                        extra_loss,
+                        temperature=extra_temperature,
+                        progress=_shifted(progress, done, num_rows),
                         weight=extra.weight,
                     )
                     metrics |= {extra.prefix + name: number for name, number in found.items()}
-                    done += len(extra_plan.steps[step])
+                    done += len(extra.plan.steps[step])
             except BaseException:
                 self.drop_gradients()
                 raise
+            self._has_gradient = True
             means.add(metrics | self.optim_step())
         return {**means.result(), "optimizer_steps": float(num_steps)}
 

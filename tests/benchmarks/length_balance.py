@@ -36,6 +36,7 @@ from support.parallel_training import Job, make_trainer
 from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import for_whole_batch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
@@ -84,10 +85,10 @@ def measure(at: RankContext, job: Job, repetitions: int) -> dict[str, list[tuple
         lengths = job.batch["tokens"].lengths().tolist()
         for repetition in range(repetitions + 1):
             for name, parts in partitions(lengths).items():
-                plan = UpdatePlan.of_mini_batch(lengths, parts[mesh.dp.index]).for_whole_batch()
+                plan = for_whole_batch(UpdatePlan.of_mini_batch(lengths, parts[mesh.dp.index]))
                 mesh_is_ready(mesh)
                 began, computed = time.perf_counter(), time.thread_time()
-                trainer.forward_backward(job.batch, job.loss, plan=plan)
+                trainer.forward_backward(job.batch, job.loss, plan)
                 trainer.optim_step()
                 if repetition:
                     seconds.setdefault(name, []).append(

@@ -37,6 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.token_batches import token_batch, with_shared_prompts
+from support.updates import forward_backward
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.folder import read_config
@@ -67,7 +68,7 @@ def measure(trainer: Trainer, batch: Experience, repetitions: int) -> dict[str, 
     """Seconds of each pass, with and without sharing in turns."""
     sharing = trainer.model.sharing
     passes: dict[str, Callable[[], Any]] = {
-        "update": lambda: trainer.forward_backward(batch, LOSS),
+        "update": lambda: forward_backward(trainer, batch, LOSS),
         "logprobs": lambda: trainer.compute_logprobs(batch, temperature=1.0),
     }
     clock: dict[str, list[float]] = {}
@@ -156,7 +157,7 @@ def constants(trainer: Trainer, repetitions: int, vocab: int) -> dict[str, float
     for name, cost in (("shared", always), ("padded", None)):
         model.sharing = cost
         found[name] = seconds_of(
-            lambda: (trainer.forward_backward(batch, LOSS), trainer.drop_gradients()), repetitions
+            lambda: (forward_backward(trainer, batch, LOSS), trainer.drop_gradients()), repetitions
         )
     tokens = {"shared": 2 + sum(batch["loss_mask"].lengths().tolist())}
     tokens["padded"] = rows * int(batch["tokens"].lengths().max())

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from support.learning_runs import service_processes
 from support.learning_tasks import model_of, write_task
+from support.updates import forward_backward
 
 from rolemesh.coordinator.sdk import AsyncMesh, ColumnData, Columns
 from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
@@ -88,7 +89,7 @@ class Direct:
         return estimated
 
     def forward_backward(self) -> None:
-        self.role.trainer.forward_backward_with_outputs(self.batch, PpoPolicyLossSpec())
+        forward_backward(self.role.trainer, self.batch, PpoPolicyLossSpec())
 
     def optim_step(self) -> None:
         self.role.trainer.optim_step()

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import forward_backward
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine import cpu_threads
@@ -67,7 +68,7 @@ def passes(folder: Path) -> list[tuple[str, int, int, Callable[[], Any]]]:
         batch = token_batch(prompt_lengths=[prompt] * rows, completion_lengths=[completion] * rows)
 
         def update(batch: Any = batch) -> None:
-            trainer.forward_backward(batch, SftLossSpec())
+            forward_backward(trainer, batch, SftLossSpec())
             trainer.drop_gradients()
 
         longest = prompt + completion

@@ -12,12 +12,11 @@ from google.protobuf import json_format, struct_pb2
 from support.services import operation_key, serving
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
-from support.updates import update_whole
+from support.updates import auxiliary_whole, forward_backward, update_whole
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoValueLossSpec
-from rolemesh.engine.train.auxiliary import AuxiliaryLoss
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError
@@ -115,7 +114,7 @@ async def test_an_update_with_units_and_a_further_loss_is_the_trainers(critic: C
         mini_batch_rows=4,
         seed=derive_seed(RUN_SEED, operation_key().step, "critic", "update"),
         rows_per_unit=2,
-        auxiliary=[AuxiliaryLoss(batch=EXTRA, loss=PpoValueLossSpec(), weight=0.5)],
+        auxiliary=[auxiliary_whole(EXTRA, PpoValueLossSpec(), 0.5, num_steps=2)],
     )
     assert result.policy_version == 2
     assert dict(result.report.metrics) == expected
@@ -132,8 +131,8 @@ async def test_more_epochs_than_can_be_planned_are_refused(critic: Critic) -> No
 async def test_gradients_with_units_are_the_trainers(critic: Critic) -> None:
     result = await critic.forward_backward(rows_per_unit=4)
     trainer = Trainer.critic(critic.model, OptimizerSpec())
-    assert dict(result.report.metrics) == trainer.forward_backward(
-        BATCH, PpoValueLossSpec(), plan=trainer.plan_mini_batch(BATCH, 4)
+    assert dict(result.report.metrics) == forward_backward(
+        trainer, BATCH, PpoValueLossSpec(), rows_per_unit=4
     )
     assert result.outputs.num_rows == BATCH.num_rows
 

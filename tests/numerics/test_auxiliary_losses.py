@@ -12,12 +12,14 @@ from support.parallel_training import Job, Trained, joined, make_trainer, part_o
 from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
-from support.updates import update_whole
+from support.updates import ALONE, auxiliary_whole, forward_backward, update_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss
+from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.trainer import Trainer
 
@@ -48,9 +50,11 @@ def _critic(folder: Path, mesh: Any = None) -> Trainer:
     return trainer
 
 
-def _auxiliary(weight: float = WEIGHT) -> AuxiliaryLoss:
+def _auxiliary(
+    weight: float = WEIGHT, *, num_steps: int = 1, dp: RankGroup = ALONE
+) -> AuxiliaryLoss:
     rows = token_batch(prompt_lengths=(2, 3, 1, 4, 2), completion_lengths=(5, 3, 6, 2, 4), seed=9)
-    return AuxiliaryLoss(batch=rows, loss=OTHER_LOSS, weight=weight)
+    return auxiliary_whole(rows, OTHER_LOSS, weight, num_steps=num_steps, dp=dp)
 
 
 def test_gradients_are_added_with_their_weight_and_by_their_own_counts(folder: Path) -> None:
@@ -63,7 +67,7 @@ def test_gradients_are_added_with_their_weight_and_by_their_own_counts(folder: P
     alone = []
     for rows, loss in ((batch, VALUE_LOSS), (extra.batch, OTHER_LOSS)):
         other = _critic(folder)
-        found = other.forward_backward(rows, loss)
+        found = forward_backward(other, rows, loss)
         alone.append(
             (found, {name: weight.grad.clone() for name, weight in other.model.named_weights()})
         )
@@ -78,18 +82,19 @@ def test_gradients_are_added_with_their_weight_and_by_their_own_counts(folder: P
         assert metrics[f"auxiliary/ppo_value/{name}"] == pytest.approx(number, METRIC_TOLERANCE)
 
 
-def test_rows_are_dealt_out_over_the_optimizer_steps_in_order(folder: Path) -> None:
+def test_rows_are_dealt_out_over_the_optimizer_steps_in_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = _critic(folder)
     seen: list[list[int]] = []
-    accumulate = trainer._accumulate
 
-    def recording(batch: Any, places: Any, *args: Any, **options: Any) -> Any:
+    def recording(model: Any, batch: Any, places: Any, *args: Any, **options: Any) -> Any:
         if options.get("weight") is not None:
             seen.append(list(places))
-        return accumulate(batch, places, *args, **options)
+        return accumulate(model, batch, places, *args, **options)
 
-    trainer._accumulate = recording  # type: ignore[method-assign]
-    extra = _auxiliary()
+    monkeypatch.setattr("rolemesh.engine.train.trainer.accumulate", recording)
+    extra = _auxiliary(num_steps=6)
     calls: list[tuple[int, int]] = []
     metrics = update_whole(
         trainer,
@@ -110,7 +115,7 @@ def test_rows_are_dealt_out_over_the_optimizer_steps_in_order(folder: Path) -> N
 
 def test_weight_zero_changes_no_weight_of_the_model(folder: Path) -> None:
     weights = []
-    for auxiliary in ([], [_auxiliary(0.0)]):
+    for auxiliary in ([], [_auxiliary(0.0, num_steps=3)]):
         trainer = _critic(folder)
         update_whole(
             trainer,
@@ -184,9 +189,7 @@ def test_a_unit_shares_its_forward_pass(folder: Path) -> None:
 def test_units_that_do_not_divide_the_batch_are_refused(folder: Path) -> None:
     trainer = _critic(folder)
     with pytest.raises(ValueError, match="has 8 rows, which is no multiple of rows_per_unit 3"):
-        trainer.forward_backward(
-            token_batch(), VALUE_LOSS, plan=trainer.plan_mini_batch(token_batch(), 3)
-        )
+        forward_backward(trainer, token_batch(), VALUE_LOSS, rows_per_unit=3)
     with pytest.raises(ValueError, match="mini_batch_rows is 3, no multiple of rows_per_unit 2"):
         update_whole(
             trainer, token_batch(), VALUE_LOSS, epochs=1, mini_batch_rows=3, seed=3, rows_per_unit=2
@@ -198,8 +201,8 @@ def test_units_that_do_not_divide_the_batch_are_refused(folder: Path) -> None:
 
 def update(at: RankContext, job: Job, holds_all: bool) -> Trained:
     """An update with units and a further loss, of which a rank holds all rows or its own."""
-    extra = _auxiliary()
     with at.connect(HybridLayout(job.layout)) as mesh:
+        extra = _auxiliary(num_steps=2, dp=mesh.dp)
         trainer = make_trainer(job, at, mesh)
         gradients = record_gradients(trainer)
         if not holds_all:

@@ -14,6 +14,7 @@ from support.rollout_checks import load_trainer_model, make_requests
 from support.services import serving
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import forward_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -118,7 +119,7 @@ def test_a_trainers_passes_take_the_threads_that_they_are_worth(
     for weight in trainer.rank_model.parameters():
         weight.register_hook(lambda _: backward.append(torch.get_num_threads()))
     logprobs = trainer.compute_logprobs(batch, temperature=1.0)
-    trainer.forward_backward(batch | logprobs, PpoPolicyLossSpec())
+    forward_backward(trainer, batch | logprobs, PpoPolicyLossSpec())
     assert set(forward) == set(backward) == {expected}
     assert torch.get_num_threads() == 2
 
@@ -143,7 +144,7 @@ def test_steps_and_cuts_of_small_weights_take_one_thread(
     monkeypatch.setattr(cpu_threads, "LEAST_SHARED_TENSOR", least)
     trainer = Trainer.policy(ModelSpec(path=folder), OptimizerSpec())
     batch = token_batch(prompt_lengths=[3, 4], completion_lengths=[5, 6], vocab_size=512)
-    trainer.forward_backward(batch, SftLossSpec())
+    forward_backward(trainer, batch, SftLossSpec())
     stepping: list[int] = []
     for adamw in trainer._optimizer._adamws:
         adamw.register_step_pre_hook(lambda *_: stepping.append(torch.get_num_threads()))

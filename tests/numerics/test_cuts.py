@@ -32,6 +32,7 @@ from support.parallel_training import Job, near_policy
 from support.rank_processes import RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import forward_backward
 
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
@@ -186,7 +187,7 @@ def test_gradients_that_wait_are_in_no_cut_and_dropped_by_a_restoration(
     trainer.save_cut(slots, 0, {}, silent)
     first = held(trainer, slots, train(trainer, job, 1))
     trainer.restore_cut(slots, 0)
-    trainer.forward_backward(job.batch, job.loss)
+    forward_backward(trainer, job.batch, job.loss)
     with pytest.raises(GradientPendingError):
         trainer.save_cut(slots, 1, {}, silent)
     trainer.restore_cut(slots, 0)

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from support.ragged_batches import random_batch
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import forward_backward
 
 from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
 from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
@@ -173,7 +174,7 @@ def test_an_update_with_a_dropped_group_is_the_update_without_it(
             logprobs = trainer.compute_logprobs(batch, temperature=1.0)
             batch = batch | logprobs
         estimated, _ = estimate_advantages(batch, spec)
-        trainer.forward_backward(batch | estimated, loss)
+        forward_backward(trainer, batch | estimated, loss)
         gradients.append(
             torch.cat(
                 [

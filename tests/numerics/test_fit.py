@@ -62,7 +62,7 @@ def really(work: RankWork, mesh: RankMesh) -> int:
         trainer = (
             Trainer.policy(work.model, optimizer, mesh=mesh)
             if model is None
-            else Trainer("critic", model, optimizer)
+            else Trainer(model, optimizer)
         )
         assert work.loss is not None
         for _ in range(2):

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from support.parallel_training import Job, make_trainer, policy_job, record_gradients, whole
 from support.rank_processes import RankContext, RankPool
 from support.slow_cases import mostly_slow
-from support.updates import update_whole
+from support.updates import for_whole_batch, update_whole
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
-from rolemesh.engine.packing.batching import balanced_partition
+from rolemesh.engine.packing.balance import balanced_partition
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.specs import ModelSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.plan import UpdatePlan
@@ -126,14 +126,13 @@ def accumulate(at: RankContext, job: Job, holds_all: bool) -> Accumulated:
         steps = record_gradients(trainer)
         lengths = job.batch["tokens"].lengths().tolist()
         part = balanced_partition(lengths, mesh.dp.size)[mesh.dp.index]
-        held, plan = job.batch, None
-        if not holds_all:
-            held = job.batch.select(torch.tensor(part))
-            plan = UpdatePlan.of_mini_batch(lengths, part)
-        alone = trainer.forward_backward(held, job.loss, plan=plan, without_gradients=True)
+        held, plan = job.batch.select(torch.tensor(part)), UpdatePlan.of_mini_batch(lengths, part)
+        if holds_all:
+            held, plan = job.batch, for_whole_batch(plan)
+        alone, _ = trainer.forward_backward(held, job.loss, plan, without_gradients=True)
         with pytest.raises(NoGradientError):
             trainer.optim_step()
-        metrics, outputs = trainer.forward_backward_with_outputs(held, job.loss, plan=plan)
+        metrics, outputs = trainer.forward_backward(held, job.loss, plan)
         trainer.optim_step()
         return Accumulated(metrics, outputs, steps[0], trainer.model.shape, alone)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.parallel_training import Job, make_trainer, policy_job
 from support.rank_processes import RankContext, RankPool
-from support.updates import update_whole
+from support.updates import forward_backward, update_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError
@@ -94,7 +94,7 @@ def poison_gradient(at: RankContext, job: Job) -> str:
     """A gradient that is infinite on the last rank alone."""
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
-        trainer.forward_backward(job.batch, job.loss)
+        forward_backward(trainer, job.batch, job.loss)
         if mesh.world.is_last:
             *_, (_, parameter) = trainer.model.named_weights()
             gradient = parameter.grad
@@ -158,13 +158,13 @@ def break_off(at: RankContext, job: Job) -> tuple[dict[str, float], dict[str, fl
         trainer = make_trainer(job, at, mesh)
         bare = job.batch.require(["tokens", "prompt_lengths", "loss_mask"])
         with pytest.raises(ColumnMissingError, match="'logprobs'"):
-            trainer.forward_backward(bare, job.loss)
+            forward_backward(trainer, bare, job.loss)
 
         def leave(_stage: str, _done: int, _rows: int) -> None:
             raise ConnectionError("the caller left")
 
         with pytest.raises(ConnectionError):
-            trainer.forward_backward(job.batch, job.loss, leave)
+            forward_backward(trainer, job.batch, job.loss, leave)
         with pytest.raises(NoGradientError):
             trainer.optim_step()
 
@@ -174,7 +174,7 @@ def break_off(at: RankContext, job: Job) -> tuple[dict[str, float], dict[str, fl
         # The backward pass gets through the last layer and stops within the first.
         hook = trainer.model.lm.model.layers[0].mlp.register_full_backward_hook(fail)
         with pytest.raises(OverflowError):
-            trainer.forward_backward(job.batch, job.loss)
+            forward_backward(trainer, job.batch, job.loss)
         hook.remove()
         after = update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
         fresh = make_trainer(job, at, mesh)
@@ -234,7 +234,7 @@ def break_off_scoring(at: RankContext, job: Job) -> tuple[dict[str, float], dict
 
         broken, calm = (make_trainer(job, at, mesh) for _ in range(2))
         for trainer in (broken, calm):
-            trainer.forward_backward(job.batch, job.loss)
+            forward_backward(trainer, job.batch, job.loss)
         with pytest.raises(ConnectionError):
             broken.compute_logprobs(job.batch, temperature=1.0, progress=leave)
         return broken.optim_step(), calm.optim_step()
@@ -255,7 +255,7 @@ def use_broken_stages(at: RankContext, job: Job) -> str:
             raise ConnectionError("the caller left")
 
         with pytest.raises((ConnectionError, RuntimeError)):
-            trainer.forward_backward(job.batch, job.loss, leave)
+            forward_backward(trainer, job.batch, job.loss, leave)
         with pytest.raises(RuntimeError) as caught:
             trainer.compute_logprobs(job.batch, temperature=1.0)
         return str(caught.value)

@@ -12,6 +12,7 @@ import torch.nn.attention.flex_attention as torch_flex_attention
 from support.kernel_cases import attended
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
+from support.updates import forward_backward, plan_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models import shared_attention
@@ -342,10 +343,10 @@ def test_a_training_step_is_the_same(tmp_path: Path, always: None, rows_per_unit
     for spec in _ways(folder, micro_batch_tokens=40):
         trainer = Trainer.policy(spec, OptimizerSpec())
         assert (_shares(trainer, batch) > 4) == (spec.share_prefixes == "auto")
-        metrics, outputs = trainer.forward_backward_with_outputs(
+        metrics, outputs = trainer.forward_backward(
             batch,
             PpoPolicyLossSpec(entropy_coefficient=0.01),
-            plan=trainer.plan_mini_batch(batch, rows_per_unit),
+            plan_whole(trainer, batch, rows_per_unit),
         )
         gradients = {name: w.grad.clone() for name, w in trainer.model.named_weights()}
         found.append((metrics, outputs["logprobs"], gradients))
@@ -362,7 +363,7 @@ def test_two_passes_have_the_same_bits(tmp_path: Path, always: None) -> None:
     trainer = Trainer.policy(_ways(_folder(tmp_path, "smollm2"))[0], OptimizerSpec())
     found = []
     for _ in range(2):
-        trainer.forward_backward(batch, PpoPolicyLossSpec())
+        forward_backward(trainer, batch, PpoPolicyLossSpec())
         found.append([weight.grad.clone() for _, weight in trainer.model.named_weights()])
         trainer.drop_gradients()
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
@@ -375,7 +376,7 @@ def test_without_a_common_prompt_no_bit_differs(tmp_path: Path) -> None:
     for spec in _ways(folder):
         trainer = Trainer.policy(spec, OptimizerSpec())
         assert _shares(trainer, batch) == 0
-        trainer.forward_backward(batch, PpoPolicyLossSpec())
+        forward_backward(trainer, batch, PpoPolicyLossSpec())
         found.append([weight.grad.clone() for _, weight in trainer.model.named_weights()])
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 from support.token_batches import token_batch
-from support.updates import update_whole
+from support.updates import forward_backward, plan_whole, update_whole
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
@@ -92,9 +92,7 @@ def test_loss_gradients_and_scores_are_those_of_transformers_row_by_row(
     folder: Path, label: int
 ) -> None:
     batch, trainer = _batch(), _trainer(folder, label=label, micro_batch_tokens=40)
-    metrics, outputs = trainer.forward_backward_with_outputs(
-        batch, LOSS, plan=trainer.plan_mini_batch(batch, 2)
-    )
+    metrics, outputs = trainer.forward_backward(batch, LOSS, plan_whole(trainer, batch, 2))
 
     theirs = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     theirs.eval()
@@ -124,9 +122,7 @@ def test_gradients_are_the_same_in_every_cut(folder: Path) -> None:
     found = {}
     for budget in (10_000, 40, 1):
         trainer = _trainer(folder, micro_batch_tokens=budget)
-        metrics = trainer.forward_backward(
-            _batch(), LOSS, plan=trainer.plan_mini_batch(_batch(), 2)
-        )
+        metrics = forward_backward(trainer, _batch(), LOSS, rows_per_unit=2)
         found[budget] = metrics, _gradients(trainer)
     for metrics, gradients in found.values():
         assert metrics == pytest.approx(found[1][0], rel=1e-5, abs=1e-6)
@@ -183,9 +179,7 @@ def test_an_export_is_a_classifier_with_the_very_scores(llama: Path, tmp_path: P
     assert exported.tolist() == pytest.approx(scores, rel=1e-4, abs=1e-5)
     # And it can be trained further.
     again = Trainer.reward(ClassifierRewardSpec(model=spec), OptimizerSpec())
-    assert (
-        again.forward_backward(_batch(), LOSS, plan=again.plan_mini_batch(_batch(), 2))["loss"] > 0
-    )
+    assert forward_backward(again, _batch(), LOSS, rows_per_unit=2)["loss"] > 0
 
 
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(llama: Path, tmp_path: Path) -> None:
@@ -217,18 +211,18 @@ def test_a_checkpoint_of_another_kind_is_refused(llama: Path, tmp_path: Path) ->
 def test_a_pair_in_two_forward_passes_is_refused(folder: Path) -> None:
     trainer = _trainer(folder, micro_batch_tokens=1)
     with pytest.raises(PairIncompleteError, match="rows_per_unit"):
-        trainer.forward_backward(_batch(), LOSS)
+        forward_backward(trainer, _batch(), LOSS)
     assert not _gradients(trainer)
 
 
 def test_losses_go_with_their_model(folder: Path, llama: Path) -> None:
     with pytest.raises(ValueError, match="a policy loss needs a causal language model"):
-        _trainer(folder).forward_backward(_batch(), PpoPolicyLossSpec())
+        forward_backward(_trainer(folder), _batch(), PpoPolicyLossSpec())
     with pytest.raises(ValueError, match="a policy loss needs a causal language model"):
-        _trainer(folder).forward_backward(_batch(), DpoLossSpec())
+        forward_backward(_trainer(folder), _batch(), DpoLossSpec())
     policy = Trainer.policy(ModelSpec(path=llama), OptimizerSpec())
     with pytest.raises(ValueError, match="a reward model's loss needs a reward model"):
-        policy.forward_backward(_batch(), LOSS)
+        forward_backward(policy, _batch(), LOSS)
 
 
 def test_a_folder_that_has_a_head_takes_no_new_one(folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from support.fake_streams import FakeStreams
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
-from support.updates import update_whole
+from support.updates import forward_backward, plan_whole, update_whole
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
@@ -114,7 +114,7 @@ def test_gradients_are_the_same_over_1_2_5_and_8_micro_batches(
         def count(_stage: str, done: int, _rows: int, to: list[int] = calls) -> None:
             to.append(done)
 
-        metrics = trainer.forward_backward(batch, loss_spec, count)
+        metrics = forward_backward(trainer, batch, loss_spec, count)
         assert len(calls) == num_micro_batches
         found[num_micro_batches] = (_gradients(trainer), metrics)
     for gradients, metrics in found.values():
@@ -126,9 +126,9 @@ def test_gradients_are_the_same_over_1_2_5_and_8_micro_batches(
 def test_gradients_of_two_calls_add_up(folder: Path) -> None:
     once, twice = _trainer(folder), _trainer(folder)
     batch = _batch(once)
-    once.forward_backward(batch, POLICY_LOSS)
-    twice.forward_backward(batch, POLICY_LOSS)
-    twice.forward_backward(batch, POLICY_LOSS)
+    forward_backward(once, batch, POLICY_LOSS)
+    forward_backward(twice, batch, POLICY_LOSS)
+    forward_backward(twice, batch, POLICY_LOSS)
     doubled = {name: 2 * gradient for name, gradient in _gradients(once).items()}
     assert _relative_distance(_gradients(twice), doubled) < CUT_TOLERANCE
 
@@ -181,7 +181,7 @@ def test_updates_equal_a_hand_written_loop_with_torchs_adamw(folder: Path) -> No
         adamw.step()
         adamw.zero_grad()
 
-        metrics = trainer.forward_backward(batch, loss_spec)
+        metrics = forward_backward(trainer, batch, loss_spec)
         metrics |= trainer.optim_step()
         assert metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-4, abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(float(expected_norm), rel=1e-4)
@@ -195,7 +195,7 @@ def test_updates_equal_a_hand_written_loop_with_torchs_adamw(folder: Path) -> No
 def test_a_learning_rate_may_be_given_for_one_step(folder: Path) -> None:
     trainer = _trainer(folder)
     before = _weights(trainer)
-    trainer.forward_backward(_batch(trainer), POLICY_LOSS)
+    forward_backward(trainer, _batch(trainer), POLICY_LOSS)
     assert trainer.optim_step(learning_rate=0.0)["learning_rate"] == 0.0
     assert trainer.policy_version == 1
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.named_weights())
@@ -239,7 +239,7 @@ def test_update_reports_means_maxima_and_the_sampler_difference_before_any_step(
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
     by_hand = []
     for rows in torch.split(order, 4):
-        by_hand.append(stepper.forward_backward(batch.select(rows), PpoPolicyLossSpec()))
+        by_hand.append(forward_backward(stepper, batch.select(rows), PpoPolicyLossSpec()))
         by_hand[-1] |= stepper.optim_step()
     assert metrics["loss"] == pytest.approx((by_hand[0]["loss"] + by_hand[1]["loss"]) / 2)
     assert metrics["ratio_max"] == max(one["ratio_max"] for one in by_hand)
@@ -251,7 +251,7 @@ def test_update_reports_means_maxima_and_the_sampler_difference_before_any_step(
 def test_outputs_of_a_gradient_pass_are_the_scores_in_the_batchs_order(folder: Path) -> None:
     trainer = _trainer(folder, micro_batch_tokens=20)
     batch = _batch(trainer)
-    _, outputs = trainer.forward_backward_with_outputs(batch, POLICY_LOSS)
+    _, outputs = trainer.forward_backward(batch, POLICY_LOSS, plan_whole(trainer, batch))
     scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
     assert torch.equal(outputs["logprobs"].values, scored.values)
     assert outputs["logprobs"].lengths().tolist() == scored.lengths().tolist()
@@ -279,10 +279,10 @@ def test_a_loss_without_gradients_is_that_of_training_and_changes_nothing(folder
     trainer, other = (_trainer(folder, micro_batch_tokens=20) for _ in range(2))
     batch = _batch(trainer)
     before = _weights(trainer)
-    found, outputs = trainer.forward_backward_with_outputs(
-        batch, POLICY_LOSS, without_gradients=True
+    found, outputs = trainer.forward_backward(
+        batch, POLICY_LOSS, plan_whole(trainer, batch), without_gradients=True
     )
-    expected, scored = other.forward_backward_with_outputs(batch, POLICY_LOSS)
+    expected, scored = other.forward_backward(batch, POLICY_LOSS, plan_whole(other, batch))
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
     torch.testing.assert_close(outputs["logprobs"].values, scored["logprobs"].values)
     assert _gradients(trainer) == {}
@@ -296,7 +296,7 @@ def test_a_loss_without_gradients_is_that_of_training_and_changes_nothing(folder
 def test_a_loss_without_gradients_leaves_those_that_are_there(folder: Path, fails: bool) -> None:
     trainer = _trainer(folder)
     batch = _batch(trainer)
-    trainer.forward_backward(batch, POLICY_LOSS)
+    forward_backward(trainer, batch, POLICY_LOSS)
     before = {name: gradient.clone() for name, gradient in _gradients(trainer).items()}
     assert before
     if fails:
@@ -305,11 +305,14 @@ def test_a_loss_without_gradients_leaves_those_that_are_there(folder: Path, fail
             ColumnKind.COMPLETION, torch.full_like(advantages.values, math.nan), advantages.offsets
         )
         with pytest.raises(LossNotFiniteError, match=r"loss is nan .*\): look for"):
-            trainer.forward_backward(
-                batch | Experience({"advantages": nan}), POLICY_LOSS, without_gradients=True
+            forward_backward(
+                trainer,
+                batch | Experience({"advantages": nan}),
+                POLICY_LOSS,
+                without_gradients=True,
             )
     else:
-        trainer.forward_backward(batch, POLICY_LOSS, without_gradients=True)
+        forward_backward(trainer, batch, POLICY_LOSS, without_gradients=True)
     assert _relative_distance(_gradients(trainer), before) == 0
     trainer.optim_step()
     assert trainer.policy_version == 1
@@ -326,13 +329,13 @@ def test_a_loss_that_is_not_finite_drops_gradients_and_moves_no_weight(
     spoiled[batch["loss_mask"].values.nonzero()[-1]] = bad
     column = Column(ColumnKind.COMPLETION, spoiled, batch["advantages"].offsets)
     with pytest.raises(LossNotFiniteError, match="gradients were dropped, weights not touched"):
-        trainer.forward_backward(batch | Experience({"advantages": column}), POLICY_LOSS)
+        forward_backward(trainer, batch | Experience({"advantages": column}), POLICY_LOSS)
     assert _gradients(trainer) == {}
     assert trainer.policy_version == 0
     with pytest.raises(NoGradientError):
         trainer.optim_step()
     assert _relative_distance(_weights(trainer), before) == 0
-    trainer.forward_backward(batch, POLICY_LOSS)
+    forward_backward(trainer, batch, POLICY_LOSS)
     trainer.optim_step()
     assert trainer.policy_version == 1
 
@@ -346,7 +349,7 @@ def test_a_pass_that_fails_half_way_leaves_no_gradient_behind(folder: Path) -> N
         raise ConnectionError("the caller is gone")
 
     with pytest.raises(ConnectionError):
-        trainer.forward_backward(_batch(trainer), PpoPolicyLossSpec(), leave)
+        forward_backward(trainer, _batch(trainer), PpoPolicyLossSpec(), leave)
     assert all(weight.grad is None for weight in trainer.model.parameters())
     with pytest.raises(NoGradientError):
         trainer.optim_step()
@@ -355,7 +358,7 @@ def test_a_pass_that_fails_half_way_leaves_no_gradient_behind(folder: Path) -> N
 def test_a_gradient_that_is_not_finite_moves_no_weight_and_is_named(folder: Path) -> None:
     trainer = _trainer(folder)
     before = _weights(trainer)
-    trainer.forward_backward(_batch(trainer), POLICY_LOSS)
+    forward_backward(trainer, _batch(trainer), POLICY_LOSS)
     norm = trainer.model.lm.get_parameter("model.norm.weight")
     norm.grad[3] = math.nan
     with pytest.raises(LossNotFiniteError, match=r"first in \['model\.norm\.weight'\]"):
@@ -373,7 +376,7 @@ def test_a_row_that_is_all_masked_gives_no_gradient(folder: Path) -> None:
         torch.zeros_like(batch["loss_mask"].values),
         batch["loss_mask"].offsets,
     )
-    trainer.forward_backward(batch | Experience({"loss_mask": none}), POLICY_LOSS)
+    forward_backward(trainer, batch | Experience({"loss_mask": none}), POLICY_LOSS)
     assert all(float(gradient.abs().max()) == 0 for gradient in _gradients(trainer).values())
 
 
@@ -381,14 +384,16 @@ def test_the_wrong_loss_an_empty_batch_and_a_missing_column_are_refused(folder: 
     trainer = _trainer(folder)
     batch = _batch(trainer)
     with pytest.raises(ValueError, match="a value loss needs a value model, but this policy"):
-        trainer.forward_backward(batch, VALUE_LOSS)
+        forward_backward(trainer, batch, VALUE_LOSS)
     with pytest.raises(ValueError, match="compute_values needs a value model"):
         trainer.compute_values(batch)
     with pytest.raises(ValueError, match="0 rows"):
-        trainer.forward_backward(batch.slice(0, 0), POLICY_LOSS)
+        forward_backward(trainer, batch.slice(0, 0), POLICY_LOSS)
     with pytest.raises(ColumnMissingError, match="'advantages'"):
-        trainer.forward_backward(
-            batch.require(["tokens", "prompt_lengths", "logprobs", "loss_mask"]), POLICY_LOSS
+        forward_backward(
+            trainer,
+            batch.require(["tokens", "prompt_lengths", "logprobs", "loss_mask"]),
+            POLICY_LOSS,
         )
     with pytest.raises(ValueError, match="epochs is 0"):
         update_whole(trainer, batch, POLICY_LOSS, epochs=0, mini_batch_rows=1, seed=0)
@@ -398,7 +403,7 @@ def test_the_wrong_loss_an_empty_batch_and_a_missing_column_are_refused(folder: 
 
 def test_a_checkpoint_is_refused_while_gradients_are_pending(folder: Path, tmp_path: Path) -> None:
     trainer = _trainer(folder)
-    trainer.forward_backward(_batch(trainer), POLICY_LOSS)
+    forward_backward(trainer, _batch(trainer), POLICY_LOSS)
     with pytest.raises(GradientPendingError, match="optim_step or drop_gradients"):
         trainer.save(tmp_path / "checkpoint")
     trainer.drop_gradients()
@@ -422,7 +427,7 @@ def test_stepping_parameters_in_groups_changes_no_bit(
     batch, places = _batch(once), set()
     for step in range(3):
         for trainer in (once, grouped, resumed):
-            trainer.forward_backward(batch, POLICY_LOSS)
+            forward_backward(trainer, batch, POLICY_LOSS)
         once.optim_step()
         for trainer in (grouped, resumed):
             with FakeStreams(monkeypatch) as cuda:
@@ -447,6 +452,6 @@ def test_stepping_parameters_in_groups_changes_no_bit(
 def test_offload_changes_nothing_on_a_cpu(folder: Path) -> None:
     trainer = _trainer(folder, optimizer={"offload": True})
     assert not trainer._optimizer.is_offloaded
-    trainer.forward_backward(_batch(trainer), POLICY_LOSS)
+    forward_backward(trainer, _batch(trainer), POLICY_LOSS)
     trainer.optim_step()
     assert len(trainer._optimizer._adamws) == 1

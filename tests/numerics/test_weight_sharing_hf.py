@@ -18,7 +18,7 @@ from support.rollout_checks import make_requests
 from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
-from support.updates import update_whole
+from support.updates import forward_backward, update_whole
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
@@ -232,7 +232,7 @@ def deliver(
         backend = make_sampler(folder, mesh, dtype)
         with Resharder(model, dtype, keeper=backend) as resharder:
             if pending:
-                trainer.forward_backward(ppo_batch(), LOSS)
+                forward_backward(trainer, ppo_batch(), LOSS)
             parts = [weight for _, weight in trainer.named_weights()]
             before = storage_bytes(parts)
             bring(resharder, trainer, backend)
@@ -356,7 +356,7 @@ def test_a_rank_that_is_alone_lends_all_and_takes_it_back_to_train(
     first = sampled(backend)
     trainer.compute_logprobs(token_batch(), temperature=1.0)
     assert sampled(backend) == first
-    trainer.forward_backward(ppo_batch(), LOSS)
+    forward_backward(trainer, ppo_batch(), LOSS)
     with pytest.raises(WeightsStaleError, match="the trainer went on to train"):
         sampled(backend)
     # Copies: the step that is to come would change lent ones without a pass.

@@ -63,14 +63,13 @@ class ModelRole(Role):
     ) -> InitializeResult:
         """Makes the trainer of a model that was just loaded."""
         # Here: a reward that is not trained is a role of this kind too, and holds no model.
-        from rolemesh.engine.train.model_in_training import kind_of
         from rolemesh.engine.train.trainer import Trainer
 
         self.run_seed = run_seed
         # What draws from the process's own generators, and their state in a checkpoint, depends on
         # the run alone.
         seed_random_state("training", run_seed, self.name, model.mesh.rank)
-        self._trainer = Trainer(kind_of(model), model, optimizer)
+        self._trainer = Trainer(model, optimizer)
         return InitializeResult(
             policy_version=self._trainer.policy_version,
             num_parameters=num_parameters(model),

@@ -52,11 +52,11 @@ class TrainerServicer(EstimateServicer):
             plan = UpdatePlan.of_mini_batch(lengths, share.rows, rows_per_unit)
             batch = await self._pull_for(loss, request.experience, plan, call)
             metrics, outputs = await call.compute(
-                self._role.trainer.forward_backward_with_outputs,
+                self._role.trainer.forward_backward,
                 batch,
                 loss,
+                plan,
                 call.progress,
-                plan=plan,
                 without_gradients=request.without_gradients,
             )
             return trainer_pb2.ForwardBackwardResult(

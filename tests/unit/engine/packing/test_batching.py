@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.packing.batching import (
     balanced_partition,
-    balanced_units,
     micro_batches,
     pad_rows,
     update_assignment,
@@ -188,12 +187,6 @@ def test_an_update_cuts_no_unit(
     )
     found = [[_units_of(rows, rows_per_unit) for rows in parts] for parts in assignment]
     assert found == expected
-
-
-def test_parts_of_a_mini_batch_cut_no_unit() -> None:
-    lengths = [9, 9, 1, 1, 5, 4, 8, 2]
-    assert balanced_units(lengths, 2, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert balanced_units(lengths, 2) == balanced_partition(lengths, 2)
 
 
 @pytest.mark.parametrize(

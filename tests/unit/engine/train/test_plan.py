@@ -50,14 +50,6 @@ def test_rows_that_are_not_judged_are_planned_as_if_they_were_not_there() -> Non
     assert (nothing.rows, nothing.steps) == ([], [])
 
 
-def test_a_rank_that_holds_the_whole_batch_takes_the_same_rows() -> None:
-    own = UpdatePlan.of_update(LENGTHS, _dp(1, 3), **NUMBERS)
-    whole = own.for_whole_batch()
-    assert whole.steps == _rows_of_steps(own)
-    assert list(whole.rows) == list(range(8))
-    whole.check(BATCH, num_steps=6)
-
-
 @given(st.lists(st.integers(1, 40), max_size=20), st.integers(0, 6), st.integers(1, 4))
 def test_rows_are_dealt_out_over_the_steps_in_order(
     lengths: list[int], num_steps: int, num_parts: int
