@@ -7,6 +7,7 @@ VocabParallelEmbedding).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from rolemesh.engine.layout.families import (
@@ -66,15 +67,11 @@ def train_layout(
         LayoutError: The model cannot be cut so.
     """
     check_layout(shape, layout)
-    shards: dict[tuple[int, int, int], RankShard] = {}
-    ranks = []
-    for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        key = (at.pp, at.tp, at.dp % layout.fsdp)
-        if key not in shards:
-            shards[key] = _train_shard(shape, layout, *key)
-        ranks.append(shards[key])
-    return WeightLayout(shape.manifest(dtype), tuple(ranks), dtype)
+    # Replicas share one shard.
+    shard_at = functools.cache(functools.partial(_train_shard, shape, layout))
+    places = map(layout.coordinates, range(layout.world_size))
+    ranks = tuple(shard_at(at.pp, at.tp, at.dp % layout.fsdp) for at in places)
+    return WeightLayout(shape.manifest(dtype), ranks, dtype)
 
 
 def generate_layers(shape: DecoderShape, layout: HybridLayout, *, pp: int) -> range:
@@ -118,14 +115,11 @@ def generate_layout(shape: DecoderShape, layout: HybridLayout, dtype: DtypeName)
             "the qwen3 model has attention_bias, and vLLM's has no o_proj.bias: sample with "
             "rollout type hf"
         )
-    shards: dict[tuple[int, int], RankShard] = {}
-    ranks = []
-    for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        if (at.pp, at.tp) not in shards:
-            shards[at.pp, at.tp] = _generate_shard(shape, layout, pp=at.pp, tp=at.tp)
-        ranks.append(shards[at.pp, at.tp])
-    return WeightLayout(shape.manifest(dtype), tuple(ranks), dtype)
+    # Replicas share one shard.
+    shard_at = functools.cache(functools.partial(_generate_shard, shape, layout))
+    places = map(layout.coordinates, range(layout.world_size))
+    ranks = tuple(shard_at(at.pp, at.tp) for at in places)
+    return WeightLayout(shape.manifest(dtype), ranks, dtype)
 
 
 def whole_layout(manifest: Manifest, ranks: int = 1) -> WeightLayout:
@@ -164,7 +158,7 @@ def _train_shard(
     return RankShard(tuple(pieces), shapes)
 
 
-def _generate_shard(shape: DecoderShape, layout: HybridLayout, *, pp: int, tp: int) -> RankShard:
+def _generate_shard(shape: DecoderShape, layout: HybridLayout, pp: int, tp: int) -> RankShard:
     size, is_last = layout.generate.tp, pp == layout.generate.pp - 1
     pieces: list[Piece] = []
     shapes: dict[str, tuple[int, ...]] = {}

@@ -176,16 +176,7 @@ class DecoderShape:
         """All parameters in model order, a tied embedding once."""
         return {
             name: Parameter(parameter_shape(self, name), dtype)
-            for name in (
-                EMBEDDING,
-                *(
-                    f"model.layers.{layer}.{suffix}"
-                    for layer in range(self.num_layers)
-                    for suffix in _layer_suffixes(self)
-                ),
-                NORM,
-                *_head_names(self),
-            )
+            for name, _ in stage_tensors(self, pp=0, size=1)
         }
 
 
