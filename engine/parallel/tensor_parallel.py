@@ -285,14 +285,14 @@ def sum_partial_gradients(
     are needed (the parameters are small: with 16 slices of 8 heads, 8 rows of one head's weights).
 
     Args:
-        weights: (name, parameter of any shape) of the rank. Gradients may be DTensors that are cut
-            over other ranks (FSDP): the local parts correspond, since slices that share a tensor
-            cut it alike.
+        weights: (name, parameter of any shape) of the rank: where parameters are cut over other
+            ranks (FSDP), their local parts. These correspond, since slices that share a tensor cut
+            it alike.
         shares: From `partial_gradients`.
         group: The slices.
     """
     gradients = [
-        (_local(weight.grad), shares[name])
+        (weight.grad, shares[name])
         for name, weight in weights
         if name in shares and weight.grad is not None
     ]
@@ -310,13 +310,6 @@ def sum_partial_gradients(
     dist.all_reduce(rows, group=group.process_group)
     for row, (grad, _) in zip(own, gradients, strict=True):
         grad.copy_(row.view_as(grad))
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """The part of a gradient on this rank."""
-    to_local = getattr(gradient, "to_local", None)
-    local: torch.Tensor = gradient if to_local is None else to_local()
-    return local
 
 
 # --- inside -------------------------------------------------------------------------------

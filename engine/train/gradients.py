@@ -88,7 +88,7 @@ class Gradients:
         device = self._rank_model.device
         facts = gather_facts([float(local) ** 2, culprits], self._mesh.world, device)
         # Every rank adds in the same order, so that all clip alike.
-        total = math.sqrt(sum(square for square, _ in facts)) if not _any_nan(facts) else math.nan
+        total = math.sqrt(sum(square for square, _ in facts))
         names = sorted({name for _, found in facts for name in found})
         return torch.tensor(total, dtype=torch.float32, device=device), names
 
@@ -136,7 +136,3 @@ class Gradients:
         for part in torch.split(weight.grad, max(1, BUCKET_BYTES // rows_bytes)):
             if part.numel():
                 part += self._rank_model.pipeline.swap_with_other_end(part)
-
-
-def _any_nan(facts: list[list[float]]) -> bool:
-    return any(math.isnan(square) for square, _ in facts)
