@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.device_kinds import kind_of
+from rolemesh.engine.devices import device_of
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
@@ -30,7 +31,6 @@ from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.packing.prefix_layout import PrefixLayout
 from rolemesh.engine.packing.prefix_packing import SharingCost
 from rolemesh.engine.parallel.data_parallel import local_part
-from rolemesh.engine.parallel.device import device_of
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.tensor_parallel import partial_gradients

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.cpu_threads import largest_product, threads_worth
-from rolemesh.engine.devices import current_device, free_bytes, give_back_memory
-from rolemesh.engine.parallel.device import device_of
+from rolemesh.engine.devices import current_device, device_of, free_bytes, give_back_memory
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
