@@ -22,37 +22,23 @@ from rolemesh.engine.packing.prefix_layout import PrefixLayout
 if TYPE_CHECKING:
     from rolemesh.engine.kernels.ragged import Segments
 
-__all__ = [
-    "PAD_TOKEN",
-    "PaddedRows",
-    "balanced_partition",
-    "check_units",
-    "micro_batches",
-    "pad_rows",
-    "prompts_of",
-    "unit_lengths",
-    "unit_rows",
-    "update_assignment",
-]
-
 PAD_TOKEN = 0
 """Fills the rectangle. Any id would do: no state that is read ever sees a pad."""
 
 
-def check_units(num_rows: int, rows_per_unit: int, *, what: str = "the batch") -> None:
+def check_units(num_rows: int, rows_per_unit: int) -> None:
     """Raises ValueError unless rows can be cut into units.
 
     Args:
         num_rows: Rows, in order.
         rows_per_unit: Neighbouring rows that stay together, at least 1.
-        what: Has the rows; for the message.
     """
     if rows_per_unit < 1:
         raise ValueError(f"rows_per_unit is {rows_per_unit}: give at least 1")
     if num_rows % rows_per_unit:
         raise ValueError(
-            f"{what} has {num_rows} rows, which is no multiple of rows_per_unit {rows_per_unit}: "
-            "give whole units"
+            f"the batch has {num_rows} rows, which is no multiple of rows_per_unit "
+            f"{rows_per_unit}: give whole units"
         )
 
 

@@ -14,8 +14,6 @@ import torch
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["PrefixLayout", "RowGather"]
-
 
 class _Gather(torch.autograd.Function):
     @staticmethod

@@ -25,8 +25,6 @@ from rolemesh.engine.packing.batching import (
 )
 from rolemesh.engine.packing.prefix_layout import PrefixLayout, RowGather
 
-__all__ = ["Pass", "SharingCost", "pack_rows", "plan_passes", "prompt_numbers"]
-
 MOST_KEYS_PER_TOKEN = 8
 """Keys and values are laid out for each row, prompt included, and kept for the backward pass. They
 are narrow beside what the other products of a token keep (a thirtieth in an 8B model of the Llama

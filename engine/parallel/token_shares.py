@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from rolemesh.engine.parallel.mesh import RankGroup
 
-__all__ = ["gather_shares", "gather_to_slices", "sum_to_shares", "take_share"]
-
 
 def take_share(whole_BTD: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """This slice's share of a tensor that is equal on all slices.

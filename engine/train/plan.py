@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.packing.batching import balanced_partition, update_assignment
+from rolemesh.engine.packing.balance import balanced_partition
+from rolemesh.engine.packing.batching import update_assignment
 from rolemesh.engine.parallel.mesh import RankGroup
 
 

@@ -4,7 +4,7 @@
 
 The batch is skewed, as completions are: most rows short, a few long, the long ones next to each
 other (samples of one hard prompt). Three ways to give each of two ranks its rows:
-    balanced     rolemesh.engine.packing.batching.balanced_partition
+    balanced     rolemesh.engine.packing.balance.balanced_partition
     contiguous   the first half and the second half
     round_robin  every other row
 Each is a step of the same trainer (policy loss, float32, FSDP over two gloo processes of one thread
@@ -40,7 +40,7 @@ from support.updates import for_whole_batch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.packing.batching import balanced_partition
+from rolemesh.engine.packing.balance import balanced_partition
 from rolemesh.engine.specs import PpoPolicyLossSpec
 from rolemesh.engine.train.plan import UpdatePlan
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.packing.balance import balanced_partition
 from rolemesh.engine.packing.batching import (
-    balanced_partition,
     micro_batches,
     pad_rows,
     update_assignment,

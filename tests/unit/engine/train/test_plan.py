@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.token_batches import token_batch
 
-from rolemesh.engine.packing.batching import balanced_partition, update_assignment
+from rolemesh.engine.packing.balance import balanced_partition
+from rolemesh.engine.packing.batching import update_assignment
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.train.plan import UpdatePlan
 
