@@ -109,13 +109,10 @@ class Assembly:
             self._begun[name] = values
         else:
             place(self.begin(name), piece, values)
-        self._count(piece, is_lasting)
+        self.arrived(piece, is_lasting=is_lasting)
 
-    def arrived(self, piece: Piece) -> None:
-        """Says that a box lies in its place already: it was received into the tensor of `begin`."""
-        self._count(piece, False)
-
-    def _count(self, piece: Piece, is_lasting: bool) -> None:
+    def arrived(self, piece: Piece, *, is_lasting: bool = False) -> None:
+        """Says that a box lies in its place: by `put`, or received into the tensor of `begin`."""
         name = piece.tensor
         self._awaited[name] -= num_elements(piece.box)
         if self._awaited[name]:
