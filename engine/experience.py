@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -289,18 +289,7 @@ def payload_layout(batch: Experience) -> PayloadLayout:
     Raises:
         ValueError: A dtype that may not travel; names the column.
     """
-    return plan_payload(
-        batch.num_rows,
-        (
-            (
-                name,
-                column.kind.value,
-                str(column.values.dtype).removeprefix("torch."),
-                len(column.values),
-            )
-            for name, column in batch.columns.items()
-        ),
-    )
+    return _planned(batch, batch.num_rows, lambda column: len(column.values))
 
 
 def selected_layout(batch: Experience, rows: Sequence[int]) -> PayloadLayout:
@@ -308,18 +297,17 @@ def selected_layout(batch: Experience, rows: Sequence[int]) -> PayloadLayout:
     if isinstance(rows, range) and rows.step == 1:
         return payload_layout(batch.slice(rows.start, rows.stop))
     index = torch.tensor(list(rows), dtype=torch.int64)
-    return plan_payload(
-        len(rows),
-        (
-            (
-                name,
-                column.kind.value,
-                str(column.values.dtype).removeprefix("torch."),
-                int(column.lengths()[index].sum()),
-            )
-            for name, column in batch.columns.items()
-        ),
-    )
+    return _planned(batch, len(rows), lambda column: int(column.lengths()[index].sum()))
+
+
+def _planned(
+    batch: Experience, num_rows: int, num_values: Callable[[Column], int]
+) -> PayloadLayout:
+    columns = []
+    for name, column in batch.columns.items():
+        dtype = str(column.values.dtype).removeprefix("torch.")
+        columns.append((name, column.kind.value, dtype, num_values(column)))
+    return plan_payload(num_rows, columns)
 
 
 def selected_arrays(
