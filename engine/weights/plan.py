@@ -11,7 +11,6 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
@@ -80,25 +79,6 @@ class Plan:
     def wire_bytes(self, copy: Copy) -> int:
         """Bytes of a copy on the way."""
         return num_elements(copy.box) * ITEM_BYTES[self.wire_dtype(copy.parameter)]
-
-    def received_bytes(self, rank: int) -> int:
-        """Bytes that a rank receives in all rounds."""
-        return self._traffic[0][rank]
-
-    def sent_bytes(self, rank: int) -> int:
-        """Bytes that a rank sends in all rounds."""
-        return self._traffic[1][rank]
-
-    @cached_property
-    def _traffic(self) -> tuple[list[int], list[int]]:
-        """Bytes received and sent, by rank."""
-        received, sent = [0] * self.world_size, [0] * self.world_size
-        for bucket in self.buckets:
-            for copy in bucket.copies:
-                num_bytes = self.wire_bytes(copy)
-                received[copy.target] += num_bytes
-                sent[copy.source] += num_bytes
-        return received, sent
 
 
 def make_plan(

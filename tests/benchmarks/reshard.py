@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.cables import Cable
 from support.hosts import HostNetwork, run_ip
+from support.planned_bytes import planned_received
 from support.rank_processes import RankContext, RankPool
 from support.transport_ranks import process_transport
 from support.weight_ranks import assert_equal, cut, random_weights
@@ -106,7 +107,7 @@ def measure(
     gather = make_plan(sharded, whole, bucket_bytes=bucket_bytes)
     vanilla = make_plan(source, whole, bucket_bytes=bucket_bytes)
     sharded_held = cut(sharded, context.rank, weights)
-    wanted = direct.received_bytes(context.rank)
+    wanted = planned_received(direct, context.rank)
     received = torch.ones(max(1, wanted), dtype=torch.uint8)
 
     with ExitStack() as stack:

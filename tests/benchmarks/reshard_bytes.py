@@ -19,9 +19,15 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.planned_bytes import planned_received
 
 from rolemesh.engine.layout.boxes import generate_layout, train_layout
 from rolemesh.engine.layout.families import DecoderShape
@@ -59,7 +65,7 @@ def planned(shape: DecoderShape, layout: HybridLayout) -> Plan:
 
 def received_gb(plan: Plan) -> dict[str, float]:
     """Mean and largest over ranks, in 1e9 bytes."""
-    received = [plan.received_bytes(rank) / 1e9 for rank in range(plan.world_size)]
+    received = [planned_received(plan, rank) / 1e9 for rank in range(plan.world_size)]
     return {"mean": round(statistics.mean(received), 3), "max": round(max(received), 3)}
 
 

@@ -101,6 +101,8 @@ def given_weights(at: Any, layers: int = 16) -> dict[str, Any]:
     GB/s are those that this rank takes, 0 for one that gives. The decoder has 64 MiB a layer, in
     bfloat16; half of the givers' time is the cast from float32.
     """
+    from support.planned_bytes import planned_received
+
     from rolemesh.engine.layout.families import DecoderShape
     from rolemesh.engine.layout.ranks import TrainLayout
     from rolemesh.engine.weights.exchange import ExchangeEnd, exchange_plan
@@ -147,7 +149,7 @@ def given_weights(at: Any, layers: int = 16) -> dict[str, Any]:
             seconds.append(time.perf_counter() - started)
             for name, tensor in tensors:
                 assert bool((tensor % 1 == 0.5).all()), f"{name} holds what was not sent"
-        num_bytes = plan.received_bytes(at.rank)
+        num_bytes = planned_received(plan, at.rank)
         assert end.received_bytes == len(seconds) * num_bytes
         return {
             "transport": end.way,

@@ -19,6 +19,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.parallel_training import Job, Trained, joined, near_policy, part_of
+from support.planned_bytes import planned_received
 from support.rank_processes import RankContext, run_ranks
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
@@ -86,7 +87,7 @@ def update(at: RankContext, job: Job, layout: HybridLayout, backend: str, reshar
                 weights = dict(trainer.named_weights())
                 for name, tensor in resharder.run(weights, policy_version=1):
                     delivered[name] = tensor.cpu()
-                assert resharder.received_bytes == resharder.plan.received_bytes(at.rank)
+                assert resharder.received_bytes == planned_received(resharder.plan, at.rank)
         trained = part_of(trainer, metrics, [])
         for tensors in (trained.weights, *trained.moments.values()):
             tensors.update({name: tensor.cpu() for name, tensor in tensors.items()})

@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.planned_bytes import planned_received
 from support.rank_processes import RankContext, RankPool, run_ranks
 from support.weight_ranks import assert_equal, cut, decoder, random_weights
 
@@ -112,7 +113,7 @@ def reshard(at: RankContext, way: str) -> tuple[int, int, int]:
     for actual, layout_of in ((moved, generate), (returned, train)):
         host = {name: tensor.cpu() for name, tensor in actual.items()}
         assert_equal(host, cut(layout_of, at.rank, weights))
-    return received, there.received_bytes(at.rank), memory.peak_bytes
+    return received, planned_received(there, at.rank), memory.peak_bytes
 
 
 def run(plan: Any, transport: Any, held: dict[str, torch.Tensor], *, version: int) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.parallel_training import Job, make_trainer, near_policy
+from support.planned_bytes import planned_received
 from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import HEAD_DIM, write_tiny_llama
@@ -96,7 +97,7 @@ def step_and_deliver(at: RankContext, job: Job, layout: HybridLayout, export: Pa
                         trainer, job.batch, job.loss, epochs=1, mini_batch_rows=rows, seed=5
                     )
             assert trainer.policy_version == 1
-            received, planned = resharder.received_bytes, resharder.plan.received_bytes(at.rank)
+            received, planned = resharder.received_bytes, planned_received(resharder.plan, at.rank)
         trainer.export(export, "float32")
         backend.close()
         backend = VllmBackend(SPEC, export, mesh, folder_version=1)

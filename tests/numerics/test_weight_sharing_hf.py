@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.parallel_training import near_policy
+from support.planned_bytes import planned_received
 from support.rank_processes import RankContext, RankPool
 from support.rollout_checks import make_requests
 from support.slow_cases import mostly_slow
@@ -151,7 +152,7 @@ def share(at: RankContext, folder: Path, layout: HybridLayout) -> Shared:
                     shard_bytes=shard,
                     refusal="",
                 )
-                assert resharder.received_bytes == resharder.plan.received_bytes(at.rank)
+                assert resharder.received_bytes == planned_received(resharder.plan, at.rank)
                 result.trajectories.append(sampled(backend))
                 trainer.compute_logprobs(token_batch(), temperature=1.0)
                 result.after_pass_bytes = storage_bytes(own) - shard

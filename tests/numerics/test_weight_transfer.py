@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.planned_bytes import planned_received, planned_sent
 from support.rank_processes import RankContext, RankPool
 from support.transport_ranks import THREADED, cluster, process_transport
 from support.weight_ranks import (
@@ -61,8 +62,8 @@ def move(kind: str, source: WeightLayout, target: WeightLayout) -> tuple[Plan, l
     for rank, tensors in enumerate(arrived):
         assert_equal(tensors, cut(target, rank, weights))
     for transport in ranks.transports:
-        assert transport.received_bytes == plan.received_bytes(transport.rank)
-        assert transport.sent_bytes == plan.sent_bytes(transport.rank)
+        assert transport.received_bytes == planned_received(plan, transport.rank)
+        assert transport.sent_bytes == planned_sent(plan, transport.rank)
     return plan, ranks.transports
 
 
@@ -101,7 +102,7 @@ def test_the_vanilla_grouping_receives_what_its_shards_lack(layout: HybridLayout
     for transport in transports:
         assert transport.received_bytes == missing_bytes(plan, transport.rank)
         total += transport.received_bytes
-    assert total >= sum(bound.received_bytes(rank) for rank in range(layout.world_size))
+    assert total >= sum(planned_received(bound, rank) for rank in range(layout.world_size))
 
 
 def test_the_vanilla_grouping_moves_more_than_the_interval_one_in_the_papers_figure_8() -> None:
@@ -201,13 +202,13 @@ def test_narrower_targets_are_cast_before_the_way_and_wider_ones_after(kind: str
     layout = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=2))
     exact, _ = move(kind, even_train(layout), even_generate(layout))
     narrow, _ = move(kind, even_train(layout), even_generate(layout, "bfloat16"))
-    assert [narrow.received_bytes(rank) * 2 for rank in range(4)] == [
-        exact.received_bytes(rank) for rank in range(4)
+    assert [planned_received(narrow, rank) * 2 for rank in range(4)] == [
+        planned_received(exact, rank) for rank in range(4)
     ]
     wide, _ = move(kind, even_generate(layout, "bfloat16"), even_train(layout))
     back, _ = move(kind, even_generate(layout), even_train(layout))
-    assert [wide.received_bytes(rank) * 2 for rank in range(4)] == [
-        back.received_bytes(rank) for rank in range(4)
+    assert [planned_received(wide, rank) * 2 for rank in range(4)] == [
+        planned_received(back, rank) for rank in range(4)
     ]
 
 
@@ -246,7 +247,7 @@ def test_what_a_rank_lacks_is_copied_once_where_it_may_read_the_others_memory(
         copied = ranks.run(rank)
     # Its own shard, and what it has received for another tensor, a rank copies in any case.
     inside = [*chain(*plan.local), *chain(*plan.duplicates)]
-    received = sum(plan.received_bytes(rank) for rank in range(plan.world_size))
+    received = sum(planned_received(plan, rank) for rank in range(plan.world_size))
     assert sum(copied) - sum(plan.wire_bytes(copy) for copy in inside) == times * received > 0
 
 

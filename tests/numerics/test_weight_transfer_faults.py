@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 import torch
 from support.local_transport import LocalHub
+from support.planned_bytes import planned_received
 from support.rank_processes import RankContext, RankPool
 from support.transport_ranks import THREADED, cluster, process_transport
 from support.weight_ranks import (
@@ -161,7 +162,7 @@ def test_checked_bytes_that_are_right_arrive_and_do_not_count_as_payload() -> No
         )
         arrived = dict(transfer.run(pair_weights(transport.rank)))
         assert_equal(arrived, cut(plan.target, transport.rank, weights))
-        assert transport.received_bytes == plan.received_bytes(transport.rank)
+        assert transport.received_bytes == planned_received(plan, transport.rank)
 
     for kind in THREADED:
         with cluster(kind, 2) as ranks:

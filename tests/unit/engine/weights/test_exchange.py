@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_nccl import FakeFabric, FakeNccl, FakeQueue
+from support.planned_bytes import planned_received
 from support.published_layouts import GENERATE, TRAIN, shape_of
 from support.transport_ranks import run_threads
 from support.weight_ranks import Weights, assert_equal, cut, random_weights
@@ -145,7 +146,7 @@ def test_takers_get_the_bits_that_they_would_fetch(train: str, generate: str, ki
                 assert_equal(theirs, wanted)
         received = sum(end.received_bytes for end in ends)
         assert received == sum(end.sent_bytes for end in ends)
-        assert received == 2 * sum(plan.received_bytes(rank) for rank in range(plan.world_size))
+        assert received == 2 * sum(planned_received(plan, rank) for rank in range(plan.world_size))
         assert {end.way for end in ends} == {"shared memory" if kind == "shm" else "NCCL"}
 
 

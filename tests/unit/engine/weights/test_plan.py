@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planned_bytes import planned_received, planned_sent
 from support.weight_shards import (
     assert_same,
     carry_out,
@@ -69,9 +70,9 @@ def check_plan(plan: Plan) -> None:
                 missing_elements(plan, rank).items() if rank < len(plan.target.ranks) else ()
             )
         )
-        assert plan.received_bytes(rank) == missing
-    sent = sum(plan.sent_bytes(rank) for rank in range(plan.world_size))
-    assert sent == sum(plan.received_bytes(rank) for rank in range(plan.world_size))
+        assert planned_received(plan, rank) == missing
+    sent = sum(planned_sent(plan, rank) for rank in range(plan.world_size))
+    assert sent == sum(planned_received(plan, rank) for rank in range(plan.world_size))
 
 
 # --- random layouts -----------------------------------------------------------------------
@@ -217,7 +218,7 @@ def test_replicas_at_equal_distance_share_the_sending() -> None:
     source = whole_layout(shape.manifest("float32"), 4)
     plan = make_plan(source, lone_ranks(whole_layout(shape.manifest("float32"), 4), 4))
     check_plan(plan)
-    sent = [plan.sent_bytes(rank) for rank in range(8)]
+    sent = [planned_sent(plan, rank) for rank in range(8)]
     largest = max(parameter.num_bytes for parameter in source.manifest.values())
     assert max(sent[:4]) - min(sent[:4]) <= largest
     assert sent[4:] == [0] * 4
@@ -288,7 +289,8 @@ def test_rounds_keep_every_sender_busy() -> None:
     bound = 8192
     rounds = make_plan(plan.source, plan.target, bucket_bytes=bound).buckets
     busiest = max(
-        max(plan.sent_bytes(rank), plan.received_bytes(rank)) for rank in range(plan.world_size)
+        max(planned_sent(plan, rank), planned_received(plan, rank))
+        for rank in range(plan.world_size)
     )
     assert len(rounds) <= 1.5 * busiest / bound
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+from support.planned_bytes import planned_received, planned_sent
 from support.weight_shards import (
     divisors,
 )
@@ -108,7 +109,7 @@ def test_received_bytes_are_those_of_table_2(is_tied: bool, most_ranks: int) -> 
                 ends += end
                 expected += end
             expected += (is_last[0] - is_last[1]) * sizes["norm"]
-            assert plan.received_bytes(rank) == 2 * expected, (layout, rank)
+            assert planned_received(plan, rank) == 2 * expected, (layout, rank)
             # No redundancy: what is copied and what is received is the generation shard.
             shard = plan.target.ranks[rank]
             local = sum(num_elements(copy.box) for copy in plan.local[rank])
@@ -156,7 +157,7 @@ def test_the_papers_settings_receive_what_table_2_says(model: str) -> None:
     ends = sum(received[rank]["ends"] for rank in range(world))
     both = 2 * (sizes["embedding"] + sizes["head"])
     assert ends * t * p == world * (layout.micro_dp - 1) * both
-    sent = [plan.sent_bytes(rank) for rank in range(world)]
+    sent = [planned_sent(plan, rank) for rank in range(world)]
     assert max(sent) <= SENDER_SLACK * sum(sent) / world
 
 
@@ -170,9 +171,9 @@ def test_baselines_receive_what_their_formulas_say() -> None:
     total = 0
     plan = make_plan(train_layout(shape, train, "bfloat16"), whole)
     for rank in range(8):
-        total += plan.received_bytes(rank)
+        total += planned_received(plan, rank)
     cut = sizes["cut"] + sizes["embedding"] + sizes["head"]
     stages = sizes["whole"] + sizes["norm"]
     assert total == 8 * 2 * (cut * 3 // 4 + stages // 2)
     data = make_plan(train_layout(shape, TrainLayout(dp=8, fsdp=8), "bfloat16"), whole)
-    assert sum(data.received_bytes(rank) for rank in range(8)) == 8 * 2 * (cut + stages) * 7 // 8
+    assert sum(planned_received(data, rank) for rank in range(8)) == 8 * 2 * (cut + stages) * 7 // 8

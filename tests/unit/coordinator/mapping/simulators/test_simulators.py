@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mapping_jobs import LLAMAS, llama, paper_group
+from support.planned_bytes import planned_received
 from support.public_models import CONFIGS
 
 from rolemesh.coordinator.mapping.job.layouts import Freedom, Layout, data_sizes, layouts
@@ -254,7 +255,9 @@ def test_received_bytes_are_those_of_the_weight_planner(
     plan = make_plan(
         train_layout(model.shape, hybrid.train), generate_layout(model.shape, hybrid, "bfloat16")
     )
-    received = sum(plan.received_bytes(rank) for rank in range(plan.world_size)) / plan.world_size
+    received = (
+        sum(planned_received(plan, rank) for rank in range(plan.world_size)) / plan.world_size
+    )
     layout = Layout(pp=p, tp=t, dp=d, fsdp=f, generate_pp=p_g, generate_tp=t_g)
     ours = received_bytes(model, layout)
     assert ours == pytest.approx(received, rel=1e-6)
