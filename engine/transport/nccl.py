@@ -199,12 +199,10 @@ class NcclTransport(Transport):
             stream, byte = self._queue.pointer, self._nccl.NCCL_UINT8
             self._nccl.groupStart()
             try:
-                for message in sends:
-                    pointer, count = message.buffer.data_ptr(), message.buffer.numel()
-                    communicator.send(pointer, count, byte, message.peer, stream)
-                for message in receives:
-                    pointer, count = message.buffer.data_ptr(), message.buffer.numel()
-                    communicator.recv(pointer, count, byte, message.peer, stream)
+                for call, messages in ((communicator.send, sends), (communicator.recv, receives)):
+                    for message in messages:
+                        pointer, count = message.buffer.data_ptr(), message.buffer.numel()
+                        call(pointer, count, byte, message.peer, stream)
             finally:
                 self._nccl.groupEnd()
             mark = self._queue.mark()

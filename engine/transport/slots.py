@@ -175,13 +175,12 @@ def read_header(owner: SlotOwner, index: int) -> bytes | None:
         os.close(descriptor)
 
 
-def open_log(owner: SlotOwner, index: int, wait_s: float = 0.0) -> int:
+def open_log(owner: SlotOwner, index: int) -> int:
     """Opens a log, or makes an empty one; closing the descriptor lets it go, and the file stays.
 
     Args:
         owner: Of the log.
         index: Of the log, 0 <= index < NUM_LOGS.
-        wait_s: Longest wait for another process to let it go, in seconds.
 
     Returns:
         A descriptor with the lock of the file. Records begin at byte PAGE_BYTES.
@@ -193,7 +192,7 @@ def open_log(owner: SlotOwner, index: int, wait_s: float = 0.0) -> int:
     path = owner.log_path(index)
     descriptor = None
     try:
-        descriptor = open_locked(path, wait_s)
+        descriptor = open_locked(path, wait_s=0.0)
         if descriptor is None:
             descriptor = create_locked(path)
         if run_of(descriptor) != owner.run_id:

@@ -111,7 +111,7 @@ class CheckpointReader:
             CheckpointCorruptError: The files lack an element.
         """
         try:
-            return read_copies(self.layout(group), shard, 0, tensors)
+            return read_copies(self.layout(group), shard, tensors)
         except ManifestError as error:
             raise CheckpointCorruptError(f"{self.directory / MANIFEST_FILE}: {error}") from error
 

@@ -95,18 +95,17 @@ def written_files(
 
 
 def read_copies(
-    disk: WeightLayout, shard: RankShard, rank: int, tensors: Iterable[str] | None = None
+    disk: WeightLayout, shard: RankShard, tensors: Iterable[str] | None = None
 ) -> list[Copy]:
     """What a rank reads of the files to fill its tensors: each element once, and nothing else.
 
     Args:
         disk: Files as ranks.
         shard: What the rank holds.
-        rank: Its number, for the copies.
         tensors: Those of its tensors that are to be filled; None for all.
 
     Returns:
-        Copies whose source is the number of a file.
+        Copies whose source is the number of a file, and whose target is 0.
 
     Raises:
         ManifestError: The files lack an element.
@@ -123,7 +122,7 @@ def read_copies(
         missing = [piece.box]
         for file, held in stored[piece.parameter]:
             taken, missing = take(missing, held.box)
-            copies += [copy_between(box, file, held, rank, piece) for box in taken]
+            copies += [copy_between(box, file, held, 0, piece) for box in taken]
         if missing:
             raise ManifestError(
                 f"no file holds {missing[0]} of {piece.parameter!r}: the save that wrote them was "
