@@ -15,6 +15,7 @@ import stat
 import uuid
 from pathlib import Path
 
+import psutil
 import torch
 
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
@@ -203,7 +204,7 @@ def remove_leftovers() -> list[str]:
     removed = []
     for path in SHM_DIRECTORY.iterdir():
         match = SEGMENT_NAME.fullmatch(path.name)
-        if match is None or _is_alive(int(match["pid"])):
+        if match is None or psutil.pid_exists(int(match["pid"])):
             continue
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -220,13 +221,3 @@ def remove_leftovers() -> list[str]:
         finally:
             os.close(descriptor)
     return removed
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
