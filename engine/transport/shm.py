@@ -20,8 +20,8 @@ import torch
 
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
-SEGMENT_NAME = re.compile(r"rolemesh-(?P<pid>[1-9][0-9]{0,9})-[0-9a-f]{32}")
-"""The only names that are ever opened or removed."""
+SEGMENT_NAME = re.compile(r"rolemesh-(?P<pid>[1-9][0-9]{0,8})-[0-9a-f]{32}")
+"""The only names that are ever opened or removed. The pid fits into 32 bits, as Linux's do."""
 
 
 class SegmentInvalidError(ValueError):

@@ -101,6 +101,14 @@ def test_leftovers_of_the_dead_are_removed_and_segments_of_the_living_stay(
     assert os.listdir(tmp_path) == [segment.name]
 
 
+def test_a_name_with_a_pid_that_no_process_can_have_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "SHM_DIRECTORY", tmp_path)
+    (tmp_path / f"rolemesh-9999999999-{'0' * 32}").touch()
+    assert remove_leftovers() == []
+
+
 def test_host_identity_is_stable() -> None:
     assert host_identity() == host_identity()
     assert str(os.geteuid()) == host_identity().rpartition("/")[2]
