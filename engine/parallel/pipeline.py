@@ -137,11 +137,6 @@ class Pipeline:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group.process_group)
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank holds the first stage."""
-        return self._group.is_first
-
-    @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
         return self._group.is_last
