@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -68,15 +68,12 @@ class CutHeader(_Closed):
     random: dict[str, Any]
 
 
-_Directory: TypeAlias = Mapping[str, Mapping[str, Place]]
-"""Where each tensor that a cut may have lies in the slot, by group and name."""
-
-
 @dataclass(frozen=True, slots=True)
 class CutPlan:
     """Where everything lies in a rank's slots; a function of model and layout alone."""
 
-    places: _Directory
+    places: Mapping[str, Mapping[str, Place]]
+    """Where each tensor that a cut may have lies in the slot, by group and name."""
     entries: Mapping[str, Mapping[str, TensorEntry]]
     text_bytes: int
     """Longest text of the header."""

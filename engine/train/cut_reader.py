@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.specs import OptimizerSpec
-from rolemesh.engine.train import state as trainer_state
 from rolemesh.engine.train.cut_format import WEIGHTS
 from rolemesh.engine.train.cut_slots import CutSlots, checked_cut, random_state_of, views_of
 from rolemesh.engine.train.host_moments import STATE_NAMES
@@ -44,7 +43,7 @@ class HeldCut:
             SlotGivenUpError: The slots are let go; there is no checkpoint.
         """
         with self._read(progress) as checked:
-            trainer_state.save(directory, self.state, others=others, progress=checked)
+            self.state.write(directory, others=others, progress=checked)
 
     def write_part(self, folder: Path, progress: Progress) -> None:
         """Writes the part of rank 1, 2, ... into a folder that rank 0 made; see `write_part`.
@@ -87,19 +86,10 @@ def hold_cut(
     weights: TrainedWeights,
     optimizer_spec: OptimizerSpec,
 ) -> HeldCut:
-    """Holds the cut of a step. On the compute thread, so that none is being saved meanwhile.
+    """Holds the cut of a step; see `ModelInTraining.hold_cut`.
 
-    Args:
-        slots: Of this rank.
-        step: Of the cut.
-        kind: "policy", "critic" or "reward", which must be the cut's.
-        weights: The model's own, of which shapes and layout are taken.
-        optimizer_spec: What the checkpoint is to say of the optimizer.
-
-    Raises:
-        CutNotFoundError: There is no whole cut of that step.
-        CutMismatchError: The cut is of another model, layout or kind.
-        SlotHeldError: A process that still lives holds a slot.
+    On the compute thread, so that none is being saved meanwhile. Of the weights, shapes and layout
+    are taken; the spec is what the checkpoint is to say of the optimizer.
     """
     slot, header = checked_cut(slots, step, kind, weights.tensors)
     held = views_of(slots, slot, header, weights.tensors)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from rolemesh.engine.cpu_threads import threads_for_each
-from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.train.cut_format import (
     WEIGHTS,
     CutHeader,
@@ -24,7 +23,8 @@ from rolemesh.engine.train.cut_format import (
     parsed,
 )
 from rolemesh.engine.train.host_moments import STATE_NAMES
-from rolemesh.engine.train.randomness import capture_random_state, restore_random_state
+from rolemesh.engine.train.randomness import restore_random_state
+from rolemesh.engine.train.state import TrainedWeights, TrainerState
 from rolemesh.engine.transport.slot_files import NUM_SLOTS, SlotHeldError, SlotOwner, SlotRoomError
 from rolemesh.engine.transport.slot_readers import SlotReaders
 from rolemesh.engine.transport.slots import Slot, read_header
@@ -159,41 +159,11 @@ def whole_cuts(owner: SlotOwner, layout: str) -> list[CutHeader]:
     return sorted(found, key=lambda header: header.step)
 
 
-def save_cut(
-    slots: CutSlots,
-    *,
-    step: int,
-    kind: str,
-    weights: Mapping[str, torch.Tensor],
-    optimizer: Optimizer,
-    peers: Peers,
-    policy_version: int,
-    extra: Mapping[str, Any],
-    progress: Progress,
-) -> int:
-    """Copies a trainer's state into the slot of a step. All ranks call it.
-
-    Args:
-        slots: Of this rank.
-        step: That the state comes after.
-        kind: "policy", "critic" or "reward".
-        weights: This rank's, by name.
-        optimizer: Its moments and counts.
-        peers: The ranks.
-        policy_version: Version of the weights.
-        extra: JSON-able state of the caller, of this rank.
-        progress: Called for each tensor. If it raises, the slot is not whole.
-
-    Returns:
-        Bytes of the tensors of all ranks.
-
-    Raises:
-        SlotRoomError: There is no room on some rank; raised on all, and older cuts stay.
-        SlotHeldError: A process that still lives holds a slot of some rank, or the slot is being
-            written as a checkpoint; raised on all.
-    """
+def save_cut(slots: CutSlots, step: int, state: TrainerState, progress: Progress) -> int:
+    """Copies a trainer's state into the slot of a step; see `ModelInTraining.save_cut`."""
+    weights = state.weights.tensors
     plan = slots.plan(weights)
-    held = {WEIGHTS: weights} | {name: optimizer.state(name) for name in STATE_NAMES}
+    held = {WEIGHTS: weights, **state.optimizer}
     total = sum(tensor.nbytes for tensors in held.values() for tensor in tensors.values())
 
     def reserve() -> tuple[Slot, int]:
@@ -205,7 +175,7 @@ def save_cut(
             )
         return slots.reserve(plan.num_bytes)[index], total
 
-    slot, totals = peers.agree(reserve, (SlotRoomError, SlotHeldError))
+    slot, totals = state.weights.peers.agree(reserve, (SlotRoomError, SlotHeldError))
     slot.clear()
     done = 0
     with torch.no_grad(), threads_for_each(weights.values(), torch.device("cpu")):
@@ -214,26 +184,26 @@ def save_cut(
                 progress("save cut", done, total)
                 plan.places[group][name].view(slot.memory).copy_(tensor)
                 done += tensor.nbytes
-    random_tensors, random = capture_random_state()
+    random_tensors, random = state.random
     header = CutHeader(
         format="rolemesh-cut-1",
         run_id=slots.owner.run_id,
-        kind=kind,
+        kind=state.kind,
         step=step,
-        policy_version=policy_version,
+        policy_version=state.policy_version,
         layout=slots.layout,
         rank=slots.owner.rank,
-        optimizer_steps=optimizer.num_steps,
+        optimizer_steps=state.optimizer_steps,
         num_bytes=total,
         tensors={
             group: {name: plan.entries[group][name] for name in tensors}
             for group, tensors in held.items()
         },
-        extra=dict(extra),
+        extra=dict(state.extra),
         random_tensors={
-            name: state.numpy().tobytes().hex() for name, state in random_tensors.items()
+            name: generator.numpy().tobytes().hex() for name, generator in random_tensors.items()
         },
-        random=random,
+        random=dict(random),
     )
     text = encoded(header.model_dump())
     if len(text) > plan.text_bytes:
@@ -247,47 +217,34 @@ def save_cut(
 
 def restore_cut(
     slots: CutSlots,
-    *,
     step: int,
     kind: str,
-    weights: Mapping[str, torch.Tensor],
+    weights: TrainedWeights,
     optimizer: Optimizer,
-    peers: Peers,
-    keeps_later: bool = False,
+    *,
+    keeps_later: bool,
 ) -> RestoredCut:
-    """Puts the cut of a step back, in place; everything is checked before anything changes.
+    """Puts the cut of a step back, in place; see `ModelInTraining.restore_cut`.
 
-    All ranks call it.
-
-    Args:
-        slots: Of this rank.
-        step: Of the cut.
-        kind: "policy", "critic" or "reward", which must be the cut's.
-        weights: The model's own, written in place.
-        optimizer: Gets moments and counts.
-        peers: The ranks.
-        keeps_later: Whether cuts of later steps stay; else they are dropped.
-
-    Raises:
-        CutNotFoundError: A rank has no whole cut of that step. As the next ones, on all ranks.
-        CutMismatchError: The cut is of another model, layout or kind.
-        SlotHeldError: A process that still lives holds a slot.
+    Everything is checked before anything changes.
     """
 
     def check() -> tuple[tuple[Slot, CutHeader], list[int]]:
-        slot, header = checked_cut(slots, step, kind, weights)
+        slot, header = checked_cut(slots, step, kind, weights.tensors)
         return (slot, header), [header.policy_version, header.num_bytes]
 
-    (slot, header), facts = peers.agree(check, (CutNotFoundError, CutMismatchError, SlotHeldError))
+    (slot, header), facts = weights.peers.agree(
+        check, (CutNotFoundError, CutMismatchError, SlotHeldError)
+    )
     versions = [version for version, _ in facts]
     if len(set(versions)) > 1:
         raise CutMismatchError(
             f"the ranks hold cuts of step {step} at the versions {versions}: go on from a "
             "checkpoint"
         )
-    held = views_of(slots, slot, header, weights)
+    held = views_of(slots, slot, header, weights.tensors)
     with torch.no_grad():
-        for name, weight in weights.items():
+        for name, weight in weights.tensors.items():
             weight.copy_(held[WEIGHTS][name])
     optimizer.restore({name: held[name] for name in STATE_NAMES}, header.optimizer_steps)
     restore_random_state(*random_state_of(header))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from rolemesh.engine.layout.boxes import train_layout, whole_layout
+from rolemesh.engine.layout.manifest import WeightLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import ScoringModel
@@ -24,9 +27,9 @@ from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.optimizer import Optimizer
 from rolemesh.engine.train.randomness import capture_random_state
-from rolemesh.engine.train.state import TrainerState
+from rolemesh.engine.train.state import TrainedWeights, TrainerState
 from rolemesh.engine.weights.export import gathered, write_model_folder
-from rolemesh.engine.weights.sharded_tensors import ShardedTensors
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors, tensors_manifest
 
 TrainerKind = Literal["policy", "critic", "reward"]
 TrainedModel = CausalLm | ScoringModel
@@ -70,7 +73,7 @@ class ModelInTraining:
 
     def drop_gradients(self) -> None:
         """Forgets accumulated gradients."""
-        self._optimizer.drop_gradients()
+        self._gradients.drop()
         self._has_gradient = False
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,6 +84,14 @@ class ModelInTraining:
         """
         for name, weight in self.model.named_weights():
             yield name, local_part(weight.detach())
+
+    @cached_property
+    def weights_layout(self) -> WeightLayout:
+        """What each rank holds of `named_weights`."""
+        if self.mesh.world.size == 1:
+            return whole_layout(tensors_manifest(dict(self.named_weights())))
+        assert self.model.shape is not None  # the loader of a model of several ranks sees to it
+        return train_layout(self.model.shape, self.mesh.layout.train)
 
     def optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
         """A moment or step count (one of STATE_NAMES) by weight; see `Optimizer.state`.
@@ -98,10 +109,7 @@ class ModelInTraining:
         Raises:
             GradientPendingError: Gradients are accumulated, which would stay behind.
         """
-        if self._has_gradient:
-            raise GradientPendingError(
-                "gradients are accumulated: call optim_step or drop_gradients before sleep"
-            )
+        self._refuse_pending("sleep")
         moved = move_module(self.rank_model, device, self._sleep_memory)
         self.model.device = device
         return moved + self._optimizer.move_to(device)
@@ -122,21 +130,8 @@ class ModelInTraining:
             FolderExistsError: The directory exists.
             RuntimeError: Another rank failed (its number and cause); nothing has the name.
         """
-        if self._has_gradient:
-            raise GradientPendingError(
-                "gradients are accumulated: call optim_step or drop_gradients before save"
-            )
-        state = TrainerState(
-            kind=self.kind,
-            weights=self._trained_weights(),
-            optimizer={name: self._optimizer.state(name) for name in STATE_NAMES},
-            optimizer_steps=self._optimizer.num_steps,
-            optimizer_spec=self._optimizer.spec,
-            policy_version=self.policy_version,
-            extra=dict(extra or {}),
-            random=capture_random_state(),
-        )
-        trainer_state.save(Path(directory), state)
+        self._refuse_pending("save")
+        self._state(extra or {}).write(Path(directory))
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Takes over a checkpoint, whole or not at all; training goes on bit for bit.
@@ -183,23 +178,11 @@ class ModelInTraining:
         Raises:
             GradientPendingError: Gradients are accumulated, which a cut does not hold.
             SlotRoomError: There is no room on some rank; raised on all, and older cuts stay.
-            SlotHeldError: A process that still lives holds a slot of some rank; raised on all.
+            SlotHeldError: A process that still lives holds a slot of some rank, or the slot is
+                being written as a checkpoint; raised on all.
         """
-        if self._has_gradient:
-            raise GradientPendingError(
-                "gradients are accumulated: call optim_step or drop_gradients before a cut is saved"
-            )
-        return cut_slots.save_cut(
-            slots,
-            step=step,
-            kind=self.kind,
-            weights=dict(self.named_weights()),
-            optimizer=self._optimizer,
-            peers=self._peers(),
-            policy_version=self.policy_version,
-            extra=extra,
-            progress=progress,
-        )
+        self._refuse_pending("a cut is saved")
+        return cut_slots.save_cut(slots, step, self._state(extra), progress)
 
     def restore_cut(self, slots: CutSlots, step: int, *, keeps_later: bool = False) -> RestoredCut:
         """Takes over a cut, whole or not at all; training goes on bit for bit.
@@ -218,11 +201,10 @@ class ModelInTraining:
         """
         restored = cut_slots.restore_cut(
             slots,
-            step=step,
-            kind=self.kind,
-            weights=dict(self.named_weights()),
-            optimizer=self._optimizer,
-            peers=self._peers(),
+            step,
+            self.kind,
+            self._trained_weights(),
+            self._optimizer,
             keeps_later=keeps_later,
         )
         self.drop_gradients()
@@ -277,13 +259,24 @@ class ModelInTraining:
             peers=weights.peers,
         )
 
-    def _peers(self) -> Peers:
-        """The ranks that this one works with."""
-        if self.mesh.world.size == 1:
-            return Peers.alone()
-        return Peers.of(self.mesh.world, self.model.device)
+    def _refuse_pending(self, what: str) -> None:
+        if self._has_gradient:
+            raise GradientPendingError(
+                f"gradients are accumulated: call optim_step or drop_gradients before {what}"
+            )
 
-    def _trained_weights(self) -> trainer_state.TrainedWeights:
-        return trainer_state.TrainedWeights.of(
-            dict(self.named_weights()), self.model.shape, self.mesh, self.model.device
+    def _trained_weights(self) -> TrainedWeights:
+        peers = Peers.of(self.mesh.world, self.model.device)
+        return TrainedWeights(dict(self.named_weights()), self.weights_layout, peers)
+
+    def _state(self, extra: Mapping[str, Any]) -> TrainerState:
+        return TrainerState(
+            kind=self.kind,
+            weights=self._trained_weights(),
+            optimizer={name: self._optimizer.state(name) for name in STATE_NAMES},
+            optimizer_steps=self._optimizer.num_steps,
+            optimizer_spec=self._optimizer.spec,
+            policy_version=self.policy_version,
+            extra=extra,
+            random=capture_random_state(),
         )

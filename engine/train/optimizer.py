@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -119,7 +118,7 @@ class Optimizer:
         total_norm, culprits = self._gradients.norm()
         norm = float(total_norm)
         if not math.isfinite(norm):
-            self.drop_gradients()
+            self._gradients.drop()
             raise LossNotFiniteError(
                 f"gradient norm is {norm} (first in {culprits[:3]}): gradients were dropped, "
                 "weights not touched; lower the learning rate or look at the batch"
@@ -133,13 +132,9 @@ class Optimizer:
         else:
             for adamw in self._adamws:
                 adamw.step()
-        self.drop_gradients()
+        self._gradients.drop()
         self.num_steps += 1
         return {"grad_norm": norm, "learning_rate": rate}
-
-    def drop_gradients(self) -> None:
-        """Forgets accumulated gradients."""
-        self._gradients.drop()
 
     def move_to(self, device: torch.device) -> int:
         """Moves the moments; the parameters they belong to move with the model. Returns bytes."""
@@ -148,7 +143,8 @@ class Optimizer:
             return 0  # they are on the host already, and each step fetches them
         elsewhere = [
             (state, name)
-            for state in self._states()
+            for adamw in self._adamws
+            for state in adamw.state.values()
             for name in MOMENTS
             if name in state and state[name].device != device
         ]
@@ -202,7 +198,3 @@ class Optimizer:
             eps=self.spec.eps,
             fused=self._device_type in _FUSED_DEVICES,
         )
-
-    def _states(self) -> Iterator[dict[str, torch.Tensor]]:
-        for adamw in self._adamws:
-            yield from adamw.state.values()

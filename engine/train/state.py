@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from rolemesh.engine.layout.boxes import train_layout, whole_layout
-from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.parallel.agreement import Peers
-from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
 from rolemesh.engine.train.randomness import restore_random_state, seed_random_state
@@ -36,10 +33,13 @@ from rolemesh.engine.weights.disk_layout import (
     scalar_shard,
     tensor_parameters,
 )
-from rolemesh.engine.weights.sharded_tensors import ShardedTensors, tensors_manifest
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 if TYPE_CHECKING:
     from rolemesh.engine.train.optimizer import Optimizer
+
+_States: TypeAlias = dict[str, dict[str, torch.Tensor]]
+"""What the optimizer keeps on this rank, by one of STATE_NAMES and by tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +52,6 @@ class TrainedWeights:
     """What each rank holds."""
     peers: Peers
     """The ranks."""
-
-    @classmethod
-    def of(
-        cls,
-        tensors: Mapping[str, torch.Tensor],
-        shape: DecoderShape | None,
-        mesh: RankMesh,
-        device: torch.device,
-    ) -> TrainedWeights:
-        """Works out the layout.
-
-        Args:
-            tensors: This rank's weights; with one rank alone, all of them, of any model.
-            shape: Of the model; needed with more than one rank.
-            mesh: The rank's place.
-            device: Where messages to other ranks lie.
-        """
-        if mesh.world.size == 1:
-            return cls(tensors, whole_layout(tensors_manifest(tensors)), Peers.alone())
-        if shape is None:
-            raise ValueError(
-                "shape is None: a model without a plan cannot be spread over ranks; give one rank"
-            )
-        peers = Peers.of(mesh.world, device)
-        return cls(tensors, train_layout(shape, mesh.layout.train), peers)
 
     def moments_layout(self, name: str) -> WeightLayout:
         """Layout of what the optimizer keeps for each weight: one of STATE_NAMES."""
@@ -124,31 +99,19 @@ class TrainerState:
             "extra": dict(self.extra),
         }
 
-
-def save(
-    directory: Path,
-    state: TrainerState,
-    *,
-    others: OtherParts | None = None,
-    progress: Progress = silent,
-) -> None:
-    """Writes a trainer's checkpoint; see `write_checkpoint`, also for who calls it.
-
-    Args:
-        directory: Must not exist.
-        state: This rank's.
-        others: Writes the parts of ranks at their own pace.
-        progress: Told of this rank's files.
-    """
-    write_checkpoint(
-        directory,
-        state.groups(),
-        state.values(),
-        random=state.random,
-        peers=state.weights.peers,
-        others=others,
-        progress=progress,
-    )
+    def write(
+        self, directory: Path, *, others: OtherParts | None = None, progress: Progress = silent
+    ) -> None:
+        """Writes the checkpoint; see `write_checkpoint`, also for who calls it."""
+        write_checkpoint(
+            directory,
+            self.groups(),
+            self.values(),
+            random=self.random,
+            peers=self.weights.peers,
+            others=others,
+            progress=progress,
+        )
 
 
 def load(
@@ -165,7 +128,7 @@ def load(
     rank.
 
     Args:
-        directory: That `save` wrote.
+        directory: That `TrainerState.write` wrote.
         kind: "policy" or "critic", which must be the checkpoint's.
         weights: The model's own, written in place.
         optimizer: Gets moments and counts. Its spec stays: a run may go on with another rate.
@@ -177,21 +140,34 @@ def load(
         ValueError: No checkpoint, or another model's. As the next: on all ranks alike.
         CheckpointCorruptError: A file is missing, cut or changed.
     """
-    checked, digests = weights.peers.agree(
-        lambda: _check(directory, kind, weights), (*SHARED_ERRORS, ValueError)
+    rank = weights.peers.rank
+
+    def check() -> tuple[tuple[CheckpointReader, list[Copy], _States, RandomState | None], str]:
+        """Checks all that this rank will read, and reads all but the weights."""
+        checkpoint = open_checkpoint(directory)
+        check_fits(checkpoint, kind, weights.layout.manifest)
+        _check_optimizer(checkpoint, weights)
+        ShardedTensors(weights.layout, weights.tensors).check(rank)
+        shard = weights.layout.ranks[rank]
+        copies = _verified_copies(checkpoint, "weights", shard, weights.tensors)
+        states = {name: _read_optimizer(checkpoint, name, weights) for name in STATE_NAMES}
+        return (checkpoint, copies, states, checkpoint.random(rank)), checkpoint.sha256
+
+    (checkpoint, copies, states, random), digests = weights.peers.agree(
+        check, (*SHARED_ERRORS, ValueError)
     )
     if len(set(digests)) > 1:
         raise CheckpointMismatchError(
             f"the ranks see {len(set(digests))} different checkpoints under {str(directory)!r}: "
             "give a directory on a disk that all ranks share"
         )
-    checkpoint, state = checked.checkpoint, checked.checkpoint.state
-    checkpoint.read("weights", checked.copies, weights.tensors)
-    optimizer.restore(checked.optimizer, state["optimizer_steps"])
-    if checked.random is None:
-        seed_random_state(checkpoint.sha256, weights.peers.rank)
+    state = checkpoint.state
+    checkpoint.read("weights", copies, weights.tensors)
+    optimizer.restore(states, state["optimizer_steps"])
+    if random is None:
+        seed_random_state(checkpoint.sha256, rank)
     else:
-        restore_random_state(dict(checked.random[0]), dict(checked.random[1]))
+        restore_random_state(dict(random[0]), dict(random[1]))
     return int(state["policy_version"]), dict(state["extra"])
 
 
@@ -220,31 +196,6 @@ def check_fits(checkpoint: CheckpointReader, kind: str, own: Manifest) -> None:
             f"model's is {own.get(name)} ({len(different)} differ): give the model folder that the "
             "run began with"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """All that a rank needs of a checkpoint that fits."""
-
-    checkpoint: CheckpointReader
-    copies: list[Copy]
-    """Into the weights."""
-    optimizer: dict[str, dict[str, torch.Tensor]]
-    """This rank's state of the optimizer."""
-    random: RandomState | None
-
-
-def _check(directory: Path, kind: str, weights: TrainedWeights) -> tuple[_Checked, str]:
-    """Checks all that this rank will read, and reads all but the weights."""
-    checkpoint = open_checkpoint(directory)
-    check_fits(checkpoint, kind, weights.layout.manifest)
-    _check_optimizer(checkpoint, weights)
-    ShardedTensors(weights.layout, weights.tensors).check(weights.peers.rank)
-    shard = weights.layout.ranks[weights.peers.rank]
-    copies = _verified_copies(checkpoint, "weights", shard, weights.tensors)
-    optimizer = {name: _read_optimizer(checkpoint, name, weights) for name in STATE_NAMES}
-    random = checkpoint.random(weights.peers.rank)
-    return _Checked(checkpoint, copies, optimizer, random), checkpoint.sha256
 
 
 def _verified_copies(

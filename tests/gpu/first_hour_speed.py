@@ -138,7 +138,6 @@ def _speed(trainer: Any, shape: str, tokens: int, peak: float | None) -> dict[st
 def publication(found: Found) -> None:
     """Publication of a policy's weights in bfloat16, against a pinned copy of the same bytes."""
     needs("transformers", "pydantic")
-    from rolemesh.engine.train.state import TrainedWeights
     from rolemesh.engine.weights.published import Publication
 
     shape = shape_that_fits()
@@ -146,9 +145,7 @@ def publication(found: Found) -> None:
     with scratch() as folder:
         trainer = make_trainer(write_shape(folder / "model", shape), recompute="full")
     weights = dict(trainer.named_weights())
-    layout = TrainedWeights.of(
-        weights, trainer.model.shape, trainer.mesh, trainer.model.device
-    ).layout.in_dtype("bfloat16")
+    layout = trainer.weights_layout.in_dtype("bfloat16")
     seconds: dict[str, list[float]] = {"publication": [], "pinned_copy": []}
     num_bytes = 0
     rounded = torch.empty(0)

@@ -12,7 +12,6 @@ from google.protobuf.message import Message
 
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.rollout.checksums import tensor_checksum
-from rolemesh.engine.train.state import TrainedWeights
 from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
 from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.errors import CapacityError, InvalidRequestError
@@ -127,15 +126,12 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         """Copies this rank's weights. On the compute thread."""
         trainer = self._role.trainer
         weights = dict(trainer.named_weights())
-        layout = TrainedWeights.of(
-            weights, trainer.model.shape, trainer.mesh, trainer.model.device
-        ).layout
         # Before the next copy is made: two at once would take twice the memory, and no caller may
         # begin to fetch the old one any more in any case.
         self._role.published.close()
         try:
             publication = Publication(
-                layout.in_dtype(dtype),
+                trainer.weights_layout.in_dtype(dtype),
                 trainer.mesh.rank,
                 weights,
                 policy_version=trainer.policy_version,
