@@ -18,7 +18,6 @@ import torch
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
 from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
 from rolemesh.engine.layout.manifest import (
-    ITEM_BYTES,
     Box,
     DtypeName,
     Manifest,
@@ -285,16 +284,6 @@ class Taking:
     """The boxes that each publishing rank gives, in the order in which they are asked for."""
     duplicates: tuple[Copy, ...]
     """Boxes that two of the rank's tensors need; `source_tensor` is the first of them."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all boxes."""
-        return sum(self.bytes_from(source) for source in self.copies)
-
-    def bytes_from(self, source: int) -> int:
-        """Bytes of a publisher's boxes."""
-        item_bytes = ITEM_BYTES[_dtype(self.target)]
-        return item_bytes * sum(num_elements(copy.box) for copy in self.copies[source])
 
     def tensors(
         self, boxes: Mapping[int, Sequence[torch.Tensor]]

@@ -19,12 +19,7 @@ from rolemesh.engine.layout.manifest import (
     WeightLayout,
 )
 
-TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """Element types by their names in manifests."""
 
 

@@ -95,7 +95,9 @@ def delivery(mesh: RankMesh, folder: Path, weights: Weights, version: int) -> De
         weights[copy.parameter][tuple(slice(*ends) for ends in copy.box)]
         for copy in taking.copies[0]
     ]
-    return Delivery(version, taking, {0: FetchedBoxes(boxes, "shm", taking.num_bytes)})
+    return Delivery(
+        version, taking, {0: FetchedBoxes(boxes, "shm", sum(box.nbytes for box in boxes))}
+    )
 
 
 def in_flight_story(
