@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 RankOrder: TypeAlias = Literal["tp-pp-dp", "tp-dp-pp"]
 """Which coordinate moves fastest with the rank, first to last. The paper numbers ranks
@@ -118,30 +118,27 @@ class TrainLayout:
 
     def tp_groups(self) -> Groups:
         """Ranks that hold the slices of the same stage and replica."""
-        return self._grouped(lambda at: (at.pp, at.dp))
+        return _grouped(self, lambda at: (at.pp, at.dp))
 
     def pp_groups(self) -> Groups:
         """Ranks that hold the stages of one pipeline, first stage first."""
-        return self._grouped(lambda at: (at.tp, at.dp))
+        return _grouped(self, lambda at: (at.tp, at.dp))
 
     def dp_groups(self) -> Groups:
         """Ranks that hold the same stage and slice (or cut it among them)."""
-        return self._grouped(lambda at: (at.pp, at.tp))
+        return _grouped(self, lambda at: (at.pp, at.tp))
 
     def fsdp_groups(self) -> Groups:
         """Ranks that cut the parameters of one stage and slice among them."""
-        return self._grouped(lambda at: (at.pp, at.tp, at.dp // self.fsdp))
+        return _grouped(self, lambda at: (at.pp, at.tp, at.dp // self.fsdp))
 
     def replicate_groups(self) -> Groups:
         """Ranks that hold the very same parameters."""
-        return self._grouped(lambda at: (at.pp, at.tp, at.dp % self.fsdp))
+        return _grouped(self, lambda at: (at.pp, at.tp, at.dp % self.fsdp))
 
     def model_groups(self) -> Groups:
         """Ranks of one data-parallel replica: they see the same rows."""
-        return self._grouped(lambda at: (at.dp,))
-
-    def _grouped(self, key: Callable[[TrainCoordinates], tuple[int, ...]]) -> Groups:
-        return _grouped(range(self.world_size), lambda rank: key(self.coordinates(rank)))
+        return _grouped(self, lambda at: (at.dp,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,15 +238,15 @@ class HybridLayout:
 
     def tp_groups(self) -> Groups:
         """Ranks that hold the slices of one generation replica's stage."""
-        return self._grouped(lambda at: (at.pp, at.micro, at.dp))
+        return _grouped(self, lambda at: (at.pp, at.micro, at.dp))
 
     def pp_groups(self) -> Groups:
         """Ranks that hold the stages of one generation replica's slice."""
-        return self._grouped(lambda at: (at.tp, at.micro, at.dp))
+        return _grouped(self, lambda at: (at.tp, at.micro, at.dp))
 
     def micro_dp_groups(self) -> Groups:
         """Ranks of one training replica that hold the same generation shard."""
-        return self._grouped(lambda at: (at.pp, at.tp, at.dp))
+        return _grouped(self, lambda at: (at.pp, at.tp, at.dp))
 
     def replicas(self) -> Groups:
         """Ranks of each generation replica, in chunk order, ordered by (stage, slice)."""
@@ -270,9 +267,6 @@ class HybridLayout:
             numbers[rank] = number
         return tuple(numbers)
 
-    def _grouped(self, key: Callable[[GenerateCoordinates], tuple[int, ...]]) -> Groups:
-        return _grouped(range(self.world_size), lambda rank: key(self.coordinates(rank)))
-
 
 def check_rank(rank: int, world_size: int) -> None:
     """Raises LayoutError unless 0 <= rank < world_size."""
@@ -280,11 +274,11 @@ def check_rank(rank: int, world_size: int) -> None:
         raise LayoutError(f"rank is {rank}: give 0 to {world_size - 1}")
 
 
-def _grouped(ranks: range, key: Callable[[int], tuple[int, ...]]) -> Groups:
-    """Ranks with equal keys, in rank order; groups in the order of their first rank."""
+def _grouped(layout: TrainLayout | HybridLayout, key: Callable[[Any], tuple[int, ...]]) -> Groups:
+    """Ranks with equal keys of their coordinates, in rank order; groups by their first rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(key(rank), []).append(rank)
+    for rank in range(layout.world_size):
+        groups.setdefault(key(layout.coordinates(rank)), []).append(rank)
     return tuple(tuple(group) for group in groups.values())
 
 

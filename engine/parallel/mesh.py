@@ -81,12 +81,8 @@ class RankMesh:
     @classmethod
     def single(cls) -> RankMesh:
         """The mesh of a rank that is alone."""
-        alone = RankGroup((0,), 0, None)
-        return cls(
-            layout=HybridLayout(TrainLayout()),
-            rank=0,
-            **dict.fromkeys(_GROUPS, alone),
-        )
+        layout, alone = HybridLayout(TrainLayout()), RankGroup((0,), 0, None)
+        return cls(layout=layout, rank=0, **dict.fromkeys(_kinds(layout), alone))
 
     @classmethod
     def connect(
@@ -125,21 +121,10 @@ class RankMesh:
             world_size=layout.world_size,
             timeout=timeout,
         )
-        train = layout.train
-        kinds: dict[str, Groups] = {
-            "world": (tuple(range(layout.world_size)),),
-            "tp": train.tp_groups(),
-            "pp": train.pp_groups(),
-            "dp": train.dp_groups(),
-            "fsdp": train.fsdp_groups(),
-            "replicate": train.replicate_groups(),
-            "model": train.model_groups(),
-            "generate_tp": layout.tp_groups(),
-            "micro_dp": layout.micro_dp_groups(),
-        }
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         groups = {
-            name: _join(groups, rank, numbers, timeout, made) for name, groups in kinds.items()
+            name: _join(groups, rank, numbers, timeout, made)
+            for name, groups in _kinds(layout).items()
         }
         return cls(layout=layout, rank=rank, **groups)
 
@@ -153,7 +138,20 @@ class RankMesh:
             dist.destroy_process_group()
 
 
-_GROUPS = ("world", "tp", "pp", "dp", "fsdp", "replicate", "model", "generate_tp", "micro_dp")
+def _kinds(layout: HybridLayout) -> dict[str, Groups]:
+    """All groups, by the field of the mesh that has this rank's."""
+    train = layout.train
+    return {
+        "world": (tuple(range(layout.world_size)),),
+        "tp": train.tp_groups(),
+        "pp": train.pp_groups(),
+        "dp": train.dp_groups(),
+        "fsdp": train.fsdp_groups(),
+        "replicate": train.replicate_groups(),
+        "model": train.model_groups(),
+        "generate_tp": layout.tp_groups(),
+        "micro_dp": layout.micro_dp_groups(),
+    }
 
 
 def _join(

@@ -113,7 +113,7 @@ def pack(
     """
     for parcel in parcels:
         for carried in parcel.parts:
-            _pack_part(carried, parcel.of(outgoing), _held(carried.copy, tensors))
+            carried.values(parcel.of(outgoing)).copy_(_held(carried.copy, tensors))
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def lend(
             held = _held(carried.copy, tensors)
             lent = byte_view(held, carried.dtype)
             if lent is None:
-                _pack_part(carried, parcel.of(outgoing), held)
+                carried.values(parcel.of(outgoing)).copy_(held)
                 lent = parcel.of(outgoing)[carried.start : carried.stop]
             messages.append(Message(parcel.peer, lent))
     return messages
@@ -147,10 +147,6 @@ def byte_view(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 def _held(copy: Copy, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return part(tensors[copy.source_tensor], copy.source_origin, copy.box)
-
-
-def _pack_part(carried: CopySpan, message: torch.Tensor, held: torch.Tensor) -> None:
-    carried.values(message).copy_(held)
 
 
 def checksums(parcel: Parcel, message: torch.Tensor) -> torch.Tensor:
