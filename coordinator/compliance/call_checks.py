@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 
-import grpc
 from google.protobuf.message import Message
 
 from rolemesh.coordinator.compliance.check import check
@@ -140,8 +139,7 @@ async def invalid_key(subject: Subject) -> None:
     await subject.refused(
         events_of(subject.work(operation_pb2.OperationKey())),
         "a call with an empty key",
-        (grpc.StatusCode.INVALID_ARGUMENT,),
-        "KEY_INVALID",
+        "INVALID_ARGUMENT (KEY_INVALID)",
         "refuse keys that are out of range",
     )
 

@@ -55,10 +55,8 @@ async def column_missing(subject: Subject) -> None:
     ref = subject.producer.serve(ordinary_samples(), subject.run_id, without=without)
     sent = f"an experience without {' and '.join(without)}"
     remedy = "refuse an experience that lacks a column, and name the column"
-    codes = (grpc.StatusCode.INVALID_ARGUMENT,)
-    error = await subject.refused(
-        events_of(consume(subject, ref)), sent, codes, "COLUMN_MISSING", remedy
-    )
+    refusal = "INVALID_ARGUMENT (COLUMN_MISSING)"
+    error = await subject.refused(events_of(consume(subject, ref)), sent, refusal, remedy)
     expect(
         any(name in error.message for name in without),
         sent=sent,
@@ -83,8 +81,7 @@ async def peer_unreachable(subject: Subject) -> None:
     await subject.refused(
         events_of(consume(subject, ref)),
         f"an experience at {NO_SERVER}, where no server listens",
-        (grpc.StatusCode.UNAVAILABLE,),
-        "PEER_UNREACHABLE",
+        "UNAVAILABLE (PEER_UNREACHABLE)",
         "pass the failure of the fetch on",
     )
 
@@ -103,8 +100,7 @@ async def gone(subject: Subject) -> None:
     await subject.refused(
         events_of(consume(subject, ref)),
         "an experience that its producer has released",
-        (grpc.StatusCode.NOT_FOUND,),
-        "EXPERIENCE_NOT_FOUND",
+        "NOT_FOUND (EXPERIENCE_NOT_FOUND)",
         "pass the producer's refusal on",
     )
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
-
 from rolemesh.coordinator.compliance.check import check
 from rolemesh.coordinator.compliance.contract import (
     BrokenContractError,
@@ -29,8 +27,6 @@ from rolemesh.rpc.errors import NotFoundError, RolemeshError
 from rolemesh.rpc.payload_stream import PayloadMalformedError
 from rolemesh.rpc.references import place
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc
-
-NOT_FOUND = (grpc.StatusCode.NOT_FOUND,)
 
 
 async def _made(subject: Subject) -> experience_pb2.ExperienceRef:
@@ -196,37 +192,30 @@ async def refusals(subject: Subject) -> None:
     shard, names = await _shard(subject)
     unknown = experience_pb2.Shard(experience_id="compliance-unknown", num_rows=1)
     beyond = {"row_start": 0, "row_stop": shard.num_rows + 1}
-    out_of_range, invalid = grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.INVALID_ARGUMENT
-    for sent, request, code, reason in (
-        ("an unknown id", _request(unknown, names), *NOT_FOUND, "EXPERIENCE_NOT_FOUND"),
+    for sent, request, refusal in (
+        ("an unknown id", _request(unknown, names), "NOT_FOUND (EXPERIENCE_NOT_FOUND)"),
         (
             "an unknown column",
             _request(shard, ["compliance_no_such"]),
-            *(*NOT_FOUND, "COLUMN_NOT_FOUND"),
+            "NOT_FOUND (COLUMN_NOT_FOUND)",
         ),
         (
             "rows beyond the shard",
             _request(shard, names, **beyond),
-            *(out_of_range, "ROWS_OUT_OF_RANGE"),
+            "OUT_OF_RANGE (ROWS_OUT_OF_RANGE)",
         ),
         (
             "a single row beyond the shard",
             _request(shard, names, rows=[shard.num_rows]),
-            *(out_of_range, "ROWS_OUT_OF_RANGE"),
+            "OUT_OF_RANGE (ROWS_OUT_OF_RANGE)",
         ),
         (
             "both a range and single rows",
             _request(shard, names, row_start=0, row_stop=1, rows=[0]),
-            *(invalid, "ROWS_AMBIGUOUS"),
+            "INVALID_ARGUMENT (ROWS_AMBIGUOUS)",
         ),
     ):
-        await subject.refused(
-            _fetch(subject, request),
-            f"Fetch of {sent}",
-            (code,),
-            reason,
-            "refuse it",
-        )
+        await subject.refused(_fetch(subject, request), f"Fetch of {sent}", refusal, "refuse it")
 
 
 @check(
@@ -248,8 +237,7 @@ async def release(subject: Subject) -> None:
     await subject.refused(
         freed(EPOCH - 1),
         f"Release with epoch {EPOCH - 1} after epoch {EPOCH} has spoken",
-        (grpc.StatusCode.FAILED_PRECONDITION,),
-        "STALE_EPOCH",
+        "FAILED_PRECONDITION (STALE_EPOCH)",
         "refuse an older coordinator",
     )
     first, second = await freed(), await freed()
@@ -262,8 +250,7 @@ async def release(subject: Subject) -> None:
     await subject.refused(
         _fetch(subject, _request(shard, [])),
         "Fetch of experience that was released",
-        NOT_FOUND,
-        "EXPERIENCE_NOT_FOUND",
+        "NOT_FOUND (EXPERIENCE_NOT_FOUND)",
         "forget what was released",
     )
 

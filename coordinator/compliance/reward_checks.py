@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import grpc
-
 from rolemesh.coordinator.compliance.check import check
 from rolemesh.coordinator.compliance.contract import (
     REWARD_ROLES,
@@ -37,8 +35,6 @@ from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
 LARGE_BATCH_ROWS = 512
 LARGE_BATCH_BYTES = 7_000
 """Bytes of each completion. Together they stay just below the 4 MiB of one message."""
-
-INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
 
 
 async def judge(subject: Subject, samples: Sequence[Sample]) -> list[float]:
@@ -195,8 +191,7 @@ async def nothing_to_judge(subject: Subject) -> None:
         await subject.refused(
             events_of(stub.ComputeReward(request, timeout=subject.timeout_s)),
             sent,
-            INVALID,
-            "INPUT_MISSING",
+            "INVALID_ARGUMENT (INPUT_MISSING)",
             "refuse a request without trajectories",
         )
 
@@ -215,8 +210,7 @@ async def pass_at(subject: Subject) -> None:
     await subject.refused(
         events_of(stub.ComputeReward(request, timeout=subject.timeout_s)),
         "ComputeReward of trajectories with pass_at 1",
-        INVALID,
-        "PASS_AT_INVALID",
+        "INVALID_ARGUMENT (PASS_AT_INVALID)",
         "refuse pass_at with trajectories",
     )
 
@@ -234,8 +228,7 @@ async def reference_refused(subject: Subject) -> None:
     await subject.refused(
         events_of(subject.client.compute_reward(subject.key(), ref)),
         "ComputeReward of an experience",
-        INVALID,
-        "INPUT_UNSUPPORTED",
+        "INVALID_ARGUMENT (INPUT_UNSUPPORTED)",
         "refuse references where trajectories are expected",
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
 import numpy as np
 
 from rolemesh.coordinator.compliance.check import check
@@ -40,8 +39,6 @@ SENT = f"Generate of {NUM_PROMPTS} prompts, {SAMPLING.samples_per_prompt} sample
 WEIGHTS_VERSION = 1
 """Version of the made-up weights that a rollout service gets."""
 
-INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
-
 COLUMNS = {name: column_schema(name) for name in ROLLOUT_COLUMNS}
 """What rollout.proto promises."""
 
@@ -71,8 +68,7 @@ async def no_weights(subject: Subject) -> None:
     await subject.refused(
         events_of(subject.generate(subject.key())),
         "Generate before UpdateWeights",
-        (grpc.StatusCode.FAILED_PRECONDITION,),
-        "WEIGHTS_STALE",
+        "FAILED_PRECONDITION (WEIGHTS_STALE)",
         "refuse to sample until weights came",
     )
 
@@ -354,8 +350,7 @@ async def refusals(subject: Subject) -> None:
         error = await subject.refused(
             events_of(subject.generate(subject.key(), **options)),
             f"Generate with {sent}",
-            INVALID,
-            reason,
+            f"INVALID_ARGUMENT ({reason})",
             "refuse it and name the field",
         )
         expect(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import numpy as np
 
 from rolemesh.coordinator.compliance.check import check
@@ -309,7 +308,6 @@ async def temperature(subject: Subject) -> None:
     await subject.refused(
         events_of(subject.logprobs(subject.key(), ref, temperature=0.0)),
         "ComputeLogprobs at temperature 0",
-        (grpc.StatusCode.INVALID_ARGUMENT,),
-        "SPEC_INVALID",
+        "INVALID_ARGUMENT (SPEC_INVALID)",
         "refuse temperatures that are not above 0",
     )

@@ -229,39 +229,29 @@ class Subject:
     # --- what came ---------------------------------------------------------------------------
 
     async def refused(
-        self,
-        answer: Awaitable[Any],
-        sent: str,
-        codes: Sequence[grpc.StatusCode],
-        reason: str,
-        why: str,
+        self, answer: Awaitable[Any], sent: str, refusal: str, why: str
     ) -> RolemeshError:
         """Returns the refusal that a call has to get.
 
         Args:
             answer: Answer of the call; events_of for a stream.
             sent: The request, described for people.
-            codes: Status codes, of which the refusal must have one.
-            reason: Reason of the ErrorInfo, which one check judges at the end.
+            refusal: As the protos write it, "STATUS (REASON)". One check judges all reasons at the
+                end.
             why: What the server has to do, for people.
 
         Raises:
             BrokenContractError: The server answered, or refused with another code.
         """
+        code, _, reason = refusal.removesuffix(")").partition(" (")
         try:
-            came = await answer
+            came = f"an answer: {shorten(await answer)}"
         except RolemeshError as error:
-            if error.code in codes:
+            if error.code.name == code:
                 self.refusals.append(Refusal(sent, reason, error))
                 return error
-            raise BrokenContractError(
-                sent=sent, came=describe_error(error), remedy=f"{why}: {_one_of(codes)} ({reason})"
-            ) from error
-        raise BrokenContractError(
-            sent=sent,
-            came=f"an answer: {shorten(came)}",
-            remedy=f"{why}: {_one_of(codes)} ({reason})",
-        )
+            came = describe_error(error)
+        raise BrokenContractError(sent=sent, came=came, remedy=f"{why}: {refusal}")
 
     async def rows(self, ref: experience_pb2.ExperienceRef, columns: Sequence[str] = ()) -> Columns:
         """Fetches columns of a reference from their holders; without names, all columns."""
@@ -362,7 +352,3 @@ def shorten(value: object, most: int = 300) -> str:
     """One line of at most so many characters."""
     text = " ".join(str(value).split())
     return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _one_of(codes: Sequence[grpc.StatusCode]) -> str:
-    return " or ".join(code.name for code in codes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import grpc
 import numpy as np
 
 from rolemesh.coordinator.compliance.check import check
@@ -25,7 +24,6 @@ from rolemesh.rpc.service_client import to_algorithm_part
 from rolemesh.v1 import trainer_pb2, weights_pb2
 
 TRAINED_ROLES = ("actor", "critic")
-PRECONDITION = (grpc.StatusCode.FAILED_PRECONDITION,)
 
 LOSSES = {"actor": "sft", "critic": "ppo_value"}
 """A loss of each role; the suite serves the columns that they read."""
@@ -83,8 +81,7 @@ async def _refuses_a_step(subject: Subject, sent: str) -> None:
     await subject.refused(
         _step(subject, subject.key(), await _version(subject)),
         sent,
-        PRECONDITION,
-        "NO_GRADIENT",
+        "FAILED_PRECONDITION (NO_GRADIENT)",
         "refuse a step without gradients",
     )
 
@@ -101,8 +98,7 @@ async def loss_invalid(subject: Subject) -> None:
     await subject.refused(
         events_of(_backward(subject, "compliance_no_such_loss")),
         "ForwardBackward with an unknown loss",
-        (grpc.StatusCode.INVALID_ARGUMENT,),
-        "SPEC_INVALID",
+        "INVALID_ARGUMENT (SPEC_INVALID)",
         "refuse losses that you do not have, by name",
     )
 
@@ -163,8 +159,7 @@ async def version_mismatch(subject: Subject) -> None:
     await subject.refused(
         _step(subject, subject.key(), version + 1),
         f"OptimStep that expects version {version + 1} at version {version}",
-        PRECONDITION,
-        "VERSION_MISMATCH",
+        "FAILED_PRECONDITION (VERSION_MISMATCH)",
         "compare the expected version with that of the weights first",
     )
     await _step(subject, subject.key(), version)

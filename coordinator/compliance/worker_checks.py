@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import grpc
-
 from rolemesh.coordinator.compliance.check import check
 from rolemesh.coordinator.compliance.contract import (
     MODEL_ROLES,
@@ -30,9 +28,6 @@ from rolemesh.coordinator.dataflow.connection import REQUIRED_SERVICES
 from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.v1 import operation_pb2, worker_pb2
-
-INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
-PRECONDITION = (grpc.StatusCode.FAILED_PRECONDITION,)
 
 UNKNOWN_FIELD = "compliance_no_such_field"
 
@@ -190,8 +185,7 @@ async def not_initialized(subject: Subject) -> None:
     await subject.refused(
         events_of(subject.work(subject.key())),
         "work before Initialize",
-        PRECONDITION,
-        "NOT_INITIALIZED",
+        "FAILED_PRECONDITION (NOT_INITIALIZED)",
         "refuse work until Initialize",
     )
 
@@ -211,7 +205,8 @@ async def spec_invalid(subject: Subject) -> None:
     sent = f"Initialize with the unknown field {UNKNOWN_FIELD!r}"
     remedy = "refuse unknown fields and name them"
     call = subject.initialize(key=subject.key(step=0), more={UNKNOWN_FIELD: 1})
-    error = await subject.refused(events_of(call), sent, INVALID, "SPEC_INVALID", remedy)
+    refusal = "INVALID_ARGUMENT (SPEC_INVALID)"
+    error = await subject.refused(events_of(call), sent, refusal, remedy)
     expect(
         UNKNOWN_FIELD in error.message,
         sent=sent,
@@ -299,8 +294,7 @@ async def stale_epoch(subject: Subject) -> None:
     await subject.refused(
         events_of(subject.work(subject.key(epoch=EPOCH - 1))),
         f"work of epoch {EPOCH - 1} after epoch {EPOCH} has spoken",
-        PRECONDITION,
-        "STALE_EPOCH",
+        "FAILED_PRECONDITION (STALE_EPOCH)",
         "remember the highest epoch of the run and refuse lower ones",
     )
 
@@ -320,8 +314,7 @@ async def held(subject: Subject) -> None:
     await subject.refused(
         events_of(subject.initialize(key=key)),
         "Initialize of another run",
-        PRECONDITION,
-        "ALREADY_INITIALIZED",
+        "FAILED_PRECONDITION (ALREADY_INITIALIZED)",
         "refuse other runs while one holds the service",
     )
 
@@ -340,8 +333,7 @@ async def sleep(subject: Subject) -> None:
         await subject.refused(
             events_of(subject.work(subject.key())),
             "work while asleep",
-            PRECONDITION,
-            "ASLEEP",
+            "FAILED_PRECONDITION (ASLEEP)",
             "refuse work until Wake",
         )
     finally:
@@ -366,8 +358,7 @@ async def drain_of_others(subject: Subject) -> None:
         await subject.refused(
             subject.client.drain(run_id, epoch),
             f"Drain of run {run_id} with epoch {epoch}",
-            PRECONDITION,
-            reason,
+            f"FAILED_PRECONDITION ({reason})",
             "give the service back to its own run's newest coordinator alone",
         )
 
