@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import grpc
-
 from rolemesh.coordinator.compliance.check import check
 from rolemesh.coordinator.compliance.contract import (
     REWARD_ROLES,
@@ -21,25 +17,15 @@ from rolemesh.coordinator.compliance.subject import (
     events_of,
     expect,
     experience_in,
-    need,
     result_in,
     shorten,
 )
-from rolemesh.rpc.errors import RolemeshError
-from rolemesh.v1 import experience_pb2
+from rolemesh.rpc.errors import DeadlineError, RolemeshError
 
 CONSUMING_ROLES = (*REWARD_ROLES, "reference", "critic", "actor")
 
 NO_SERVER = "127.0.0.1:1"
 """Nothing listens on this port."""
-
-
-def consume(subject: Subject, ref: experience_pb2.ExperienceRef) -> Any:
-    """The call of the role that pulls a given experience."""
-    if subject.role == "actor":
-        need("LogprobService", subject)
-        return subject.logprobs(subject.key(), ref)
-    return subject.work(subject.key(), experience=ref)
 
 
 @check(
@@ -56,7 +42,7 @@ async def column_missing(subject: Subject) -> None:
     sent = f"an experience without {' and '.join(without)}"
     remedy = "refuse an experience that lacks a column, and name the column"
     refusal = "INVALID_ARGUMENT (COLUMN_MISSING)"
-    error = await subject.refused(events_of(consume(subject, ref)), sent, refusal, remedy)
+    error = await subject.refused(events_of(subject.consume(ref)), sent, refusal, remedy)
     expect(
         any(name in error.message for name in without),
         sent=sent,
@@ -79,7 +65,7 @@ async def peer_unreachable(subject: Subject) -> None:
         for shard in group.shards:
             shard.address = NO_SERVER
     await subject.refused(
-        events_of(consume(subject, ref)),
+        events_of(subject.consume(ref)),
         f"an experience at {NO_SERVER}, where no server listens",
         "UNAVAILABLE (PEER_UNREACHABLE)",
         "pass the failure of the fetch on",
@@ -98,7 +84,7 @@ async def gone(subject: Subject) -> None:
     ref = subject.producer.serve(ordinary_samples(), subject.run_id)
     ref.groups[0].shards[0].experience_id = "compliance-released"
     await subject.refused(
-        events_of(consume(subject, ref)),
+        events_of(subject.consume(ref)),
         "an experience that its producer has released",
         "NOT_FOUND (EXPERIENCE_NOT_FOUND)",
         "pass the producer's refusal on",
@@ -116,21 +102,17 @@ async def gone(subject: Subject) -> None:
 async def torn(subject: Subject) -> None:
     """The producer ends its stream before the last byte."""
     ref = subject.producer.serve(ordinary_samples(), subject.run_id, is_torn=True)
-    sent = "an experience whose payload ends one byte early"
     try:
-        await events_of(consume(subject, ref))
-    except RolemeshError as error:
-        silent = (grpc.StatusCode.DEADLINE_EXCEEDED,)
-        expect(
-            error.code not in silent,
-            sent=sent,
-            came=f"nothing within {subject.timeout_s:g} s",
-            remedy="count the bytes that came, and refuse a payload that is not whole",
-        )
+        await events_of(subject.consume(ref))
+    except DeadlineError:
+        came = f"nothing within {subject.timeout_s:g} s"
+    except RolemeshError:
         return
+    else:
+        came = "a result"
     raise BrokenContractError(
-        sent=sent,
-        came="a result",
+        sent="an experience whose payload ends one byte early",
+        came=came,
         remedy="count the bytes that came, and refuse a payload that is not whole",
     )
 
@@ -151,8 +133,7 @@ async def shards(subject: Subject) -> None:
     sent = f"seven rows in two shards, rows {spread[0]} and {spread[1]}"
     remedy = "put fetched rows into the batch's order: row i of a shard is row Shard.rows[i]"
     if subject.role in REWARD_ROLES:
-        call = subject.work(subject.key(), experience=ref)
-        made = experience_in(result_in(await events_of(call), sent), sent)
+        made = experience_in(result_in(await events_of(subject.consume(ref)), sent), sent)
         columns = await subject.rows(made, [subject.column])
         came = columns[subject.column].values.tolist()
         wanted = await judge(subject, samples)

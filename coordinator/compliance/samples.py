@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rolemesh.v1 import reward_pb2
 
@@ -16,7 +16,7 @@ NUM_TOKENS = 200
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory."""
+    """One trajectory, with the fields of its message."""
 
     prompt: str
     completion: str
@@ -27,14 +27,7 @@ class Sample:
 
     def inline(self) -> reward_pb2.Trajectory:
         """The trajectory as a message, for a reward that does not pull."""
-        return reward_pb2.Trajectory(
-            prompt=self.prompt,
-            completion=self.completion,
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            answer=self.answer,
-            metadata_json=self.metadata_json,
-        )
+        return reward_pb2.Trajectory(**asdict(self))
 
 
 def token_ids(seed: int, number: int) -> tuple[int, ...]:

@@ -20,11 +20,9 @@ from rolemesh.coordinator.compliance.subject import (
     events_of,
     expect,
     experience_in,
-    need,
     result_in,
     shorten,
 )
-from rolemesh.rpc.columns import Columns
 from rolemesh.v1 import experience_pb2, tensor_pb2
 
 SCORING_ROLES = ("reference", "critic", "actor")
@@ -45,29 +43,14 @@ EVEN = 0.01
 Scores = list[np.ndarray[Any, Any]]
 
 
-async def _score(
-    subject: Subject,
-    samples: Sequence[Sample],
-    ref: experience_pb2.ExperienceRef | None = None,
-    **options: Any,
-) -> Columns:
-    return await subject.rows(await _scored(subject, samples, ref, **options))
-
-
 async def _scored(
     subject: Subject,
     samples: Sequence[Sample],
     ref: experience_pb2.ExperienceRef | None = None,
     **options: Any,
 ) -> experience_pb2.ExperienceRef:
-    if subject.role == "actor":
-        need("LogprobService", subject)
     ref = subject.producer.serve(samples, subject.run_id) if ref is None else ref
-    key = subject.key()
-    if subject.role == "critic":
-        call = subject.work(key, experience=ref)
-    else:
-        call = subject.logprobs(key, ref, **options)
+    call = subject.consume(ref, **options)
     return experience_in(result_in(await events_of(call), "an experience"), "an experience")
 
 
@@ -75,7 +58,6 @@ async def scores_of(
     subject: Subject,
     samples: Sequence[Sample],
     ref: experience_pb2.ExperienceRef | None = None,
-    **options: Any,
 ) -> Scores:
     """Log-probs or values of each row's completion tokens, under a new key.
 
@@ -83,9 +65,8 @@ async def scores_of(
         subject: The server.
         samples: The rows.
         ref: Reference to the same rows; None: the suite serves them as one shard.
-        **options: Options of Subject.logprobs.
     """
-    columns = await _score(subject, samples, ref, **options)
+    columns = await subject.rows(await _scored(subject, samples, ref))
     name = "values" if subject.role == "critic" else "scores"
     expect(
         name in columns,
@@ -282,7 +263,8 @@ async def independent(subject: Subject) -> None:
 )
 async def temperature(subject: Subject) -> None:
     """At a very high temperature all tokens are equally likely."""
-    columns = await _score(subject, ordinary_samples(), temperature=HOT, with_entropy=True)
+    scored = await _scored(subject, ordinary_samples(), temperature=HOT, with_entropy=True)
+    columns = await subject.rows(scored)
     expect(
         {"scores", "scores_entropy"} == set(columns),
         sent="ComputeLogprobs with with_entropy",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,16 @@ import grpc
 from google.protobuf.message import Message
 
 from rolemesh.coordinator.compliance.contract import (
+    LOGPROB_ROLES,
     REWARD_ROLES,
     BrokenContractError,
     NotApplicableError,
 )
 from rolemesh.coordinator.compliance.producer import Producer
 from rolemesh.coordinator.compliance.samples import Sample, ordinary_samples
-from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
+from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
 from rolemesh.rpc.result_call import ResultCall
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, worker_pb2
@@ -65,7 +66,6 @@ class Subject:
         spec: Mapping[str, Any],
         producer: Producer,
         timeout_s: float,
-        identity: Identity | None = None,
     ) -> None:
         self.address = address
         self.role = role
@@ -87,16 +87,15 @@ class Subject:
         self._ordinary: experience_pb2.ExperienceRef | None = None
         self.initialize_key = self.key("compliance.initialize", step=0)
         self.initialized: worker_pb2.InitializeResult | None = None
-        self.channel: MeshChannel = open_channel(
-            address, traffic=ChannelTraffic(), identity=identity
-        )
+        identity = producer.identity
+        self.channel = open_channel(address, identity=identity)
         # A plain channel without our rules: calls may have no deadline, and payloads are raw bytes.
         options = [("grpc.enable_http_proxy", 0)]
         self.bare = (
             grpc.aio.insecure_channel(address, options)
             if identity is None
             else grpc.aio.secure_channel(
-                address, identity.channel_credentials(), [*options, *CHANNEL_OPTIONS]
+                address, identity.channel_credentials(), [*options, *identity.channel_options]
             )
         )
         self.client = ServiceClient(self.channel, timeout_s)
@@ -105,6 +104,15 @@ class Subject:
         """Closes the channels."""
         await self.channel.close()
         await self.bare.close()
+
+    async def is_there(self) -> bool:
+        """Whether its process takes connections."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self.channel.channel_ready()
+        except TimeoutError:
+            return False
+        return True
 
     @property
     def takes_part_in_runs(self) -> bool:
@@ -197,6 +205,19 @@ class Subject:
         return self.client.compute_logprobs(
             key, ref, "scores", temperature=temperature, with_entropy=with_entropy
         )
+
+    def consume(self, ref: experience_pb2.ExperienceRef, **options: Any) -> ResultCall[Any]:
+        """The call of the role that pulls a given experience, under a new key.
+
+        Args:
+            ref: What to judge or score.
+            **options: Of `logprobs`, for roles that compute them.
+        """
+        if self.role == "actor":
+            need("LogprobService", self)
+        if self.role in LOGPROB_ROLES:
+            return self.logprobs(self.key(), ref, **options)
+        return self.work(self.key(), experience=ref)
 
     def generate(
         self,
@@ -321,12 +342,10 @@ def need(service: str, subject: Subject) -> None:
         raise NotApplicableError(f"the server has no {service}")
 
 
-def expect(holds: bool, *, sent: str, came: Callable[[], str] | str, remedy: str) -> None:
-    """Raises BrokenContractError unless it holds. `came` is called only then: it may be costly."""
+def expect(holds: bool, *, sent: str, came: str, remedy: str) -> None:
+    """Raises BrokenContractError unless it holds."""
     if not holds:
-        raise BrokenContractError(
-            sent=sent, came=came if isinstance(came, str) else came(), remedy=remedy
-        )
+        raise BrokenContractError(sent=sent, came=came, remedy=remedy)
 
 
 def expect_progress_then_one_result(

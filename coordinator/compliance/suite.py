@@ -137,7 +137,7 @@ async def run_suite(
     try:
         producer = Producer(identity)
         run_id = f"compliance-{uuid.uuid4().hex[:12]}"
-        subject = Subject(address, role, run_id, spec, producer, timeout_s, producer.identity)
+        subject = Subject(address, role, run_id, spec, producer, timeout_s)
     except ValueError as error:
         raise SuiteInputError(str(error)) from error
     try:
@@ -166,14 +166,11 @@ async def run_suite(
 
 async def _meet(subject: Subject) -> None:
     """Connects, and asks what the server is."""
-    try:
-        async with asyncio.timeout(subject.timeout_s):
-            await subject.channel.channel_ready()
-    except TimeoutError as error:
+    if not await subject.is_there():
         raise SuiteInputError(
             f"no server answers at {subject.address} within {subject.timeout_s:g} s: start the "
             "server, or correct the address"
-        ) from error
+        )
     try:
         subject.capabilities = await subject.client.get_capabilities()
     except UnsupportedError:
@@ -270,18 +267,9 @@ class _Suite:
             return found(Outcome.HOLDS)
         if one.check_id in SETS_UP:
             self._lost = f"{one.check_id} does not hold"
-        elif not await self._is_there():
+        elif not await subject.is_there():
             self._lost = f"the server has not answered since {one.check_id}"
         return finding
-
-    async def _is_there(self) -> bool:
-        """Whether the process still takes connections."""
-        try:
-            async with asyncio.timeout(self._subject.timeout_s):
-                await self._subject.channel.channel_ready()
-        except TimeoutError:
-            return False
-        return True
 
 
 def _remedy(error: RolemeshError, timeout_s: float) -> str:

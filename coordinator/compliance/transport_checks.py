@@ -27,7 +27,16 @@ BEYOND_THE_CAP = 5 << 20
 """Size of a message above 4 MiB, the limit of all messages of the mesh."""
 
 
-async def _is_healthy(subject: Subject) -> None:
+_HEALTH = "Standard gRPC health answers SERVING for the server as a whole."
+
+
+@check("transport.reward-health", Level.SHOULD, _HEALTH, roles=REWARD_ROLES, phase=Phase.BEFORE)
+@check("transport.health", Level.MUST, _HEALTH, roles=MODEL_ROLES, phase=Phase.BEFORE)
+async def health(subject: Subject) -> None:
+    """The coordinator waits for it before it calls anything else.
+
+    A reward may leave out every other service, but operators probe its health.
+    """
     stub = health_pb2_grpc.HealthStub(subject.channel)
     request = health_pb2.HealthCheckRequest()
     answer = await stub.Check(request, timeout=subject.timeout_s)
@@ -38,21 +47,6 @@ async def _is_healthy(subject: Subject) -> None:
         came=health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status),
         remedy='set the status of "" to SERVING once the server takes calls',
     )
-
-
-_HEALTH = "Standard gRPC health answers SERVING for the server as a whole."
-
-
-@check("transport.health", Level.MUST, _HEALTH, roles=MODEL_ROLES, phase=Phase.BEFORE)
-async def health(subject: Subject) -> None:
-    """The coordinator waits for it before it calls anything else."""
-    await _is_healthy(subject)
-
-
-@check("transport.reward-health", Level.SHOULD, _HEALTH, roles=REWARD_ROLES, phase=Phase.BEFORE)
-async def reward_health(subject: Subject) -> None:
-    """A reward may leave out every other service, but operators probe its health."""
-    await _is_healthy(subject)
 
 
 @check(

@@ -375,9 +375,9 @@ async def drain(subject: Subject) -> None:
     await subject.client.drain(subject.run_id, EPOCH)
     subject.is_held = False
     status = await _status(subject)
-    if status.state != worker_pb2.WORKER_STATE_IDLE or status.run_id:
-        raise BrokenContractError(
-            sent="GetStatus after Drain",
-            came=_told(status),
-            remedy="answer WORKER_STATE_IDLE and an empty run_id once the run is forgotten",
-        )
+    expect(
+        status.state == worker_pb2.WORKER_STATE_IDLE and not status.run_id,
+        sent="GetStatus after Drain",
+        came=_told(status),
+        remedy="answer WORKER_STATE_IDLE and an empty run_id once the run is forgotten",
+    )
