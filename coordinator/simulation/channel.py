@@ -38,7 +38,7 @@ class SimulatedChannel(MeshChannel):
     async def close(self, grace: float | None = None) -> None:
         """Nothing is to be closed."""
 
-    def _method(self, kind: str, full_method: str, serialize: Any, deserialize: Any) -> Any:
+    def _any_method(self, full_method: str, *_: Any, **__: Any) -> Any:
         traffic = self.traffic.of(full_method)
 
         def begin(request: Any, *, timeout: float | None = None, **_: Any) -> _Call:
@@ -50,6 +50,8 @@ class SimulatedChannel(MeshChannel):
             return _Call(far_end.answer(full_method, request), traffic)
 
         return begin
+
+    unary_unary = unary_stream = stream_unary = stream_stream = _any_method
 
 
 class _Call:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 import grpc
@@ -283,63 +284,24 @@ class MeshChannel(grpc.aio.Channel):
         """Returns when the connection is established."""
         await self._channel.channel_ready()
 
-    def unary_unary(  # type: ignore[override]
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> _MeshMethod:
-        """One request, one response."""
-        return self._method("unary_unary", method, request_serializer, response_deserializer)
-
-    def unary_stream(  # type: ignore[override]
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> _MeshMethod:
-        """One request, many responses."""
-        return self._method("unary_stream", method, request_serializer, response_deserializer)
-
-    def stream_unary(  # type: ignore[override]
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> _MeshMethod:
-        """Many requests, one response."""
-        return self._method("stream_unary", method, request_serializer, response_deserializer)
-
-    def stream_stream(  # type: ignore[override]
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> _MeshMethod:
-        """Many requests, many responses."""
-        return self._method("stream_stream", method, request_serializer, response_deserializer)
-
     def _method(
         self,
         kind: str,
         full_method: str,
-        serialize: Callable[[Any], bytes] | None,
-        deserialize: Callable[[bytes], Any] | None,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
     ) -> _MeshMethod:
         traffic = self.traffic.of(full_method)
 
         def counted_serialize(message: Any) -> bytes:
-            data: bytes = message if serialize is None else serialize(message)
+            data: bytes = message if request_serializer is None else request_serializer(message)
             traffic.sent_bytes += len(data)
             return data
 
         def counted_deserialize(data: bytes) -> Any:
             traffic.received_bytes += len(data)
-            return data if deserialize is None else deserialize(data)
+            return data if response_deserializer is None else response_deserializer(data)
 
         multi_callable = getattr(self._channel, kind)(
             full_method,
@@ -347,6 +309,15 @@ class MeshChannel(grpc.aio.Channel):
             response_deserializer=counted_deserialize,
         )
         return _MeshMethod(multi_callable, full_method, self.address, traffic)
+
+    unary_unary = partialmethod(_method, "unary_unary")
+    """One request, one response."""
+    unary_stream = partialmethod(_method, "unary_stream")
+    """One request, many responses."""
+    stream_unary = partialmethod(_method, "stream_unary")
+    """Many requests, one response."""
+    stream_stream = partialmethod(_method, "stream_stream")
+    """Many requests, many responses."""
 
 
 class _MeshMethod:
