@@ -13,13 +13,12 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import grpc
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.propagators.textmap import Getter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -207,8 +206,8 @@ def serving(
     if full_method in UNTRACED:
         yield trace.INVALID_SPAN
         return
-    carrier = [(key, value) for key, value in metadata or () if isinstance(value, str)]
-    context = _PROPAGATOR.extract(carrier, getter=_GETTER)
+    carrier = {key: value for key, value in metadata or () if isinstance(value, str)}
+    context = _PROPAGATOR.extract(carrier)
     name = full_method.removeprefix("/rolemesh.v1.")
     made = _tracer.start_span(
         name, context, SpanKind.SERVER, attributes=_named({"role": role, "rank": rank})
@@ -258,16 +257,3 @@ def _current(made: Span) -> Iterator[None]:
 
 def _named(attributes: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:
     return {PREFIX + name: value for name, value in attributes.items() if value is not None}
-
-
-class _PairsGetter(Getter[Sequence[tuple[str, str]]]):
-    """Reads gRPC metadata, which is no mapping."""
-
-    def get(self, carrier: Sequence[tuple[str, str]], key: str) -> list[str] | None:
-        return [value for name, value in carrier if name == key] or None
-
-    def keys(self, carrier: Sequence[tuple[str, str]]) -> list[str]:
-        return [name for name, _ in carrier]
-
-
-_GETTER = _PairsGetter()
