@@ -24,23 +24,6 @@ MAX_FETCH_BYTES = 1 << 30
 _SHARDS_AT_ONCE = 8
 
 
-class _Budget:
-    """Bytes that a fetch may still allocate. Owner: one fetch."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._taken = 0
-
-    def take(self, num_bytes: int) -> None:
-        self._taken += num_bytes
-        if self._taken > self._max_bytes:
-            raise CapacityError(
-                f"the columns asked for have more than {self._max_bytes} bytes: fetch fewer rows "
-                "or columns at a time, or raise max_bytes",
-                reason="FETCH_TOO_LARGE",
-            )
-
-
 async def fetch_columns(
     channel_to: Callable[[str], MeshChannel],
     reference: experience_pb2.ExperienceRef,
@@ -81,7 +64,7 @@ async def fetch_columns(
             str(error), reason="COLUMN_MISSING", metadata={"column": error.column}
         ) from error
     distinct = sorted(set(wanted))
-    budget = _Budget(max_bytes)
+    free_bytes = max_bytes
     at_once = asyncio.Semaphore(_SHARDS_AT_ONCE)
 
     async def pull_shard(
@@ -89,10 +72,35 @@ async def fetch_columns(
         schemas: Sequence[experience_pb2.ColumnSchema],
         positions: Sequence[int],
     ) -> Columns:
+        async def take(answer: Answer[experience_pb2.PayloadHeader]) -> Columns | None:
+            nonlocal free_bytes
+            header = answer.header
+            layout_of(header)
+            came = [column.schema for column in header.columns]
+            if came != list(schemas) or header.num_rows != len(positions):
+                raise PayloadMalformedError(
+                    f"{len(positions)} rows were asked for, but {header.num_rows} of "
+                    f"{[schema.name for schema in came]} came, or of other types"
+                )
+            free_bytes -= header.num_bytes
+            if free_bytes < 0:
+                return None
+            payload = bytearray(header.num_bytes)
+            await answer.read_into(payload)
+            return decode(header, payload)
+
+        request = fetch_request(shard, [schema.name for schema in schemas], positions)
         async with at_once:
-            return await _fetch_shard(
-                channel_to(shard.address), shard, schemas, positions, budget, timeout_s
+            channel = channel_to(shard.address)
+            pulled = await pull_rows(channel, shard, request, take, timeout_s=timeout_s)
+        if pulled is None:
+            # A bound of this side: the producer has no part in it.
+            raise CapacityError(
+                f"the columns asked for have more than {max_bytes} bytes: fetch fewer rows or "
+                "columns at a time, or raise max_bytes",
+                reason="FETCH_TOO_LARGE",
             )
+        return pulled
 
     async def pull_group(
         group: experience_pb2.ColumnGroup, schemas: Sequence[experience_pb2.ColumnSchema]
@@ -108,49 +116,12 @@ async def fetch_columns(
             for schema in schemas
         }
 
-    groups = await together(
-        pull_group(reference.groups[index], schemas) for index, schemas in schemas_by_group.items()
-    )
-    fetched = {name: column for group in groups for name, column in group.items()}
-    return Columns({name: fetched[name] for name in names})
-
-
-async def _fetch_shard(
-    channel: MeshChannel,
-    shard: experience_pb2.Shard,
-    schemas: Sequence[experience_pb2.ColumnSchema],
-    positions: Sequence[int],
-    budget: _Budget,
-    timeout_s: float | None,
-) -> Columns:
-    over_budget: CapacityError | None = None
-
-    async def take(answer: Answer[experience_pb2.PayloadHeader]) -> Columns:
-        nonlocal over_budget
-        header = answer.header
-        layout_of(header)
-        came = [column.schema for column in header.columns]
-        if came != list(schemas) or header.num_rows != len(positions):
-            raise PayloadMalformedError(
-                f"{len(positions)} rows were asked for, but {header.num_rows} of "
-                f"{[schema.name for schema in came]} came, or of other types"
-            )
-        try:
-            budget.take(header.num_bytes)
-        except CapacityError as error:
-            over_budget = error
-            raise
-        payload = bytearray(header.num_bytes)
-        await answer.read_into(payload)
-        return decode(header, payload)
-
-    request = fetch_request(shard, [schema.name for schema in schemas], positions)
     try:
-        return await pull_rows(channel, shard, request, take, timeout_s=timeout_s)
+        groups = await together(
+            pull_group(reference.groups[index], schemas)
+            for index, schemas in schemas_by_group.items()
+        )
     except PayloadMalformedError as error:
         raise DataLossError(str(error), reason="PAYLOAD_MALFORMED") from error
-    except CapacityError:
-        if over_budget is not None:
-            # A bound of this side: the producer has no part in it.
-            raise over_budget from None
-        raise
+    fetched = {name: column for group in groups for name, column in group.items()}
+    return Columns({name: fetched[name] for name in names})
