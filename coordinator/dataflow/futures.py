@@ -181,22 +181,6 @@ class CallFuture:
         return self.outcomes if block is None else (self.outcomes[block],)
 
 
-class UpdateFuture:
-    """An update in flight. Nothing has to be done with it: the step waits for all nodes."""
-
-    def __init__(self, part: CallFuture) -> None:
-        self.part = part
-
-    @property
-    def node(self) -> Node:
-        """The node's record."""
-        return self.part.nodes[0]
-
-    async def result(self) -> Outcome:
-        """What the service answered."""
-        return await outcome_of(self.part.outcomes[0])
-
-
 class Remakes(Protocol):
     """Graph of a step, which makes an answer again where its service is lost."""
 
@@ -220,7 +204,8 @@ class ExperienceFuture:
         self, dataflow: Remakes, parts: tuple[CallFuture, ...], *, is_whole: bool = False
     ) -> None:
         self._dataflow = dataflow
-        self._parts = parts
+        self.parts = parts
+        """What the calls behind it contribute, in the order in which they were joined."""
         self._is_whole = is_whole
 
     def __or__(self, other: ExperienceFuture) -> ExperienceFuture:
@@ -230,25 +215,20 @@ class ExperienceFuture:
                 f"cannot join {sorted(self.columns)} with {sorted(other.columns)}: they were made "
                 "in two different steps; join futures of one step"
             )
-        new = tuple(part for part in other._parts if part not in self._parts)
-        return ExperienceFuture(self._dataflow, self._parts + new)
-
-    @property
-    def parts(self) -> tuple[CallFuture, ...]:
-        """What the calls behind it contribute, in the order in which they were joined."""
-        return self._parts
+        new = tuple(part for part in other.parts if part not in self.parts)
+        return ExperienceFuture(self._dataflow, self.parts + new)
 
     @property
     def columns(self) -> frozenset[str]:
         """Columns that exist or will exist."""
-        return frozenset().union(*(part.columns for part in self._parts))
+        return frozenset().union(*(part.columns for part in self.parts))
 
     @property
     def num_blocks(self) -> int:
         """Blocks that can be worked on one by one; 1 where a part is whole."""
         if self._is_whole:
             return 1
-        counts = {len(part.outcomes) for part in self._parts}
+        counts = {len(part.outcomes) for part in self.parts}
         return counts.pop() if len(counts) == 1 else 1
 
     @property
@@ -258,11 +238,11 @@ class ExperienceFuture:
 
     def nodes_of(self, block: int | None) -> tuple[Node, ...]:
         """The nodes behind a block, or behind all."""
-        return tuple(node for part in self._parts for node in part.nodes_of(block))
+        return tuple(node for part in self.parts for node in part.nodes_of(block))
 
     def outcomes_of(self, block: int | None) -> tuple[asyncio.Future[Outcome], ...]:
         """What makes a block, or all."""
-        return tuple(outcome for part in self._parts for outcome in part.outcomes_of(block))
+        return tuple(outcome for part in self.parts for outcome in part.outcomes_of(block))
 
     def select(self, needs: Iterable[str], uses: Iterable[str] = ()) -> ExperienceFuture:
         """The parts with these columns, and no others.
@@ -281,20 +261,20 @@ class ExperienceFuture:
                 raise ColumnMissingError(column, self.columns)
             chosen.add(part)
         chosen.update(part for part in map(self._producer, uses) if part is not None)
-        kept = tuple(part for part in self._parts if part in chosen)
+        kept = tuple(part for part in self.parts if part in chosen)
         return ExperienceFuture(self._dataflow, kept, is_whole=self._is_whole)
 
     def whole(self) -> ExperienceFuture:
         """The same, to be worked on at once, whatever blocks it comes in."""
-        return ExperienceFuture(self._dataflow, self._parts, is_whole=True)
+        return ExperienceFuture(self._dataflow, self.parts, is_whole=True)
 
     def _producer(self, column: str) -> CallFuture | None:
-        return next((part for part in reversed(self._parts) if column in part.columns), None)
+        return next((part for part in reversed(self.parts) if column in part.columns), None)
 
     async def result(self, block: int | None = None) -> experience_pb2.ExperienceRef:
         """The reference, once every part exists: of one block, or of all rows."""
         references = []
-        for part in self._parts:
+        for part in self.parts:
             made = []
             for outcome in part.outcomes_of(block):
                 newest = self._dataflow.newest(outcome)

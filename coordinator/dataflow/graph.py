@@ -256,11 +256,11 @@ class StepGraph:
             try:
                 return Outcome(report=experience_pb2.CallReport(), experience=await make())
             except (RunError, StateStoreError) as error:
-                self._fail(error)
+                self.abort(error)
                 raise
             except Exception as error:
                 failure = RunError(f"step {self.step}: {error}")
-                self._fail(failure)
+                self.abort(failure)
                 raise failure from error
 
         task = asyncio.get_running_loop().create_task(run(), name=f"step {self.step} deferred")
@@ -317,10 +317,6 @@ class StepGraph:
         # A graph that has ended makes no more calls: who still reads is told that it is too late.
         return outcome if self._has_ended else self._lineage.newest(outcome)
 
-    def experience(self, part: CallFuture) -> ExperienceFuture:
-        """The future of a node that produces columns."""
-        return ExperienceFuture(self, (part,))
-
     async def _leased(
         self, node: Node, work: Callable[[], Awaitable[Outcome]], or_another: bool = False
     ) -> Outcome:
@@ -364,13 +360,13 @@ class StepGraph:
             raise
         except (RunError, StateStoreError) as error:
             node.state = NodeState.FAILED
-            self._fail(error)
+            self.abort(error)
             raise
         except Exception as error:
             node.state = NodeState.FAILED
             failure = NodeFailedError(node.name, self.step, node.service, error)
             failure.__cause__ = error
-            self._fail(failure)
+            self.abort(failure)
             raise failure from error
         finally:
             if node.started_at is not None:
@@ -378,7 +374,8 @@ class StepGraph:
         node.answered(outcome)
         return outcome
 
-    def _fail(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
+        """Ends the step with this error: cancels what runs and what waits."""
         if self._failure is not None:
             return
         self._failure = error
@@ -390,10 +387,6 @@ class StepGraph:
             elif not task.done():
                 # A block that will not come: another step that waits for it is told why.
                 task.set_exception(error)
-
-    def abort(self, error: BaseException) -> None:
-        """Ends the step with this error: cancels what runs and what waits."""
-        self._fail(error)
 
     def running(self, service: str | None = None) -> list[Node]:
         """Nodes whose call is in flight, of one service or of all."""

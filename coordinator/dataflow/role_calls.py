@@ -212,52 +212,41 @@ class ServiceNodes:
         produces, after = tuple(produces), tuple(after)
         num_blocks = reads.num_blocks if reads is not None and produces else 1
         together = (self.service, *self._others)
-        parts = [
-            self._node(
-                together[block % len(together)], kind, method, call, reads, produces, after,
-                is_leased, None if num_blocks == 1 else block,
+
+        def part(service: str, block: int | None) -> CallFuture:
+            named, key = self._named(kind, service, method)
+
+            def work(
+                node: Node, experience: experience_pb2.ExperienceRef | None
+            ) -> Awaitable[Outcome]:
+                chosen = ServiceNodes(self.context, node.service)
+                ref = experience_pb2.ExperienceRef() if experience is None else experience
+                return chosen._made(
+                    key, method, lambda on_progress: call(chosen.client, key, ref, on_progress)
+                )
+
+            return self.context.dataflow.call(
+                kind=named,
+                service=service,
+                method=method,
+                sequence=key.sequence,
+                work=work,
+                reads=reads,
+                produces=produces,
+                block=block,
+                after=after,
+                is_leased=is_leased,
+                or_another=bool(self._others),
             )
+
+        parts = [
+            part(together[block % len(together)], None if num_blocks == 1 else block)
             for block in range(num_blocks)
-        ]  # fmt: skip
+        ]
         return CallFuture(
             nodes=tuple(node for part in parts for node in part.nodes),
             outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
             columns=frozenset(produces),
-        )
-
-    def _node(
-        self,
-        service: str,
-        kind: NodeKind,
-        method: str,
-        call: Call,
-        reads: ExperienceFuture | None,
-        produces: tuple[str, ...],
-        after: tuple[CallFuture, ...],
-        is_leased: bool,
-        block: int | None,
-    ) -> CallFuture:
-        kind, key = self._named(kind, service, method)
-
-        def work(node: Node, experience: experience_pb2.ExperienceRef | None) -> Awaitable[Outcome]:
-            chosen = ServiceNodes(self.context, node.service)
-            reads = experience_pb2.ExperienceRef() if experience is None else experience
-            return chosen._made(
-                key, method, lambda on_progress: call(chosen.client, key, reads, on_progress)
-            )
-
-        return self.context.dataflow.call(
-            kind=kind,
-            service=service,
-            method=method,
-            sequence=key.sequence,
-            work=work,
-            reads=reads,
-            produces=produces,
-            block=block,
-            after=after,
-            is_leased=is_leased,
-            or_another=bool(self._others),
         )
 
     def sample_node(
@@ -327,6 +316,19 @@ class RoleHandle(ServiceNodes):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context, *context.services_of(self.role))
+
+    def infer(
+        self,
+        method: str,
+        call: Call,
+        reads: ExperienceFuture | None = None,
+        produces: Iterable[str] = (),
+        *,
+        after: Iterable[CallFuture] = (),
+    ) -> ExperienceFuture:
+        """Makes a call that changes no weights a node, as `node` says, and gives its experience."""
+        part = self.node(NodeKind.INFER, method, call, reads, produces, after=after)
+        return ExperienceFuture(self.context.dataflow, (part,))
 
 
 def outcome_of(result: Any) -> Outcome:

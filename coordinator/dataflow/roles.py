@@ -14,7 +14,6 @@ from rolemesh.coordinator.dataflow.futures import (
     CallFuture,
     ExperienceFuture,
     NodeKind,
-    UpdateFuture,
 )
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, RoleHandle, StepContext
 from rolemesh.engine.specs import LossSpec, OwnFunctionSpec, SftLossSpec
@@ -48,7 +47,6 @@ __all__ = [
     "ReferenceHandle",
     "RewardHandle",
     "StepContext",
-    "UpdateFuture",
 ]
 
 _Key = operation_pb2.OperationKey
@@ -63,7 +61,7 @@ class _TrainedRole(RoleHandle):
         experience: ExperienceFuture,
         loss: LossSpec,
         pretraining: ExperienceFuture | None = None,
-    ) -> UpdateFuture:
+    ) -> CallFuture:
         algorithm = self.context.algorithm
         reads = experience.select((*INPUT_COLUMNS, *loss.columns()))
         if self.context.is_evaluation:
@@ -93,11 +91,11 @@ class _TrainedRole(RoleHandle):
                 auxiliary=auxiliary,
             ).result(told)
 
-        return UpdateFuture(self.node(NodeKind.UPDATE, "update", call, reads, after=texts))
+        return self.node(NodeKind.UPDATE, "update", call, reads, after=texts)
 
-    def _compute_loss(self, reads: ExperienceFuture, loss: LossSpec) -> UpdateFuture:
+    def _compute_loss(self, reads: ExperienceFuture, loss: LossSpec) -> CallFuture:
         """What an update of held-out rows is: its loss, and no change."""
-        part = self.node(
+        return self.node(
             NodeKind.EVAL,
             "compute_loss",
             lambda client, key, ref, told: client.forward_backward(
@@ -109,7 +107,6 @@ class _TrainedRole(RoleHandle):
             ).result(told),
             reads,
         )
-        return UpdateFuture(part)
 
     def _read(
         self,
@@ -120,21 +117,16 @@ class _TrainedRole(RoleHandle):
         is_pretraining: bool = False,
     ) -> ExperienceFuture:
         rows = prompts.to_proto(is_pretraining=is_pretraining)
-        part = self.node(
-            NodeKind.INFER,
+        return self.infer(
             "read",
             lambda client, key, _, told: client.read_batch(key, rows, kind).result(told),
             produces=columns,
         )
-        return self._future(part)
 
     def read_preferences(self, prompts: PromptBatch) -> ExperienceFuture:
         """Pairs of the data: for each row the chosen completion, then the rejected one."""
         kind = data_pb2.READ_KIND_PREFERENCE
         return self._read(prompts, kind, (*DATA_COLUMNS, *PAIR_COLUMNS))
-
-    def _future(self, part: CallFuture) -> ExperienceFuture:
-        return ExperienceFuture(self.context.dataflow, (part,))
 
 
 class ActorHandle(_TrainedRole):
@@ -220,8 +212,7 @@ class ActorHandle(_TrainedRole):
 
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """Log-prob of every completion token under the weights that the step begins with."""
-        part = _compute_logprobs(self, experience, PROXIMAL_LOGPROBS)
-        return self._future(part)
+        return _compute_logprobs(self, experience, PROXIMAL_LOGPROBS)
 
     def compute_advantages(
         self,
@@ -262,14 +253,11 @@ class ActorHandle(_TrainedRole):
         needs = (*spec.columns(), "prompt_lengths")
         reads = experience.select(needs, uses=spec.optional_columns()).whole()
         after = () if compared is None else compared.parts
-        part = self.node(
-            NodeKind.INFER, "compute_advantages", call, reads, spec.makes(), after=after
-        )
-        return self._future(part)
+        return self.infer("compute_advantages", call, reads, spec.makes(), after=after)
 
     def update(
         self, experience: ExperienceFuture, pretraining: ExperienceFuture | None = None
-    ) -> UpdateFuture:
+    ) -> CallFuture:
         """Trains the policy with the recipe's policy loss.
 
         A loss that weighs tokens by the log-probs at the start of the update gets them here, unless
@@ -283,7 +271,7 @@ class ActorHandle(_TrainedRole):
         if PROXIMAL_LOGPROBS in loss.columns() and PROXIMAL_LOGPROBS not in experience.columns:
             experience |= self.compute_logprobs(experience)
         update = self._update(experience, loss, pretraining)
-        self.context.policy_updates.append(update.part)
+        self.context.policy_updates.append(update)
         return update
 
 
@@ -294,16 +282,14 @@ class CriticHandle(_TrainedRole):
 
     def compute_values(self, experience: ExperienceFuture) -> ExperienceFuture:
         """The value before every completion token."""
-        part = self.node(
-            NodeKind.INFER,
+        return self.infer(
             "compute_values",
             lambda client, key, ref, told: client.compute_values(key, ref).result(told),
             experience.select(INPUT_COLUMNS),
             ("values",),
         )
-        return self._future(part)
 
-    def update(self, experience: ExperienceFuture) -> UpdateFuture:
+    def update(self, experience: ExperienceFuture) -> CallFuture:
         """Trains the values with the recipe's value loss."""
         return self._update(experience, self.context.parts.value_loss)
 
@@ -315,15 +301,14 @@ class ReferenceHandle(RoleHandle):
 
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """The frozen policy's log-prob of every completion token, at the loss's temperature."""
-        part = _compute_logprobs(self, experience, "reference_logprobs")
-        return ExperienceFuture(self.context.dataflow, (part,))
+        return _compute_logprobs(self, experience, "reference_logprobs")
 
 
-def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: str) -> CallFuture:
-    loss = handle.context.parts.policy_loss
-    temperature = loss.logprob_temperature
-    return handle.node(
-        NodeKind.INFER,
+def _compute_logprobs(
+    handle: RoleHandle, experience: ExperienceFuture, column: str
+) -> ExperienceFuture:
+    temperature = handle.context.parts.policy_loss.logprob_temperature
+    return handle.infer(
         "compute_logprobs",
         lambda client, key, ref, told: client.compute_logprobs(
             key, ref, column, temperature=temperature
@@ -352,8 +337,7 @@ class _JudgingRole(_TrainedRole):
             produces = (*produces, IS_JUDGED, "loss_mask")
         uses = (ENVIRONMENT_REWARDS, "prompt_ids", IS_JUDGED)
         reads = experience.select(needs, uses=uses)
-        part = self.node(
-            NodeKind.INFER,
+        return self.infer(
             method,
             lambda client, key, ref, told: client.compute_reward(key, ref, pass_at=pass_at).result(
                 told
@@ -361,7 +345,6 @@ class _JudgingRole(_TrainedRole):
             reads,
             produces,
         )
-        return self._future(part)
 
 
 class RewardHandle(_JudgingRole):
@@ -380,7 +363,7 @@ class RewardHandle(_JudgingRole):
         """
         return self._judge(experience, "compute_reward", "rewards", pass_at)
 
-    def update(self, experience: ExperienceFuture) -> UpdateFuture:
+    def update(self, experience: ExperienceFuture) -> CallFuture:
         """Trains the reward model with the recipe's reward loss."""
         return self._update(experience, self.context.parts.reward_loss)
 

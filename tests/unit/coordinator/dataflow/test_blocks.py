@@ -83,7 +83,7 @@ class Stream:
             kind=NodeKind.SAMPLE, service="actor", method="generate", sequence=0, work=work,
             num_blocks=self.num_blocks, produces=["tokens"], after=after,
         )  # fmt: skip
-        return self.dataflow.experience(part)
+        return ExperienceFuture(self.dataflow, (part,))
 
     @property
     def rows(self) -> list[str]:
@@ -241,7 +241,7 @@ async def test_an_answer_of_another_length_names_the_role_that_gave_it() -> None
         kind=NodeKind.INFER, service="reward", method="judge", sequence=0, work=short,
         reads=rollouts, produces=["rewards"],
     )  # fmt: skip
-    stream.judge("critic", rollouts | stream.dataflow.experience(part))
+    stream.judge("critic", rollouts | ExperienceFuture(stream.dataflow, (part,)))
     await settle()
     await stream.let_out(0)
     await stream.end()

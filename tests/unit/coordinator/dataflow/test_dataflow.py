@@ -83,7 +83,7 @@ class Script:
             kind=NodeKind.INFER, service=role, method=method, sequence=0, work=work, reads=reads,
             produces=columns,
         )  # fmt: skip
-        return self.dataflow.experience(part)
+        return ExperienceFuture(self.dataflow, (part,))
 
     async def open(self, *names: str) -> None:
         for name in names:
