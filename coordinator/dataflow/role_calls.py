@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -83,18 +83,19 @@ class PromptBatch:
         )
 
 
-class Sampler(Protocol):
-    """Samples the trajectories of a step."""
+class Sampler:
+    """Samples the trajectories of a step. Of itself it begins none early, and brings no weights."""
 
-    steps_ahead: int
+    steps_ahead = 0
     """Steps after the one that is about to be made that may be sampled already."""
-    steps_ahead_while_training: int
+    steps_ahead_while_training = 0
     """The same, as soon as the step has sampled."""
 
     def generate(
         self, context: StepContext, prompts: PromptBatch, sampling: SamplingSpec
     ) -> ExperienceFuture:
         """Completions of the prompts."""
+        raise NotImplementedError
 
     def begin(self, context: StepContext, prompts: PromptBatch) -> None:
         """Begins to sample a step's prompts before its algorithm asks for them."""

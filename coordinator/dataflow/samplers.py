@@ -32,13 +32,10 @@ from rolemesh.rpc.tensors import data_type_of
 from rolemesh.v1 import exchange_pb2, experience_pb2, operation_pb2, rollout_pb2, weights_pb2
 
 
-class ActorSampler:
+class ActorSampler(Sampler):
     """The actor samples by itself, with the weights that it has."""
 
-    steps_ahead = 0
-    steps_ahead_while_training = 0
-
-    def __init__(self, spec: SamplerSpec, columns: tuple[str, ...] = ROLLOUT_COLUMNS) -> None:
+    def __init__(self, spec: SamplerSpec, columns: tuple[str, ...]) -> None:
         self._calls = GenerationCalls(spec, columns)
 
     def generate(
@@ -46,21 +43,6 @@ class ActorSampler:
     ) -> ExperienceFuture:
         """Completions of the prompts."""
         return self._calls.make(context, ("actor",), prompts, sampling, {}).experience
-
-    def begin(self, context: StepContext, prompts: PromptBatch) -> None:
-        """Nothing can be begun ahead: the actor trains."""
-
-    def step_ends(self, context: StepContext) -> None:
-        """The actor has its new weights."""
-
-    def use(self, services: Sequence[str]) -> None:
-        """No other service samples."""
-
-    async def weights_brought(self) -> None:
-        """The actor brings them at the start of its generation."""
-
-    async def bring_again(self, new: RoleConnection, on_phase: OnPhase) -> None:
-        """No other service has weights."""
 
 
 @dataclass(eq=False)
@@ -79,7 +61,7 @@ class _Publication:
         return self.refs[0].policy_version if self.refs else self.policy_version
 
 
-class RolloutSampler:
+class RolloutSampler(Sampler):
     """Rollout services sample, with weights that the actor publishes.
 
     Invariant: a token that step s trains on was sampled with weights of step s - 1 - max_staleness
@@ -100,9 +82,9 @@ class RolloutSampler:
         services: Sequence[str],
         dtype: str,
         sampling: SamplingSpec | None,
-        columns: tuple[str, ...] = ROLLOUT_COLUMNS,
-        exchanges: WeightExchanges | None = None,
-        services_change: bool = False,
+        columns: tuple[str, ...],
+        exchanges: WeightExchanges | None,
+        services_change: bool,
     ) -> None:
         """Prepares.
 
