@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Literal
 
 from rolemesh.coordinator.dataflow.connection import (
     OnPhase,
@@ -25,7 +26,7 @@ from rolemesh.rpc.errors import (
     UnsupportedError,
 )
 from rolemesh.rpc.identity import Identity
-from rolemesh.rpc.result_call import ProgressCallback, ResultCall
+from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.together import together
 from rolemesh.v1 import operation_pb2, worker_pb2
@@ -216,17 +217,10 @@ class RunMesh:
             RunError: It does not answer in time, or cannot stand in for the role.
             RolemeshError: It refuses or fails.
         """
-        new = RoleConnection(service, address, self.traffic, self._identity, self._open_channel)
-        try:
-            await new.wait_healthy(deadline_s)
-            await new.learn_capabilities()
-            async with room:
-                await self._load(new, recipe, self._journal.next_key(step, f"{service}.replace"))
-                await prepare(new, self._observer.on_phase)
-                self.connections[service].replace(new)
-        except BaseException:
-            await new.close()
-            raise
+        async with self._met(service, address, deadline_s) as new, room:
+            await self._load(new, recipe, "replace", step)
+            await prepare(new, self._observer.on_phase)
+            self.connections[service].replace(new)
 
     async def loaded(
         self, service: str, address: str, recipe: Recipe, deadline_s: float, step: int
@@ -244,16 +238,24 @@ class RunMesh:
             RunError: It does not answer in time, or cannot stand in for the role.
             RolemeshError: It refuses or fails.
         """
+        async with self._met(service, address, deadline_s) as new:
+            new.may_leave = True
+            await self._load(new, recipe, "join", step)
+        return new
+
+    @asynccontextmanager
+    async def _met(
+        self, service: str, address: str, deadline_s: float
+    ) -> AsyncIterator[RoleConnection]:
+        """The connection to a new process, which answers; it is closed where the block fails."""
         new = RoleConnection(service, address, self.traffic, self._identity, self._open_channel)
-        new.may_leave = True
         try:
             await new.wait_healthy(deadline_s)
             await new.learn_capabilities()
-            await self._load(new, recipe, self._journal.next_key(step, f"{service}.join"))
+            yield new
         except BaseException:
             await new.close()
             raise
-        return new
 
     def join(self, connection: RoleConnection) -> None:
         """Takes a service in, between two steps."""
@@ -281,29 +283,19 @@ class RunMesh:
             RolemeshError: A service refuses or fails.
         """
         await together(
-            self._load(self.connections[service], recipe, self._initialize_key(service))
-            for service in services
+            self._load(self.connections[service], recipe, "initialize", 0) for service in services
         )
 
     async def _initialize(self, connection: RoleConnection, recipe: Recipe) -> None:
         # Before its second epoch no service can hold the run.
         if self._journal.epoch == 1 or not await self._attach(connection, recipe):
-            await self._load(connection, recipe, self._initialize_key(connection.service))
-
-    def _initialize_key(self, service: str) -> operation_pb2.OperationKey:
-        return self._journal.next_key(0, f"{service}.initialize")
+            await self._load(connection, recipe, "initialize", 0)
 
     async def _attach(self, connection: RoleConnection, recipe: Recipe) -> bool:
         """Goes on with a service that holds the run; False where it has to be initialised."""
         key = self._journal.next_key(0, f"{connection.service}.attach")
-        spec = recipe.sent_spec(connection.role)
         try:
-            await self._taken(
-                connection,
-                key,
-                "attach",
-                lambda: connection.client.attach(key, spec, recipe.run.seed),
-            )
+            await self._taken(connection, recipe, key, "attach")
         except UnsupportedError:
             return False
         except PreconditionError as error:
@@ -313,16 +305,11 @@ class RunMesh:
         return True
 
     async def _load(
-        self, connection: RoleConnection, recipe: Recipe, key: operation_pb2.OperationKey
+        self, connection: RoleConnection, recipe: Recipe, operation: str, step: int
     ) -> None:
         service = connection.service
-        spec = recipe.sent_spec(connection.role)
-        result = await self._taken(
-            connection,
-            key,
-            "initialize",
-            lambda: connection.client.initialize(key, spec, recipe.run.seed),
-        )
+        key = self._journal.next_key(step, f"{service}.{operation}")
+        result = await self._taken(connection, recipe, key, "initialize")
         self.fresh.add(service)
         size = result.num_parameters
         self._observer.on_event(f"{service} is ready" + (f", {size:,} parameters" if size else ""))
@@ -330,14 +317,17 @@ class RunMesh:
     async def _taken(
         self,
         connection: RoleConnection,
+        recipe: Recipe,
         key: operation_pb2.OperationKey,
-        stage: str,
-        begin: Callable[[], ResultCall[worker_pb2.InitializeResult]],
+        stage: Literal["attach", "initialize"],
     ) -> worker_pb2.InitializeResult:
         """Makes a call that ends with the service holding the run."""
+        spec = recipe.sent_spec(connection.role)
 
         async def call(on_progress: ProgressCallback) -> worker_pb2.InitializeResult:
-            return await begin().result(on_progress)
+            client = connection.client
+            begin = client.attach if stage == "attach" else client.initialize
+            return await begin(key, spec, recipe.run.seed).result(on_progress)
 
         def note(result: worker_pb2.InitializeResult) -> dict[str, int]:
             connection.policy_version = result.policy_version
