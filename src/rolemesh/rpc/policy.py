@@ -42,10 +42,11 @@ class Caller(enum.Enum):
 
 
 _CLIENTS = {
-    Scope.READ: {Caller.CLIENT_READ},
-    Scope.DRIVE: {Caller.CLIENT_READ, Caller.CLIENT_DRIVE},
-    Scope.ADMIN: {Caller.CLIENT_READ, Caller.CLIENT_DRIVE, Caller.CLIENT_ADMIN},
+    Scope.READ.value: {Caller.CLIENT_READ},
+    Scope.DRIVE.value: {Caller.CLIENT_READ, Caller.CLIENT_DRIVE},
+    Scope.ADMIN.value: {Caller.CLIENT_READ, Caller.CLIENT_DRIVE, Caller.CLIENT_ADMIN},
 }
+"""By the name of the client's scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,7 @@ class Policy:
         """
         name, _, scope = member.partition("/")
         if name == "client":
-            known = {one.value: one for one in Scope}
-            return scope in known and bool(_CLIENTS[known[scope]] & self.callers)
+            return scope in _CLIENTS and bool(_CLIENTS[scope] & self.callers)
         if member == "coordinator":
             return Caller.COORDINATOR in self.callers
         return (Caller.RANK if member == role else Caller.ROLE) in self.callers
