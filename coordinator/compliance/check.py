@@ -14,7 +14,7 @@ CheckFunction = Callable[[Subject], Awaitable[None]]
 error of the call."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One sentence of the contract and the function that holds a server to it."""
 
@@ -83,17 +83,7 @@ def check(
     """Adds a function to the list of checks."""
 
     def add(function: CheckFunction) -> CheckFunction:
-        CHECKS.append(
-            Check(
-                check_id=check_id,
-                level=level,
-                contract=contract,
-                roles=roles,
-                phase=phase,
-                serves=serves,
-                run=function,
-            )
-        )
+        CHECKS.append(Check(check_id, level, contract, roles, phase, serves, function))
         return function
 
     return add

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-from grpc_status import rpc_status
 
 from rolemesh.coordinator.compliance.held_rows import HeldRows
 from rolemesh.coordinator.compliance.publisher import Publisher
 from rolemesh.coordinator.compliance.samples import Sample
+from rolemesh.rpc.awaited import refuse
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
-from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import ColumnData, Columns
-from rolemesh.rpc.errors import RolemeshError, to_status
+from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.identity import Identity, server_credentials
 from rolemesh.v1 import experience_pb2
 
 ROLE = "compliance"
 SERVICE_NAME = "rolemesh.v1.ExperienceService"
-
-
-class ServeAddressError(ValueError):
-    """The suite cannot serve experience at the given address."""
 
 
 def columns_of(samples: Sequence[Sample]) -> Columns:
@@ -67,7 +61,7 @@ class Producer:
         """Listens at "host:port"; port 0 takes a free one.
 
         Raises:
-            ServeAddressError: It cannot listen there.
+            ValueError: It cannot listen there.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
         fetch = grpc.unary_stream_rpc_method_handler(
@@ -84,7 +78,7 @@ class Producer:
                 else server.add_secure_port(address, server_credentials(self._place))
             )
         except RuntimeError as error:
-            raise ServeAddressError(
+            raise ValueError(
                 f"--serve-address {address} cannot be listened on ({error}): give host:port of "
                 "this machine with a free port; port 0 takes any"
             ) from error
@@ -126,19 +120,8 @@ class Producer:
             self._torn.update(shard.experience_id for shard in ref.groups[0].shards)
         return ref
 
-    async def fetch(
-        self, ref: experience_pb2.ExperienceRef, columns: Sequence[str], timeout_s: float
-    ) -> Columns:
-        """Fetches columns of a reference from their holders; without names, all columns.
-
-        Raises:
-            RolemeshError: The holder refuses, does not answer, or sends what does not fit.
-            TimeoutError: It takes longer than timeout_s seconds.
-        """
-        async with asyncio.timeout(timeout_s):
-            return await fetch_columns(self._channel, ref, columns)
-
-    def _channel(self, address: str) -> MeshChannel:
+    def channel(self, address: str) -> MeshChannel:
+        """The channel to a holder of rows, opened on first use."""
         if address not in self._channels:
             self._channels[address] = open_channel(address, identity=self.identity)
         return self._channels[address]
@@ -149,8 +132,7 @@ class Producer:
         try:
             header, chunks = self._held.fetched(request)
         except RolemeshError as error:
-            await context.abort_with_status(rpc_status.to_status(to_status(error)))
-            return
+            await refuse(context, error)
         is_torn = request.experience_id in self._torn
         yield experience_pb2.FetchResponse(header=header)
         for chunk in chunks:

@@ -20,6 +20,7 @@ from rolemesh.coordinator.compliance.contract import (
 from rolemesh.coordinator.compliance.producer import Producer
 from rolemesh.coordinator.compliance.samples import Sample, ordinary_samples
 from rolemesh.rpc.channel import open_channel
+from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.result_call import ResultCall
@@ -276,7 +277,8 @@ class Subject:
 
     async def rows(self, ref: experience_pb2.ExperienceRef, columns: Sequence[str] = ()) -> Columns:
         """Fetches columns of a reference from their holders; without names, all columns."""
-        return await self.producer.fetch(ref, columns, self.timeout_s)
+        async with asyncio.timeout(self.timeout_s):
+            return await fetch_columns(self.producer.channel, ref, columns)
 
     def schema(self) -> Mapping[str, Any]:
         """JSON Schema of the spec; empty when it takes none."""
