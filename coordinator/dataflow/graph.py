@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from rolemesh.coordinator.dataflow.clock import unix_time
@@ -399,12 +398,7 @@ class StepGraph:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.abort(error)
         await self.finish()

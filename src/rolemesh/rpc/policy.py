@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.duration_pb2 import Duration
 
 import rolemesh.v1
 from rolemesh.rpc.identity import Scope
@@ -104,8 +103,8 @@ def method_policies() -> Mapping[str, Policy]:
         if not options.HasExtension(operation_pb2.policy):
             continue
         declared = options.Extensions[operation_pb2.policy]
-        deadline_s = _seconds(declared.deadline)
-        idle_s = _seconds(declared.idle) if declared.HasField("idle") else None
+        deadline_s = declared.deadline.ToTimedelta().total_seconds()
+        idle_s = declared.idle.ToTimedelta().total_seconds() if declared.HasField("idle") else None
         unspecified = declared.idempotency == operation_pb2.IDEMPOTENCY_UNSPECIFIED
         # 0 stands for no caller.
         callers = frozenset(Caller(caller) for caller in declared.callers if caller)
@@ -114,10 +113,6 @@ def method_policies() -> Mapping[str, Policy]:
                 deadline_s, Idempotency(declared.idempotency), idle_s, callers
             )
     return MappingProxyType(policies)
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.seconds + duration.nanos * 1e-9
 
 
 @functools.cache
