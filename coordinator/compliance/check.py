@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rolemesh.coordinator.compliance.contract import ALL_ROLES, Level, Outcome, Phase, Serves
@@ -87,3 +88,7 @@ def check(
         return function
 
     return add
+
+
+run_check = partial(check, serves=Serves.RUNS)
+"""A check of services that take part in runs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rolemesh.coordinator.compliance.check import check
 from rolemesh.coordinator.compliance.contract import (
     REWARD_ROLES,
@@ -22,18 +24,18 @@ from rolemesh.coordinator.compliance.subject import (
 )
 from rolemesh.rpc.errors import DeadlineError, RolemeshError
 
-CONSUMING_ROLES = (*REWARD_ROLES, "reference", "critic", "actor")
+consumer_check = partial(
+    check, roles=(*REWARD_ROLES, "reference", "critic", "actor"), serves=Serves.RUNS
+)
 
 NO_SERVER = "127.0.0.1:1"
 """Nothing listens on this port."""
 
 
-@check(
+@consumer_check(
     "experience.column-missing",
     Level.MUST,
     "INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.",
-    roles=CONSUMING_ROLES,
-    serves=Serves.RUNS,
 )
 async def column_missing(subject: Subject) -> None:
     """A reference names its columns, so a missing one is known without a fetch."""
@@ -51,12 +53,10 @@ async def column_missing(subject: Subject) -> None:
     )
 
 
-@check(
+@consumer_check(
     "experience.peer-unreachable",
     Level.MUST,
     "UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.",
-    roles=CONSUMING_ROLES,
-    serves=Serves.RUNS,
 )
 async def peer_unreachable(subject: Subject) -> None:
     """A dead producer ends the call soon, but it does not end the service."""
@@ -72,12 +72,10 @@ async def peer_unreachable(subject: Subject) -> None:
     )
 
 
-@check(
+@consumer_check(
     "experience.gone",
     Level.MUST,
     "NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.",
-    roles=CONSUMING_ROLES,
-    serves=Serves.RUNS,
 )
 async def gone(subject: Subject) -> None:
     """The producer reports that rows are gone, and the consumer passes this on."""
@@ -91,13 +89,11 @@ async def gone(subject: Subject) -> None:
     )
 
 
-@check(
+@consumer_check(
     "experience.torn",
     Level.MUST,
     "Chunks concatenated are the payload that the header describes: a consumer refuses what is "
     "shorter.",
-    roles=CONSUMING_ROLES,
-    serves=Serves.RUNS,
 )
 async def torn(subject: Subject) -> None:
     """The producer ends its stream before the last byte."""
@@ -117,13 +113,11 @@ async def torn(subject: Subject) -> None:
     )
 
 
-@check(
+@consumer_check(
     "experience.shards",
     Level.MUST,
     "Shard.rows: rows of the batch that this shard holds, ascending, when they are not "
     "consecutive. Every row of the batch is in exactly one shard.",
-    roles=CONSUMING_ROLES,
-    serves=Serves.RUNS,
 )
 async def shards(subject: Subject) -> None:
     """A producer of several ranks spreads a batch over its ranks by length, not by order."""

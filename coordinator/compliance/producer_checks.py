@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.check import run_check
 from rolemesh.coordinator.compliance.contract import (
     BrokenContractError,
     Level,
     NotApplicableError,
     Phase,
-    Serves,
 )
 from rolemesh.coordinator.compliance.subject import (
     EPOCH,
@@ -67,12 +66,11 @@ def _columns_in(parts: list[Any], sent: str) -> Columns:
         ) from error
 
 
-@check(
+@run_check(
     "experience.reference",
     Level.MUST,
     "ExperienceRef: every group covers all num_rows rows; every row is in exactly one shard, at an "
     "address host:port.",
-    serves=Serves.RUNS,
 )
 async def reference(subject: Subject) -> None:
     """Looks at the reference of an ordinary call."""
@@ -102,12 +100,11 @@ async def reference(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "experience.fetch",
     Level.MUST,
     "Fetch: exactly one header, then chunks whose bytes concatenated are the payload that the "
     "header describes, each at most 1 MiB.",
-    serves=Serves.RUNS,
 )
 async def fetch(subject: Subject) -> None:
     """A fetch returns the requested columns in the requested order."""
@@ -146,11 +143,10 @@ async def fetch(subject: Subject) -> None:
     _columns_in(parts, sent)
 
 
-@check(
+@run_check(
     "experience.rows",
     Level.MUST,
     "row_start, row_stop: a range of the shard's rows; rows: single rows, in the order wanted.",
-    serves=Serves.RUNS,
 )
 async def rows(subject: Subject) -> None:
     """A fetch of rows returns the same values as a fetch of all rows."""
@@ -180,12 +176,11 @@ async def rows(subject: Subject) -> None:
         )
 
 
-@check(
+@run_check(
     "experience.refusals",
     Level.MUST,
     "Fetch: NOT_FOUND (EXPERIENCE_NOT_FOUND, COLUMN_NOT_FOUND), OUT_OF_RANGE (ROWS_OUT_OF_RANGE), "
     "INVALID_ARGUMENT (ROWS_AMBIGUOUS).",
-    serves=Serves.RUNS,
 )
 async def refusals(subject: Subject) -> None:
     """The service refuses to fetch what it does not hold."""
@@ -218,12 +213,11 @@ async def refusals(subject: Subject) -> None:
         await subject.refused(_fetch(subject, request), f"Fetch of {sent}", refusal, "refuse it")
 
 
-@check(
+@run_check(
     "experience.release",
     Level.MUST,
     "Release drops experience and frees its bytes; unknown ids are ignored; a second release finds "
     "nothing; FAILED_PRECONDITION (STALE_EPOCH) of an older coordinator.",
-    serves=Serves.RUNS,
 )
 async def release(subject: Subject) -> None:
     """Releases experience by id."""
@@ -255,12 +249,11 @@ async def release(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "experience.forgotten",
     Level.MUST,
     "Drain forgets the run: its experience too.",
     phase=Phase.AFTER,
-    serves=Serves.RUNS,
 )
 async def forgotten(subject: Subject) -> None:
     """Uses experience of the usual call, which was never released."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from rolemesh.coordinator.compliance.check import check
 from rolemesh.coordinator.compliance.contract import (
@@ -31,6 +32,8 @@ from rolemesh.coordinator.compliance.subject import (
 )
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
+
+reward_check = partial(check, roles=REWARD_ROLES)
 
 LARGE_BATCH_ROWS = 512
 LARGE_BATCH_BYTES = 7_000
@@ -72,7 +75,7 @@ def _expect_finite(rewards: Sequence[float], samples: Sequence[Sample], what: st
     )
 
 
-@check("reward.one-each", Level.MUST, "One finite number a trajectory.", roles=REWARD_ROLES)
+@reward_check("reward.one-each", Level.MUST, "One finite number a trajectory.")
 async def one_each(subject: Subject) -> None:
     """There are as many rewards as trajectories."""
     samples = ordinary_samples()
@@ -80,19 +83,14 @@ async def one_each(subject: Subject) -> None:
     _expect_one_each(await judge(subject, samples[:1]), samples[:1], "trajectory")
 
 
-@check("reward.finite", Level.MUST, "Every reward must be finite.", roles=REWARD_ROLES)
+@reward_check("reward.finite", Level.MUST, "Every reward must be finite.")
 async def finite(subject: Subject) -> None:
     """NaN would reach the weights."""
     samples = ordinary_samples()
     _expect_finite(await judge(subject, samples), samples, "trajectories")
 
 
-@check(
-    "reward.order",
-    Level.MUST,
-    "rewards: one for each trajectory in the same order.",
-    roles=REWARD_ROLES,
-)
+@reward_check("reward.order", Level.MUST, "rewards: one for each trajectory in the same order.")
 async def order(subject: Subject) -> None:
     """Sends the same trajectories rotated by one: the rewards have to rotate with them."""
     samples = ordinary_samples()
@@ -122,11 +120,10 @@ async def order(subject: Subject) -> None:
     )
 
 
-@check(
+@reward_check(
     "reward.texts",
     Level.MUST,
     "Texts are UTF-8 of any kind: every one of them gets a finite reward.",
-    roles=REWARD_ROLES,
 )
 async def texts(subject: Subject) -> None:
     """Sends texts in other scripts, with control characters, with markup, and a long one."""
@@ -136,11 +133,10 @@ async def texts(subject: Subject) -> None:
     _expect_finite(rewards, samples, "odd texts")
 
 
-@check(
+@reward_check(
     "reward.empty-completion",
     Level.MUST,
     "A completion may be empty text: a policy may stop at once.",
-    roles=REWARD_ROLES,
 )
 async def empty_completion(subject: Subject) -> None:
     """The only token of the completion is the end token."""
@@ -150,12 +146,7 @@ async def empty_completion(subject: Subject) -> None:
     _expect_finite(rewards, samples, "trajectories of which two are empty")
 
 
-@check(
-    "reward.large-batch",
-    Level.MUST,
-    "trajectories: inline, at most 4 MiB.",
-    roles=REWARD_ROLES,
-)
+@reward_check("reward.large-batch", Level.MUST, "trajectories: inline, at most 4 MiB.")
 async def large_batch(subject: Subject) -> None:
     """Sends a batch that is as large as a message may be."""
     samples = [make_sample(seed, "x" * LARGE_BATCH_BYTES) for seed in range(LARGE_BATCH_ROWS)]
@@ -170,11 +161,10 @@ async def large_batch(subject: Subject) -> None:
     _expect_one_each(rewards, samples, "trajectories of nearly 4 MiB in all")
 
 
-@check(
+@reward_check(
     "reward.nothing-to-judge",
     Level.MUST,
     "INVALID_ARGUMENT (INPUT_MISSING): neither an experience nor a trajectory was sent.",
-    roles=REWARD_ROLES,
 )
 async def nothing_to_judge(subject: Subject) -> None:
     """Two ways to send a request without a trajectory."""
@@ -196,11 +186,8 @@ async def nothing_to_judge(subject: Subject) -> None:
         )
 
 
-@check(
-    "reward.pass-at",
-    Level.SHOULD,
-    "INVALID_ARGUMENT (PASS_AT_INVALID): pass_at with trajectories.",
-    roles=REWARD_ROLES,
+@reward_check(
+    "reward.pass-at", Level.SHOULD, "INVALID_ARGUMENT (PASS_AT_INVALID): pass_at with trajectories."
 )
 async def pass_at(subject: Subject) -> None:
     """Inline trajectories do not say which of them belong to one prompt."""
@@ -215,11 +202,10 @@ async def pass_at(subject: Subject) -> None:
     )
 
 
-@check(
+@reward_check(
     "reward.reference-refused",
     Level.SHOULD,
     "INVALID_ARGUMENT (INPUT_UNSUPPORTED): references are not accepted here; send trajectories.",
-    roles=REWARD_ROLES,
     serves=Serves.TRAJECTORIES,
 )
 async def reference_refused(subject: Subject) -> None:
@@ -233,12 +219,11 @@ async def reference_refused(subject: Subject) -> None:
     )
 
 
-@check(
+@reward_check(
     "reward.column",
     Level.MUST,
     "A service that takes `experience` answers with the column rewards (of a cost: costs), "
     "float32, row.",
-    roles=REWARD_ROLES,
     serves=Serves.RUNS,
 )
 async def column(subject: Subject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.references import names_of
 from rolemesh.v1 import rollout_pb2
 
+rollout_check = partial(check, roles=SAMPLING_ROLES)
+
 NUM_ROWS = NUM_PROMPTS * SAMPLING.samples_per_prompt
 SENT = f"Generate of {NUM_PROMPTS} prompts, {SAMPLING.samples_per_prompt} samples each"
 
@@ -56,7 +59,7 @@ async def _usual(subject: Subject) -> Columns:
     return await subject.rows(ref)
 
 
-@check(
+@rollout_check(
     "rollout.no-weights",
     Level.MUST,
     "Generate of a rollout service: FAILED_PRECONDITION (WEIGHTS_STALE): no weights came yet.",
@@ -73,7 +76,7 @@ async def no_weights(subject: Subject) -> None:
     )
 
 
-@check(
+@rollout_check(
     "rollout.update-weights",
     Level.MUST,
     "UpdateWeights: any number of progress messages, then one result, whose policy_version is "
@@ -108,11 +111,10 @@ async def update_weights(subject: Subject) -> None:
     )
 
 
-@check(
+@rollout_check(
     "rollout.columns",
     Level.MUST,
     "Generate: the columns " + ", ".join(COLUMNS) + " with the kinds and types of rollout.proto.",
-    roles=SAMPLING_ROLES,
 )
 async def columns(subject: Subject) -> None:
     """Further columns are allowed."""
@@ -128,12 +130,11 @@ async def columns(subject: Subject) -> None:
     )
 
 
-@check(
+@rollout_check(
     "rollout.rows",
     Level.MUST,
     "The rows of the result are ordered by prompt, then by sample index, whatever order they "
     "finished in.",
-    roles=SAMPLING_ROLES,
 )
 async def rows(subject: Subject) -> None:
     """Equal prompt_ids are neighbours, and sample_indexes begin at 0 in each group."""
@@ -154,12 +155,11 @@ async def rows(subject: Subject) -> None:
     )
 
 
-@check(
+@rollout_check(
     "rollout.lengths",
     Level.MUST,
     "prompt_lengths: where the completion begins in tokens; per-token columns run over completion "
     "tokens; completions have 1 to max_new_tokens tokens.",
-    roles=SAMPLING_ROLES,
 )
 async def lengths(subject: Subject) -> None:
     """The columns agree with each other, and with the request."""
@@ -187,12 +187,11 @@ async def lengths(subject: Subject) -> None:
     )
 
 
-@check(
+@rollout_check(
     "rollout.logprobs",
     Level.MUST,
     "logprobs: natural log, under the sampling distribution; policy_versions: policy_version that "
     "sampled the token.",
-    roles=SAMPLING_ROLES,
 )
 async def logprobs(subject: Subject) -> None:
     """Log-probs are finite and at most 0. They have one version if no new weights came."""
@@ -208,11 +207,10 @@ async def logprobs(subject: Subject) -> None:
     )
 
 
-@check(
+@rollout_check(
     "rollout.texts",
     Level.MUST,
     "prompt_text, completion_text, answer, metadata: text, UTF-8 of a row.",
-    roles=SAMPLING_ROLES,
 )
 async def texts(subject: Subject) -> None:
     """Half a character at the end of a completion is replaced, not sent."""
@@ -234,11 +232,10 @@ def _same_tokens(first: Columns, second: Columns) -> bool:
     return same and bool((one.values == other.values).all())
 
 
-@check(
+@rollout_check(
     "rollout.seeds",
     Level.MUST,
     "Seeds derive from (run seed, step, prompt id, sample index): a repeat yields the same tokens.",
-    roles=SAMPLING_ROLES,
 )
 async def seeds(subject: Subject) -> None:
     """Asks again under another key of the same step: the seeds are the same."""
@@ -258,12 +255,11 @@ async def seeds(subject: Subject) -> None:
     )
 
 
-@check(
+@rollout_check(
     "rollout.slices",
     Level.SHOULD,
     "PromptSlice: positions in a data set; which slice a prompt stands in does not change its "
     "completions.",
-    roles=SAMPLING_ROLES,
 )
 async def slices(subject: Subject) -> None:
     """Asks for the last prompts only."""
@@ -278,12 +274,7 @@ async def slices(subject: Subject) -> None:
     )
 
 
-@check(
-    "rollout.greedy",
-    Level.MUST,
-    "greedy: takes the likeliest token each time.",
-    roles=SAMPLING_ROLES,
-)
+@rollout_check("rollout.greedy", Level.MUST, "greedy: takes the likeliest token each time.")
 async def greedy(subject: Subject) -> None:
     """Both samples of a prompt have the same tokens, in two steps."""
     first, again = [await _sample(subject, step=step, greedy=True) for step in (1, 2)]
@@ -299,12 +290,11 @@ async def greedy(subject: Subject) -> None:
     )
 
 
-@check(
+@rollout_check(
     "rollout.blocks",
     Level.MUST,
     "block_rows: blocks are sent as soon as all their rows are finished, each block once, then one "
     "result over all rows. Block i holds rows i * block_rows and following of the result.",
-    roles=SAMPLING_ROLES,
 )
 async def blocks(subject: Subject) -> None:
     """The blocks hold the same rows as the result."""
@@ -331,12 +321,11 @@ async def blocks(subject: Subject) -> None:
         )
 
 
-@check(
+@rollout_check(
     "rollout.refusals",
     Level.MUST,
     "INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; (SPLIT_INVALID), "
     "(SLICE_INVALID): prompts are none.",
-    roles=SAMPLING_ROLES,
 )
 async def refusals(subject: Subject) -> None:
     """Each wrong request is refused with a text that names the fault."""

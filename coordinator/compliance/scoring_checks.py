@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from rolemesh.coordinator.compliance.subject import (
 )
 from rolemesh.v1 import experience_pb2, tensor_pb2
 
-SCORING_ROLES = ("reference", "critic", "actor")
+scoring_check = partial(check, roles=("reference", "critic", "actor"))
 
 TOLERANCE_OF_SPREAD = 0.1
 """Largest difference between two computations of one number, as a part of the standard deviation of
@@ -93,11 +94,10 @@ def _expect_close(first: Scores, second: Scores, *, sent: str, remedy: str) -> N
     )
 
 
-@check(
+@scoring_check(
     "scores.column",
     Level.MUST,
     "The result has one column, float32, completion: `column` of the request, or values.",
-    roles=SCORING_ROLES,
 )
 async def column(subject: Subject) -> None:
     """The column has the right name, kind and dtype, and the rows of the request."""
@@ -117,12 +117,7 @@ async def column(subject: Subject) -> None:
     )
 
 
-@check(
-    "scores.lengths",
-    Level.MUST,
-    "One value for each completion token, packed.",
-    roles=SCORING_ROLES,
-)
+@scoring_check("scores.lengths", Level.MUST, "One value for each completion token, packed.")
 async def lengths(subject: Subject) -> None:
     """There is one number for each completion token; prompt_lengths says where those begin."""
     samples = ordinary_samples()
@@ -136,7 +131,7 @@ async def lengths(subject: Subject) -> None:
     )
 
 
-@check("scores.finite", Level.MUST, "Every value is finite.", roles=SCORING_ROLES)
+@scoring_check("scores.finite", Level.MUST, "Every value is finite.")
 async def finite(subject: Subject) -> None:
     """NaN would reach the weights."""
     scores = np.concatenate(await scores_of(subject, ordinary_samples()))
@@ -148,7 +143,7 @@ async def finite(subject: Subject) -> None:
     )
 
 
-@check(
+@scoring_check(
     "scores.not-positive",
     Level.MUST,
     "Natural log of a probability: at most 0.",
@@ -165,12 +160,7 @@ async def not_positive(subject: Subject) -> None:
     )
 
 
-@check(
-    "scores.deterministic",
-    Level.MUST,
-    "A frozen model scores the same tokens alike.",
-    roles=SCORING_ROLES,
-)
+@scoring_check("scores.deterministic", Level.MUST, "A frozen model scores the same tokens alike.")
 async def deterministic(subject: Subject) -> None:
     """Two keys give the same numbers, so dropout, for example, is off."""
     samples = ordinary_samples()
@@ -183,12 +173,11 @@ async def deterministic(subject: Subject) -> None:
     )
 
 
-@check(
+@scoring_check(
     "scores.causal",
     Level.MUST,
     "values[t] belongs to the state before completion token t; a log-prob is of token t given "
     "those before it.",
-    roles=SCORING_ROLES,
 )
 async def causal(subject: Subject) -> None:
     """Another last token must not change earlier log-probs, nor any value."""
@@ -208,12 +197,11 @@ async def causal(subject: Subject) -> None:
     )
 
 
-@check(
+@scoring_check(
     "scores.cut",
     Level.MUST,
     "prompt_lengths: where the completion begins in tokens. The cut says which numbers are sent, "
     "not what they are.",
-    roles=SCORING_ROLES,
 )
 async def cut(subject: Subject) -> None:
     """If the prompt is one token longer, only the first number of each row is gone."""
@@ -235,11 +223,10 @@ async def cut(subject: Subject) -> None:
     )
 
 
-@check(
+@scoring_check(
     "scores.independent",
     Level.MUST,
     "Padding exists only inside a micro-batch: a row's numbers do not depend on its neighbours.",
-    roles=SCORING_ROLES,
 )
 async def independent(subject: Subject) -> None:
     """Scores rows together, then each alone: the numbers are the same."""
@@ -254,7 +241,7 @@ async def independent(subject: Subject) -> None:
     )
 
 
-@check(
+@scoring_check(
     "scores.temperature",
     Level.MUST,
     "natural log at `temperature`; temperature > 0; with `with_entropy` also `<column>_entropy`, "

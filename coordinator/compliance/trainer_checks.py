@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from rolemesh.rpc.result_call import ResultCall
 from rolemesh.rpc.service_client import to_algorithm_part
 from rolemesh.v1 import trainer_pb2, weights_pb2
 
-TRAINED_ROLES = ("actor", "critic")
+trainer_check = partial(check, roles=("actor", "critic"))
 
 LOSSES = {"actor": "sft", "critic": "ppo_value"}
 """A loss of each role; the suite serves the columns that they read."""
@@ -62,12 +63,11 @@ async def _checksums(subject: Subject) -> dict[str, str]:
     return dict(answer.checksums)
 
 
-@check(
+@trainer_check(
     "trainer.no-gradient",
     Level.MUST,
     "OptimStep: FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated. ForwardBackward with "
     "`without_gradients` adds no gradient.",
-    roles=TRAINED_ROLES,
 )
 async def no_gradient(subject: Subject) -> None:
     """An optimizer step without a gradient would still decay weights, so it is refused."""
@@ -86,12 +86,11 @@ async def _refuses_a_step(subject: Subject, sent: str) -> None:
     )
 
 
-@check(
+@trainer_check(
     "trainer.loss-invalid",
     Level.MUST,
     "ForwardBackward: INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the "
     "field.",
-    roles=TRAINED_ROLES,
 )
 async def loss_invalid(subject: Subject) -> None:
     """Asks for a loss that does not exist."""
@@ -103,12 +102,11 @@ async def loss_invalid(subject: Subject) -> None:
     )
 
 
-@check(
+@trainer_check(
     "trainer.steps",
     Level.MUST,
     "ForwardBackward accumulates gradients without changing weights; OptimStep raises "
     "policy_version by one, and a repeat steps once.",
-    roles=TRAINED_ROLES,
 )
 async def steps(subject: Subject) -> None:
     """Makes two calls, of which only the second one changes the weights, once."""
@@ -145,12 +143,11 @@ async def steps(subject: Subject) -> None:
     )
 
 
-@check(
+@trainer_check(
     "trainer.version",
     Level.MUST,
     "OptimStep: FAILED_PRECONDITION (VERSION_MISMATCH): the weights are not at "
     "expected_policy_version.",
-    roles=TRAINED_ROLES,
 )
 async def version_mismatch(subject: Subject) -> None:
     """A coordinator that has missed a step must get an error."""
@@ -165,11 +162,10 @@ async def version_mismatch(subject: Subject) -> None:
     await _step(subject, subject.key(), version)
 
 
-@check(
+@trainer_check(
     "weights.manifest",
     Level.MUST,
     "GetManifest: the parameters, in the model's order. Tied parameters appear once.",
-    roles=TRAINED_ROLES,
 )
 async def manifest(subject: Subject) -> None:
     """Names are unique, and shapes are those of tensors."""

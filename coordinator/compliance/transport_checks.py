@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,6 +24,8 @@ from rolemesh.rpc.errors import RolemeshError, UnsupportedError, from_rpc_error
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.v1 import operation_pb2, worker_pb2
 
+transport_check = partial(check, phase=Phase.BEFORE)
+
 BEYOND_THE_CAP = 5 << 20
 """Size of a message above 4 MiB, the limit of all messages of the mesh."""
 
@@ -30,8 +33,8 @@ BEYOND_THE_CAP = 5 << 20
 _HEALTH = "Standard gRPC health answers SERVING for the server as a whole."
 
 
-@check("transport.reward-health", Level.SHOULD, _HEALTH, roles=REWARD_ROLES, phase=Phase.BEFORE)
-@check("transport.health", Level.MUST, _HEALTH, roles=MODEL_ROLES, phase=Phase.BEFORE)
+@transport_check("transport.reward-health", Level.SHOULD, _HEALTH, roles=REWARD_ROLES)
+@transport_check("transport.health", Level.MUST, _HEALTH, roles=MODEL_ROLES)
 async def health(subject: Subject) -> None:
     """The coordinator waits for it before it calls anything else.
 
@@ -49,11 +52,10 @@ async def health(subject: Subject) -> None:
     )
 
 
-@check(
+@transport_check(
     "transport.reflection",
     Level.SHOULD,
     "Server reflection lists every service that the server claims.",
-    phase=Phase.BEFORE,
 )
 async def reflection(subject: Subject) -> None:
     """Asks for the list of services, as `grpcurl list` does."""
@@ -81,12 +83,11 @@ async def _listed_services(subject: Subject) -> set[str]:
     return set()
 
 
-@check(
+@transport_check(
     "transport.no-deadline",
     Level.MUST,
     "Every call must carry a deadline; the server refuses one without with INVALID_ARGUMENT "
     "(DEADLINE_MISSING).",
-    phase=Phase.BEFORE,
 )
 async def no_deadline(subject: Subject) -> None:
     """The contract demands a refusal. An answer is harmless, too, but silence is not."""
@@ -120,11 +121,10 @@ async def no_deadline(subject: Subject) -> None:
         call.cancel()
 
 
-@check(
+@transport_check(
     "transport.unknown-method",
     Level.MUST,
     "A method that the server does not serve is answered with UNIMPLEMENTED.",
-    phase=Phase.BEFORE,
 )
 async def unknown_method(subject: Subject) -> None:
     """By this status a peer can distinguish another version from a fault."""
@@ -143,12 +143,11 @@ async def unknown_method(subject: Subject) -> None:
     raise BrokenContractError(sent=method, came=came, remedy=remedy)
 
 
-@check(
+@transport_check(
     "transport.large-message",
     Level.MUST,
     "A message never exceeds the 4 MiB default cap: a larger one is refused or taken, and the "
     "server serves on.",
-    phase=Phase.BEFORE,
 )
 async def large_message(subject: Subject) -> None:
     """A giant message must not take the server down."""
@@ -193,11 +192,10 @@ async def _answers(subject: Subject, sent: str) -> None:
         ) from error
 
 
-@check(
+@transport_check(
     "transport.claimed-services",
     Level.MUST,
     "GetCapabilities.services: full names of the services that this process serves.",
-    phase=Phase.BEFORE,
 )
 async def claimed_services(subject: Subject) -> None:
     """Every claimed service answers something else than UNIMPLEMENTED to one method at least."""

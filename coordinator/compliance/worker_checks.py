@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.check import check, run_check
 from rolemesh.coordinator.compliance.contract import (
     MODEL_ROLES,
     REWARD_ROLES,
@@ -12,7 +12,6 @@ from rolemesh.coordinator.compliance.contract import (
     Level,
     NotApplicableError,
     Phase,
-    Serves,
 )
 from rolemesh.coordinator.compliance.subject import (
     EPOCH,
@@ -63,10 +62,7 @@ async def served(subject: Subject) -> None:
 
 
 @check(
-    "worker.role",
-    Level.MUST,
-    'GetCapabilities.role: the role, e.g. "actor".',
-    phase=Phase.BEFORE,
+    "worker.role", Level.MUST, 'GetCapabilities.role: the role, e.g. "actor".', phase=Phase.BEFORE
 )
 async def role(subject: Subject) -> None:
     """The coordinator refuses a server of another role."""
@@ -149,12 +145,11 @@ async def references(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "worker.idle",
     Level.MUST,
     "GetStatus: WORKER_STATE_IDLE serves and holds no run; run_id is empty when none does.",
     phase=Phase.BEFORE,
-    serves=Serves.RUNS,
 )
 async def idle(subject: Subject) -> None:
     """Looks at the state before Initialize."""
@@ -173,12 +168,11 @@ def _told(status: worker_pb2.GetStatusResponse) -> str:
     return f"{worker_pb2.WorkerState.Name(status.state)} with run_id {status.run_id!r}"
 
 
-@check(
+@run_check(
     "worker.not-initialized",
     Level.SHOULD,
     "FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.",
     phase=Phase.BEFORE,
-    serves=Serves.RUNS,
 )
 async def not_initialized(subject: Subject) -> None:
     """Asks for work of a run that the service does not hold."""
@@ -190,13 +184,12 @@ async def not_initialized(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "worker.spec-invalid",
     Level.MUST,
     "Initialize: INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; "
     "the message names it.",
     phase=Phase.BEFORE,
-    serves=Serves.RUNS,
 )
 async def spec_invalid(subject: Subject) -> None:
     """A misspelt field of a recipe gives an error with its name, not a half-loaded model."""
@@ -222,12 +215,11 @@ async def spec_invalid(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "worker.initialize",
     Level.MUST,
     "Initialize: any number of progress messages, then one result.",
     phase=Phase.INITIALIZE,
-    serves=Serves.RUNS,
 )
 async def initialize(subject: Subject) -> None:
     """The suite's run takes the service. All later checks need it."""
@@ -247,11 +239,10 @@ async def initialize(subject: Subject) -> None:
     expect_progress_then_one_result(events, "Initialize")
 
 
-@check(
+@run_check(
     "worker.initialize-replay",
     Level.MUST,
     "Initialize is keyed by `key`: a repeat returns the first answer.",
-    serves=Serves.RUNS,
 )
 async def initialize_replay(subject: Subject) -> None:
     """A coordinator that lost its connection asks again."""
@@ -265,11 +256,10 @@ async def initialize_replay(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "worker.ready",
     Level.MUST,
     "GetStatus: WORKER_STATE_READY is ready for work; run_id is the run that holds the service.",
-    serves=Serves.RUNS,
 )
 async def ready(subject: Subject) -> None:
     """Looks at the state after Initialize."""
@@ -282,12 +272,11 @@ async def ready(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "worker.stale-epoch",
     Level.MUST,
     "A fencing_epoch lower than the highest one seen is refused with FAILED_PRECONDITION "
     "(STALE_EPOCH): a newer coordinator has taken over.",
-    serves=Serves.RUNS,
 )
 async def stale_epoch(subject: Subject) -> None:
     """Of two coordinators of one run, the service must refuse the older."""
@@ -299,12 +288,11 @@ async def stale_epoch(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "worker.held",
     Level.MUST,
     "Initialize: FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was "
     "heard within 30 s.",
-    serves=Serves.RUNS,
 )
 async def held(subject: Subject) -> None:
     """A service takes part in one run at a time."""
@@ -319,12 +307,11 @@ async def held(subject: Subject) -> None:
     )
 
 
-@check(
+@run_check(
     "worker.sleep",
     Level.SHOULD,
     "Sleep: until Wake, every keyed call but Sleep, Wake and Initialize is refused with "
     "FAILED_PRECONDITION (ASLEEP).",
-    serves=Serves.RUNS,
 )
 async def sleep(subject: Subject) -> None:
     """Only roles that share a device are asked to sleep."""
@@ -341,13 +328,12 @@ async def sleep(subject: Subject) -> None:
     await events_of(subject.work(subject.key()))
 
 
-@check(
+@run_check(
     "worker.drain-of-others",
     Level.MUST,
     "Drain: FAILED_PRECONDITION (STALE_EPOCH) of an older coordinator, (RUN_MISMATCH) of another "
     "run than the one that holds the service.",
     phase=Phase.DRAIN,
-    serves=Serves.RUNS,
 )
 async def drain_of_others(subject: Subject) -> None:
     """Only the run itself can end its hold of the service."""
@@ -363,12 +349,8 @@ async def drain_of_others(subject: Subject) -> None:
         )
 
 
-@check(
-    "worker.drain",
-    Level.MUST,
-    "Drain finishes what runs, then forgets the run.",
-    phase=Phase.DRAIN,
-    serves=Serves.RUNS,
+@run_check(
+    "worker.drain", Level.MUST, "Drain finishes what runs, then forgets the run.", phase=Phase.DRAIN
 )
 async def drain(subject: Subject) -> None:
     """The service takes part in another run afterwards."""
