@@ -60,15 +60,6 @@ def by_group(
     return found
 
 
-def group_with(ref: experience_pb2.ExperienceRef, name: str) -> int:
-    """Index of the group that holds a column; of several the last.
-
-    Raises:
-        ColumnMissingError: No group has it.
-    """
-    return next(iter(by_group(ref, [name])))
-
-
 def row_tokens(ref: experience_pb2.ExperienceRef) -> list[int]:
     """Tokens of each row of the batch, prompt and completion.
 
@@ -77,7 +68,8 @@ def row_tokens(ref: experience_pb2.ExperienceRef) -> list[int]:
         ValueError: Its shards do not tell the length of every row.
     """
     lengths: dict[int, int] = {}
-    for shard in ref.groups[group_with(ref, TOKENS)].shards:
+    (holder,) = by_group(ref, [TOKENS])
+    for shard in ref.groups[holder].shards:
         rows = rows_of(shard)
         if len(shard.row_tokens) != len(rows) or not rows or rows[-1] >= ref.num_rows:
             raise ValueError(

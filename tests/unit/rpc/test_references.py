@@ -13,7 +13,6 @@ from rolemesh.rpc.references import (
     by_group,
     concat_references,
     cut_out,
-    group_with,
     join_parts,
     join_references,
     merge_parts,
@@ -37,7 +36,7 @@ def test_row_tokens_are_in_the_order_of_the_batch() -> None:
 def test_the_last_group_with_a_column_counts() -> None:
     batch = ref(1, shard([0], "old", tokens=[3]))
     batch.groups.extend(ref(1, shard([0], "new", tokens=[7])).groups)
-    assert group_with(batch, "tokens") == 1
+    assert [*by_group(batch, ["tokens"])] == [1]
     assert row_tokens(batch) == [7]
 
 
