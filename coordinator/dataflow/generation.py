@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind
+from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture
 from rolemesh.coordinator.dataflow.graph import OnBlock
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, ServiceNodes, StepContext
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, SamplerSpec
@@ -138,8 +138,6 @@ class GenerationCalls:
             return result
 
         return ServiceNodes(context, preferred).sample_node(
-            NodeKind.SAMPLE,
-            "generate",
             call,
             num_blocks=math.ceil(num_rows / block_rows) if 0 < block_rows < num_rows else 1,
             produces=self.columns,

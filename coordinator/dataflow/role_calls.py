@@ -252,17 +252,16 @@ class ServiceNodes:
 
     def sample_node(
         self,
-        kind: NodeKind,
-        method: str,
         call: SampleCall,
         *,
         num_blocks: int,
         produces: Iterable[str],
-        after: Iterable[CallFuture] = (),
-        or_another: bool = False,
+        after: Iterable[CallFuture],
+        or_another: bool,
     ) -> CallFuture:
-        """Makes a call that gives its experience in blocks a node; see `StepGraph.sample`."""
-        kind, key = self._named(kind, self.service, method)
+        """Makes a generation, which comes in blocks, a node; see `StepGraph.sample`."""
+        method = "generate"
+        kind, key = self._named(NodeKind.SAMPLE, self.service, method)
 
         def work(node: Node, on_block: OnBlock) -> Awaitable[Outcome]:
             chosen = ServiceNodes(self.context, node.service)
