@@ -25,7 +25,6 @@ MAX_MESSAGE_CHARACTERS = 2000
 MAX_METADATA_CHARACTERS = 500
 """Longest value of ErrorInfo.metadata, for the same reason."""
 
-
 MAX_TRACEBACK_ENTRIES = 16
 """Most frames of a traceback that are sent, the innermost ones, for the same reason."""
 
@@ -182,21 +181,8 @@ class InternalError(RolemeshError):
     default_reason = "INTERNAL"
 
 
-ERROR_CLASSES: tuple[type[RolemeshError], ...] = (
-    InvalidRequestError,
-    NotFoundError,
-    OutOfRangeError,
-    PreconditionError,
-    AbortedError,
-    CapacityError,
-    UnavailableError,
-    DeadlineError,
-    CallCancelledError,
-    DataLossError,
-    UnsupportedError,
-    ForbiddenError,
-    InternalError,
-)
+ERROR_CLASSES = tuple(RolemeshError.__subclasses__())
+"""The classes above, each of which stands for a status code."""
 
 _CLASS_BY_CODE: dict[grpc.StatusCode, type[RolemeshError]] = {
     **{error_class.code: error_class for error_class in ERROR_CLASSES},
