@@ -18,6 +18,7 @@ from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.tensors import data_type_of
+from rolemesh.rpc.together import all_ended
 from rolemesh.v1 import exchange_pb2, operation_pb2
 
 PAIR_S = 2.0
@@ -190,12 +191,7 @@ class WeightExchanges:
                 key("actor", "offer_exchange"), name, self._rollout_layout, self._dtype, theirs.plan
             )
             offers = [*ours.offers, *theirs.offers]
-            joined = await asyncio.gather(
-                join("actor", actor.client), join(service, client), return_exceptions=True
-            )
-            for answer in joined:
-                if isinstance(answer, BaseException):
-                    raise answer
+            joined = await all_ended([join("actor", actor.client), join(service, client)])
         except RolemeshError as error:
             await self._leave(context, exchange)
             if error.reason == "STALE_EPOCH":
@@ -207,7 +203,7 @@ class WeightExchanges:
         self._held[service] = exchange
         if service not in self._told:
             self._told.add(service)
-            (transport,) = {one.transport for one in joined if not isinstance(one, BaseException)}
+            (transport,) = {one.transport for one in joined}
             self._on_event(f"weights go from the actor to {service} by {transport}")
         return name
 
