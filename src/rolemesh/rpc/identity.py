@@ -7,7 +7,7 @@ say to themselves which one calls; channels talk only to servers of the mesh. Bo
 encrypt (TLS 1.3 where both have it).
 
 All of it stands in one PEM file, readable by its owner only: the key, the certificate, and the
-authority's certificate. `coordinator/certificates.py` writes such files.
+authority's certificate. `authority.py` makes what stands in it; `rolemesh certs` writes such files.
 """
 
 from __future__ import annotations
