@@ -18,27 +18,12 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from rolemesh.engine.algorithms.aggregation import LossScale
+from rolemesh.engine.algorithms.aggregation import LossScale as LossScale
 from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import OwnFunctionSpec, Spec
 from rolemesh.engine.specs.base import PartSpec
-
-__all__ = [
-    "Loss",
-    "LossScale",
-    "ModelOutputs",
-    "SpecLoss",
-    "UnmaskedReader",
-    "add_metrics",
-    "largest",
-    "loss_for",
-    "make_loss",
-    "to_numbers",
-    "token_share",
-]
-
 
 S = TypeVar("S", bound=PartSpec)
 

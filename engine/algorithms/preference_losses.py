@@ -18,8 +18,6 @@ from rolemesh.engine.algorithms.ragged import loss_mask_of, unmasked_per_row
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import BradleyTerryLossSpec, DpoLossSpec, KtoLossSpec, SftLossSpec
 
-__all__ = ["BradleyTerryLoss", "DpoLoss", "KtoLoss", "SftLoss"]
-
 
 @loss_for(SftLossSpec)
 class SftLoss(SpecLoss[SftLossSpec]):

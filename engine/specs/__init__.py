@@ -4,242 +4,114 @@ One schema serves both ends. A recipe is made of these specs, and a service vali
 section it receives with the same class. Unknown keys are refused. Numbers state their unit.
 """
 
-from rolemesh.engine.specs.base import EstimatorPartSpec, PartSpec, Spec
-from rolemesh.engine.specs.data import (
-    ColumnsSpec,
-    CurriculumSpec,
-    DataSpec,
-    HfDatasetSpec,
-    JsonlSpec,
-    MixedSourceSpec,
-    MixtureSpec,
-    ParquetSpec,
-    PythonCurriculumSpec,
-    ReasoningGymSpec,
-    SortedCurriculumSpec,
-    SourceSpec,
-    StoredRowsSpec,
-)
+from rolemesh.engine.specs.base import EstimatorPartSpec as EstimatorPartSpec
+from rolemesh.engine.specs.base import PartSpec as PartSpec
+from rolemesh.engine.specs.base import Spec as Spec
+from rolemesh.engine.specs.data import CurriculumSpec as CurriculumSpec
+from rolemesh.engine.specs.data import DataSpec as DataSpec
+from rolemesh.engine.specs.data import HfDatasetSpec as HfDatasetSpec
+from rolemesh.engine.specs.data import JsonlSpec as JsonlSpec
+from rolemesh.engine.specs.data import MixtureSpec as MixtureSpec
+from rolemesh.engine.specs.data import ParquetSpec as ParquetSpec
+from rolemesh.engine.specs.data import PythonCurriculumSpec as PythonCurriculumSpec
+from rolemesh.engine.specs.data import ReasoningGymSpec as ReasoningGymSpec
+from rolemesh.engine.specs.data import SortedCurriculumSpec as SortedCurriculumSpec
+from rolemesh.engine.specs.data import SourceSpec as SourceSpec
+from rolemesh.engine.specs.data import StoredRowsSpec as StoredRowsSpec
 from rolemesh.engine.specs.environments import (
-    CalculatorEnvironmentSpec,
-    EnvironmentSpec,
-    PythonEnvironmentSpec,
-    ReasoningGymEnvironmentSpec,
+    CalculatorEnvironmentSpec as CalculatorEnvironmentSpec,
 )
+from rolemesh.engine.specs.environments import EnvironmentSpec as EnvironmentSpec
+from rolemesh.engine.specs.environments import PythonEnvironmentSpec as PythonEnvironmentSpec
+from rolemesh.engine.specs.environments import (
+    ReasoningGymEnvironmentSpec as ReasoningGymEnvironmentSpec,
+)
+from rolemesh.engine.specs.estimators import AdaptiveKlSpec as AdaptiveKlSpec
+from rolemesh.engine.specs.estimators import CriticEstimatorSpec as CriticEstimatorSpec
+from rolemesh.engine.specs.estimators import DrGrpoSpec as DrGrpoSpec
+from rolemesh.engine.specs.estimators import EstimatorSpec as EstimatorSpec
+from rolemesh.engine.specs.estimators import FixedKlSpec as FixedKlSpec
+from rolemesh.engine.specs.estimators import GaeSpec as GaeSpec
+from rolemesh.engine.specs.estimators import GroupEstimatorSpec as GroupEstimatorSpec
+from rolemesh.engine.specs.estimators import GrpoSpec as GrpoSpec
+from rolemesh.engine.specs.estimators import KlControllerSpec as KlControllerSpec
+from rolemesh.engine.specs.estimators import KlForm as KlForm
+from rolemesh.engine.specs.estimators import KlPenaltySpec as KlPenaltySpec
+from rolemesh.engine.specs.estimators import OnlineDpoSpec as OnlineDpoSpec
+from rolemesh.engine.specs.estimators import OverlongSpec as OverlongSpec
+from rolemesh.engine.specs.estimators import PythonEstimatorSpec as PythonEstimatorSpec
 from rolemesh.engine.specs.estimators import (
-    AdaptiveKlSpec,
-    CriticEstimatorSpec,
-    DrGrpoSpec,
-    EstimatorSpec,
-    FixedKlSpec,
-    GaeSpec,
-    GroupEstimatorSpec,
-    GrpoSpec,
-    KlControllerSpec,
-    KlForm,
-    KlPenaltySpec,
-    OnlineDpoSpec,
-    OverlongSpec,
-    PythonEstimatorSpec,
-    ReinforcePlusPlusBaselineSpec,
-    ReinforcePlusPlusSpec,
-    RemaxSpec,
-    RlooSpec,
-    SafeRlhfSpec,
-    ShapedRewardSpec,
+    ReinforcePlusPlusBaselineSpec as ReinforcePlusPlusBaselineSpec,
 )
-from rolemesh.engine.specs.losses import (
-    AggregatedLossSpec,
-    Aggregation,
-    CispoPolicyLossSpec,
-    GspoPolicyLossSpec,
-    LossSpec,
-    PolicyTermsSpec,
-    PpoPolicyLossSpec,
-    PpoValueLossSpec,
-    PythonPolicyLossSpec,
-    ReinforcePolicyLossSpec,
-)
-from rolemesh.engine.specs.models import (
-    ComputeDtype,
-    GenerateSpec,
-    LayoutSpec,
-    ModelSpec,
-    Numerics,
-    OptimizerSpec,
-)
-from rolemesh.engine.specs.named import Named, NamedKind, Names, named_in
-from rolemesh.engine.specs.outside_rewards import (
-    DropGroupSpec,
-    EndpointRewardSpec,
-    FailSpec,
-    FailurePolicySpec,
-    GiveValueSpec,
-    GrpcRewardSpec,
-    JudgeRewardSpec,
-    KServeRewardSpec,
-    NemoGymRewardSpec,
-    OpenRlhfRewardSpec,
-    OutsideRewardSpec,
-    PythonRewardSpec,
-    SlimeRewardSpec,
-    outside_source,
-)
-from rolemesh.engine.specs.own_functions import OwnFunctionSpec, python_form
-from rolemesh.engine.specs.preferences import (
-    BradleyTerryLossSpec,
-    DpoLossSpec,
-    KtoLossSpec,
-    KtoPointSpec,
-    SftLossSpec,
-)
-from rolemesh.engine.specs.rates import (
-    ConstantRateSpec,
-    CosineRateSpec,
-    DecaySpec,
-    LinearRateSpec,
-    RateScheduleSpec,
-)
-from rolemesh.engine.specs.rewards import (
-    ArithmeticRewardSpec,
-    ClassifierRewardSpec,
-    EnvironmentRewardSpec,
-    OwnRewardSpec,
-    ReasoningGymRewardSpec,
-    RewardSourceSpec,
-    SingleRewardSpec,
-    WeightedRewardSpec,
-    WeightedSumSpec,
-    may_drop_groups,
-    named_sources,
-)
-from rolemesh.engine.specs.roles import (
-    ActorSpec,
-    CostSpec,
-    CriticSpec,
-    ReferenceSpec,
-    RewardSpec,
-    RoleSpec,
-    RolloutRoleSpec,
-)
-from rolemesh.engine.specs.rollout import (
-    HfSpec,
-    RolloutSpec,
-    SamplingSpec,
-    VllmSpec,
-)
-from rolemesh.engine.specs.selection import PairedSpec, RewardSpreadSpec, SelectionSpec
-
-__all__ = [
-    "ActorSpec",
-    "AdaptiveKlSpec",
-    "AggregatedLossSpec",
-    "Aggregation",
-    "ArithmeticRewardSpec",
-    "BradleyTerryLossSpec",
-    "CalculatorEnvironmentSpec",
-    "CispoPolicyLossSpec",
-    "ClassifierRewardSpec",
-    "ColumnsSpec",
-    "ComputeDtype",
-    "ConstantRateSpec",
-    "CosineRateSpec",
-    "CostSpec",
-    "CriticEstimatorSpec",
-    "CriticSpec",
-    "CurriculumSpec",
-    "DataSpec",
-    "DecaySpec",
-    "DpoLossSpec",
-    "DrGrpoSpec",
-    "DropGroupSpec",
-    "EndpointRewardSpec",
-    "EnvironmentRewardSpec",
-    "EnvironmentSpec",
-    "EstimatorPartSpec",
-    "EstimatorSpec",
-    "FailSpec",
-    "FailurePolicySpec",
-    "FixedKlSpec",
-    "GaeSpec",
-    "GenerateSpec",
-    "GiveValueSpec",
-    "GroupEstimatorSpec",
-    "GrpcRewardSpec",
-    "GrpoSpec",
-    "GspoPolicyLossSpec",
-    "HfDatasetSpec",
-    "HfSpec",
-    "JsonlSpec",
-    "JudgeRewardSpec",
-    "KServeRewardSpec",
-    "KlControllerSpec",
-    "KlForm",
-    "KlPenaltySpec",
-    "KtoLossSpec",
-    "KtoPointSpec",
-    "LayoutSpec",
-    "LinearRateSpec",
-    "LossSpec",
-    "MixedSourceSpec",
-    "MixtureSpec",
-    "ModelSpec",
-    "Named",
-    "NamedKind",
-    "Names",
-    "NemoGymRewardSpec",
-    "Numerics",
-    "OnlineDpoSpec",
-    "OpenRlhfRewardSpec",
-    "OptimizerSpec",
-    "OutsideRewardSpec",
-    "OverlongSpec",
-    "OwnFunctionSpec",
-    "OwnRewardSpec",
-    "PairedSpec",
-    "ParquetSpec",
-    "PartSpec",
-    "PolicyTermsSpec",
-    "PpoPolicyLossSpec",
-    "PpoValueLossSpec",
-    "PythonCurriculumSpec",
-    "PythonEnvironmentSpec",
-    "PythonEstimatorSpec",
-    "PythonPolicyLossSpec",
-    "PythonRewardSpec",
-    "RateScheduleSpec",
-    "ReasoningGymEnvironmentSpec",
-    "ReasoningGymRewardSpec",
-    "ReasoningGymSpec",
-    "ReferenceSpec",
-    "ReinforcePlusPlusBaselineSpec",
-    "ReinforcePlusPlusSpec",
-    "ReinforcePolicyLossSpec",
-    "RemaxSpec",
-    "RewardSourceSpec",
-    "RewardSpec",
-    "RewardSpreadSpec",
-    "RlooSpec",
-    "RoleSpec",
-    "RolloutRoleSpec",
-    "RolloutSpec",
-    "SafeRlhfSpec",
-    "SamplingSpec",
-    "SelectionSpec",
-    "SftLossSpec",
-    "ShapedRewardSpec",
-    "SingleRewardSpec",
-    "SlimeRewardSpec",
-    "SortedCurriculumSpec",
-    "SourceSpec",
-    "Spec",
-    "StoredRowsSpec",
-    "VllmSpec",
-    "WeightedRewardSpec",
-    "WeightedSumSpec",
-    "may_drop_groups",
-    "named_in",
-    "named_sources",
-    "outside_source",
-    "python_form",
-]
+from rolemesh.engine.specs.estimators import ReinforcePlusPlusSpec as ReinforcePlusPlusSpec
+from rolemesh.engine.specs.estimators import RemaxSpec as RemaxSpec
+from rolemesh.engine.specs.estimators import RlooSpec as RlooSpec
+from rolemesh.engine.specs.estimators import SafeRlhfSpec as SafeRlhfSpec
+from rolemesh.engine.specs.estimators import ShapedRewardSpec as ShapedRewardSpec
+from rolemesh.engine.specs.losses import AggregatedLossSpec as AggregatedLossSpec
+from rolemesh.engine.specs.losses import Aggregation as Aggregation
+from rolemesh.engine.specs.losses import CispoPolicyLossSpec as CispoPolicyLossSpec
+from rolemesh.engine.specs.losses import GspoPolicyLossSpec as GspoPolicyLossSpec
+from rolemesh.engine.specs.losses import LossSpec as LossSpec
+from rolemesh.engine.specs.losses import PolicyTermsSpec as PolicyTermsSpec
+from rolemesh.engine.specs.losses import PpoPolicyLossSpec as PpoPolicyLossSpec
+from rolemesh.engine.specs.losses import PpoValueLossSpec as PpoValueLossSpec
+from rolemesh.engine.specs.losses import PythonPolicyLossSpec as PythonPolicyLossSpec
+from rolemesh.engine.specs.losses import ReinforcePolicyLossSpec as ReinforcePolicyLossSpec
+from rolemesh.engine.specs.models import ComputeDtype as ComputeDtype
+from rolemesh.engine.specs.models import GenerateSpec as GenerateSpec
+from rolemesh.engine.specs.models import LayoutSpec as LayoutSpec
+from rolemesh.engine.specs.models import ModelSpec as ModelSpec
+from rolemesh.engine.specs.models import Numerics as Numerics
+from rolemesh.engine.specs.models import OptimizerSpec as OptimizerSpec
+from rolemesh.engine.specs.named import Named as Named
+from rolemesh.engine.specs.named import NamedKind as NamedKind
+from rolemesh.engine.specs.named import Names as Names
+from rolemesh.engine.specs.named import named_in as named_in
+from rolemesh.engine.specs.outside_rewards import DropGroupSpec as DropGroupSpec
+from rolemesh.engine.specs.outside_rewards import EndpointRewardSpec as EndpointRewardSpec
+from rolemesh.engine.specs.outside_rewards import FailSpec as FailSpec
+from rolemesh.engine.specs.outside_rewards import FailurePolicySpec as FailurePolicySpec
+from rolemesh.engine.specs.outside_rewards import GiveValueSpec as GiveValueSpec
+from rolemesh.engine.specs.outside_rewards import GrpcRewardSpec as GrpcRewardSpec
+from rolemesh.engine.specs.outside_rewards import JudgeRewardSpec as JudgeRewardSpec
+from rolemesh.engine.specs.outside_rewards import KServeRewardSpec as KServeRewardSpec
+from rolemesh.engine.specs.outside_rewards import NemoGymRewardSpec as NemoGymRewardSpec
+from rolemesh.engine.specs.outside_rewards import OpenRlhfRewardSpec as OpenRlhfRewardSpec
+from rolemesh.engine.specs.outside_rewards import OutsideRewardSpec as OutsideRewardSpec
+from rolemesh.engine.specs.outside_rewards import PythonRewardSpec as PythonRewardSpec
+from rolemesh.engine.specs.outside_rewards import SlimeRewardSpec as SlimeRewardSpec
+from rolemesh.engine.specs.outside_rewards import outside_source as outside_source
+from rolemesh.engine.specs.own_functions import OwnFunctionSpec as OwnFunctionSpec
+from rolemesh.engine.specs.own_functions import python_form as python_form
+from rolemesh.engine.specs.preferences import BradleyTerryLossSpec as BradleyTerryLossSpec
+from rolemesh.engine.specs.preferences import DpoLossSpec as DpoLossSpec
+from rolemesh.engine.specs.preferences import KtoLossSpec as KtoLossSpec
+from rolemesh.engine.specs.preferences import KtoPointSpec as KtoPointSpec
+from rolemesh.engine.specs.preferences import SftLossSpec as SftLossSpec
+from rolemesh.engine.specs.rates import DecaySpec as DecaySpec
+from rolemesh.engine.specs.rewards import ArithmeticRewardSpec as ArithmeticRewardSpec
+from rolemesh.engine.specs.rewards import ClassifierRewardSpec as ClassifierRewardSpec
+from rolemesh.engine.specs.rewards import EnvironmentRewardSpec as EnvironmentRewardSpec
+from rolemesh.engine.specs.rewards import OwnRewardSpec as OwnRewardSpec
+from rolemesh.engine.specs.rewards import ReasoningGymRewardSpec as ReasoningGymRewardSpec
+from rolemesh.engine.specs.rewards import RewardSourceSpec as RewardSourceSpec
+from rolemesh.engine.specs.rewards import SingleRewardSpec as SingleRewardSpec
+from rolemesh.engine.specs.rewards import WeightedRewardSpec as WeightedRewardSpec
+from rolemesh.engine.specs.rewards import WeightedSumSpec as WeightedSumSpec
+from rolemesh.engine.specs.rewards import may_drop_groups as may_drop_groups
+from rolemesh.engine.specs.rewards import named_sources as named_sources
+from rolemesh.engine.specs.roles import ActorSpec as ActorSpec
+from rolemesh.engine.specs.roles import CostSpec as CostSpec
+from rolemesh.engine.specs.roles import CriticSpec as CriticSpec
+from rolemesh.engine.specs.roles import ReferenceSpec as ReferenceSpec
+from rolemesh.engine.specs.roles import RewardSpec as RewardSpec
+from rolemesh.engine.specs.roles import RoleSpec as RoleSpec
+from rolemesh.engine.specs.roles import RolloutRoleSpec as RolloutRoleSpec
+from rolemesh.engine.specs.rollout import HfSpec as HfSpec
+from rolemesh.engine.specs.rollout import RolloutSpec as RolloutSpec
+from rolemesh.engine.specs.rollout import SamplingSpec as SamplingSpec
+from rolemesh.engine.specs.rollout import VllmSpec as VllmSpec
+from rolemesh.engine.specs.selection import PairedSpec as PairedSpec
+from rolemesh.engine.specs.selection import RewardSpreadSpec as RewardSpreadSpec
+from rolemesh.engine.specs.selection import SelectionSpec as SelectionSpec
