@@ -9,8 +9,8 @@ from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
 from rolemesh.engine.algorithms.token_rewards import (
     BatchTokens,
     advantage_metrics,
+    estimate,
     mean_and_std,
-    move_kl,
     read_rows,
     reward_metrics,
     token_rewards,
@@ -67,7 +67,7 @@ def _with_critic(
     rewards_B: torch.Tensor,
     metrics: dict[str, float],
 ) -> tuple[Experience, dict[str, float]]:
-    earned = token_rewards(given, spec, tokens, rewards_B)
+    earned = token_rewards(given, spec, tokens, rewards_B, metrics)
     values_N = tokens.read(given.experience, "values")
     device = device_of_columns()
     estimated = gae(
@@ -86,19 +86,11 @@ def _with_critic(
     explained = 1 - (residual / returns_std) ** 2 if returns_std > 0 else 0.0
     if spec.whiten:
         advantages_N = whiten(advantages_N, tokens.mask_N)
-    result = {
-        "advantages": tokens.column(advantages_N),
-        "returns": tokens.column(returns_N),
-        "token_rewards": tokens.column(earned.rewards_N),
-    }
-    # Last, so that an error above leaves the controller where it was and a retry moves it once.
-    move_kl(given, earned, tokens)
-    return Experience(result), {
-        **metrics,
-        **earned.metrics,
-        **of_advantages,
+    of_critic = {
         "returns/mean": returns_mean,
         "returns/std": returns_std,
         "values/mean": float(values_N.sum()) / max(tokens.num_unmasked, 1),
         "values/explained_variance": explained,
     }
+    columns_N = {"advantages": advantages_N, "returns": returns_N}
+    return estimate(given, tokens, earned, columns_N, of_advantages | of_critic)

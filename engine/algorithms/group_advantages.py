@@ -13,12 +13,11 @@ import torch
 from rolemesh.engine.algorithms.advantages import whiten
 from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
 from rolemesh.engine.algorithms.groups import Groups
-from rolemesh.engine.algorithms.overlong import shaped_rewards
 from rolemesh.engine.algorithms.token_rewards import (
     BatchTokens,
-    TokenRewards,
     advantage_metrics,
-    move_kl,
+    estimate,
+    shaped_rewards,
     token_rewards,
 )
 from rolemesh.engine.experience import Experience
@@ -44,7 +43,7 @@ def grpo_advantages(given: EstimatorInput, spec: GrpoSpec) -> tuple[Experience, 
     Example: scores (1, 0, 0, 1) have mean 0.5 and standard deviation 0.577: advantages are
     (0.866, -0.866, -0.866, 0.866).
     """
-    compared = _Compared.of(given, spec)
+    compared = _Compared(given, spec)
     advantages_B = compared.centred_B
     if spec.normalize_std:
         stds_B = compared.groups.to_rows(compared.groups.stds(compared.scores_B))
@@ -57,7 +56,7 @@ def dr_grpo_advantages(
     given: EstimatorInput, spec: DrGrpoSpec
 ) -> tuple[Experience, dict[str, float]]:
     """Dr. GRPO (arXiv 2503.20783, section 3.2): score - mean of the group."""
-    compared = _Compared.of(given, spec)
+    compared = _Compared(given, spec)
     return compared.result(compared.centred_B)
 
 
@@ -69,7 +68,7 @@ def rloo_advantages(given: EstimatorInput, spec: RlooSpec) -> tuple[Experience, 
 
     Example: scores (1, 0, 0, 1) give (2/3, -2/3, -2/3, 2/3).
     """
-    compared = _Compared.of(given, spec)
+    compared = _Compared(given, spec)
     sizes_G = compared.groups.sizes_G
     factors_G = sizes_G / (sizes_G - 1).clamp_min(1).double()
     return compared.result(compared.centred_B * compared.groups.to_rows(factors_G))
@@ -83,33 +82,21 @@ def reinforce_plus_plus_baseline_advantages(
 
     Whitening is over all unmasked tokens of the batch; see `whiten`.
     """
-    compared = _Compared.of(given, spec)
+    compared = _Compared(given, spec)
     return compared.result(compared.centred_B, whitens=True)
 
 
 class _Compared:
     """Scores of rows beside those of their groups; float64, on the CPU."""
 
-    def __init__(
-        self,
-        given: EstimatorInput,
-        tokens: BatchTokens,
-        earned: TokenRewards,
-        metrics: dict[str, float],
-    ) -> None:
+    def __init__(self, given: EstimatorInput, spec: GroupEstimatorSpec) -> None:
         self._given = given
-        self._tokens = tokens
-        self._earned = earned
-        self.groups = Groups.of(given.experience, tokens.takes_part_B)
-        self.scores_B = earned.scores_B.cpu()
-        self.centred_B = self.scores_B - self.groups.to_rows(self.groups.means(self.scores_B))
-        self._metrics = metrics | earned.metrics
-
-    @staticmethod
-    def of(given: EstimatorInput, spec: GroupEstimatorSpec) -> _Compared:
-        tokens = BatchTokens.of(given.experience)
+        self._tokens = tokens = BatchTokens.of(given.experience)
         rewards_B, metrics = shaped_rewards(given.experience, spec, tokens)
-        return _Compared(given, tokens, token_rewards(given, spec, tokens, rewards_B), metrics)
+        self._earned = token_rewards(given, spec, tokens, rewards_B, metrics)
+        self.groups = Groups.of(given.experience, tokens.takes_part_B)
+        self.scores_B = self._earned.scores_B.cpu()
+        self.centred_B = self.scores_B - self.groups.to_rows(self.groups.means(self.scores_B))
 
     def result(
         self, advantages_B: torch.Tensor, *, whitens: bool = False
@@ -117,15 +104,11 @@ class _Compared:
         """Columns and metrics; moves the KL controller."""
         tokens = self._tokens
         advantages_N = tokens.to_each_token(advantages_B.to(tokens.mask_N.device))
-        metrics = self._metrics | advantage_metrics(advantages_N, tokens) | self._group_metrics()
+        metrics = advantage_metrics(advantages_N, tokens) | self._group_metrics()
         if whitens:
             advantages_N = whiten(advantages_N, tokens.mask_N)
-        columns = {
-            "advantages": tokens.column(advantages_N),
-            "token_rewards": tokens.column(self._earned.rewards_N),
-        }
-        move_kl(self._given, self._earned, tokens)
-        return Experience(columns), metrics
+        columns_N = {"advantages": advantages_N}
+        return estimate(self._given, tokens, self._earned, columns_N, metrics)
 
     def _group_metrics(self) -> dict[str, float]:
         is_single_G = self.groups.sizes_G < 2

@@ -16,11 +16,6 @@ from rolemesh.engine.specs import KtoPointSpec
 
 @estimator_for(KtoPointSpec)
 def kto_point(given: EstimatorInput, spec: KtoPointSpec) -> tuple[Experience, dict[str, float]]:
-    """The estimator of `KtoPointSpec`; see `reference_point`."""
-    return reference_point(given.experience, spec)
-
-
-def reference_point(batch: Experience, spec: KtoPointSpec) -> tuple[Experience, dict[str, float]]:
     """Estimates z_0, how far the policy is from the reference over whole completions.
 
         z_0 = max(0, mean over the rows of preference 0 of log pi(y' | x) - log pi_ref(y' | x))
@@ -31,10 +26,6 @@ def reference_point(batch: Experience, spec: KtoPointSpec) -> tuple[Experience, 
     same whatever the mini-batches and ranks are, costs one forward pass, and has a smaller
     variance; in exchange it does not follow the policy within the batch.
 
-    Args:
-        batch: With `spec.columns()`; at least one row of preference 0.
-        spec: Of the estimator.
-
     Returns:
         Column kl_reference_point (float32, row, nats), the same number in each row; and metrics:
         kl_reference_point, and kl_reference_point_raw before it is held at 0.
@@ -43,6 +34,7 @@ def reference_point(batch: Experience, spec: KtoPointSpec) -> tuple[Experience, 
         ValueError: No row has preference 0, or the log-probs are not finite.
         ColumnMissingError: The batch lacks a column.
     """
+    batch = given.experience
     preference_B = preference_of(batch)
     rows = (preference_B == 0).nonzero().flatten()
     if not len(rows):

@@ -9,7 +9,7 @@ import torch
 
 from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
 from rolemesh.engine.algorithms.groups import Groups
-from rolemesh.engine.algorithms.token_rewards import BatchTokens, mean_and_std, read_rows
+from rolemesh.engine.algorithms.token_rewards import BatchTokens, read_rows, reward_metrics
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import OnlineDpoSpec
 
@@ -41,11 +41,8 @@ def online_pairs(given: EstimatorInput, spec: OnlineDpoSpec) -> tuple[Experience
         preference_B[rows_G] = sign
 
     margins = (largest_G - smallest_G)[has_pair_G]
-    mean, std = mean_and_std(rewards_B)
     metrics = {
-        "reward/mean": mean,
-        "reward/std": std,
-        "advantages/rows_without_tokens": float(len(rewards_B) - tokens.num_rows),
+        **reward_metrics(rewards_B, tokens),
         "pairs/count": float(has_pair_G.sum()),
         "pairs/ties": float((~has_pair_G & ~is_single_G).sum()),
         "pairs/of_one": float(is_single_G.sum()),

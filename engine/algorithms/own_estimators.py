@@ -14,12 +14,12 @@ import torch
 
 from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
 from rolemesh.engine.algorithms.groups import Groups
-from rolemesh.engine.algorithms.overlong import shaped_rewards
 from rolemesh.engine.algorithms.token_rewards import (
     BatchTokens,
     advantage_metrics,
-    move_kl,
+    estimate,
     read_rows,
+    shaped_rewards,
     token_rewards,
 )
 from rolemesh.engine.experience import ColumnKind, Experience
@@ -77,7 +77,7 @@ def own_advantages(
     assert function is not None  # estimate_advantages gives one to a spec that names one
     tokens = BatchTokens.of(given.experience)
     rewards_B, metrics = shaped_rewards(given.experience, spec, tokens)
-    earned = token_rewards(given, spec, tokens, rewards_B)
+    earned = token_rewards(given, spec, tokens, rewards_B, metrics)
     batch = JudgedBatch(
         rewards_B=rewards_B,
         scores_B=earned.scores_B,
@@ -90,19 +90,15 @@ def own_advantages(
     names = ("returns", "metrics") if spec.makes_returns else ("metrics",)
     answer = function.fields(function(batch), "advantages", names)
     advantages_N = _checked(function, answer["advantages"], "advantages", tokens)
-    columns = {
-        "advantages": tokens.column(advantages_N),
-        "token_rewards": tokens.column(earned.rewards_N),
-    }
+    columns_N = {"advantages": advantages_N}
     if spec.makes_returns:
         if "returns" not in answer:
             raise function.wrong("no returns, but makes_returns is true: give both by name")
-        columns["returns"] = tokens.column(_checked(function, answer["returns"], "returns", tokens))
-    metrics |= earned.metrics | advantage_metrics(advantages_N, tokens)
-    metrics |= _own_metrics(function, answer.get("metrics", {}), metrics)
-    # Last, so that an error above leaves the controller where it was and a retry moves it once.
-    move_kl(given, earned, tokens)
-    return Experience(columns), metrics
+        columns_N["returns"] = _checked(function, answer["returns"], "returns", tokens)
+    metrics = advantage_metrics(advantages_N, tokens)
+    ours = earned.metrics | metrics
+    metrics |= _own_metrics(function, answer.get("metrics", {}), ours)
+    return estimate(given, tokens, earned, columns_N, metrics)
 
 
 def _read(experience: Experience, name: str, tokens: BatchTokens) -> Any:

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from rolemesh.engine.algorithms import ragged
-from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of, unmasked_per_row
-from rolemesh.engine.experience import ColumnKind, Experience
+from rolemesh.engine.algorithms.ragged import (
+    completion_values,
+    loss_mask_of,
+    row_sums,
+    row_values,
+    unmasked_per_row,
+)
+from rolemesh.engine.experience import Experience
 
 
 class PairIncompleteError(ValueError):
@@ -41,7 +46,7 @@ class Pairs:
             PairIncompleteError: A pair lacks a row, has two of a kind, or has more than two.
             ValueError: A column is of another kind or has a number that means nothing.
         """
-        pair_ids_B = _row_values(batch, "pair_ids")
+        pair_ids_B = row_values(batch, "pair_ids")
         preference_B = preference_of(batch)
         rows = ((pair_ids_B >= 0) & (preference_B != 0)).nonzero().flatten()
         order = rows[pair_ids_B[rows].argsort(stable=True)]
@@ -72,7 +77,7 @@ def preference_of(batch: Experience) -> torch.Tensor:
     Raises:
         ValueError: Another kind of column, or another number in it.
     """
-    preference_B = _row_values(batch, "preference")
+    preference_B = row_values(batch, "preference")
     bad = ((preference_B != 0) & (preference_B.abs() != 1)).nonzero().flatten()
     if len(bad):
         row = int(bad[0])
@@ -81,20 +86,6 @@ def preference_of(batch: Experience) -> torch.Tensor:
             "-1 (rejected or unwanted) or 0 (neither)"
         )
     return preference_B
-
-
-def row_sums(numbers_M: torch.Tensor, batch: Experience) -> torch.Tensor:
-    """Adds the numbers of each row's unmasked tokens.
-
-    Args:
-        numbers_M: float [M].
-        batch: With the column loss_mask.
-
-    Returns:
-        float [B], 0 for a row without unmasked tokens; on the device of `numbers_M`.
-    """
-    counts_B = unmasked_per_row(*loss_mask_of(batch)).to(numbers_M.device)
-    return ragged.row_sums(numbers_M, counts_B)
 
 
 def log_ratios(logprobs_N: torch.Tensor, batch: Experience) -> torch.Tensor:
@@ -107,7 +98,7 @@ def log_ratios(logprobs_N: torch.Tensor, batch: Experience) -> torch.Tensor:
     Returns:
         float [B], with the type, device and gradient of `logprobs_N`.
     """
-    mask_N, _ = loss_mask_of(batch)
+    mask_N, offsets = loss_mask_of(batch)
     if logprobs_N.shape != mask_N.shape:
         raise ValueError(
             f"logprobs has shape {tuple(logprobs_N.shape)}, but the batch has {len(mask_N)} "
@@ -116,11 +107,5 @@ def log_ratios(logprobs_N: torch.Tensor, batch: Experience) -> torch.Tensor:
     # Picked before they are subtracted: what a masked token holds, even NaN, reaches nothing.
     reference_M = completion_values(batch, "reference_logprobs")[mask_N].detach()
     logprobs_M = logprobs_N[mask_N.to(logprobs_N.device)]
-    return row_sums(logprobs_M - reference_M.to(logprobs_M), batch)
-
-
-def _row_values(batch: Experience, name: str) -> torch.Tensor:
-    column = batch[name]
-    if column.kind is not ColumnKind.ROW:
-        raise ValueError(f"column {name!r} is a {column.kind.value} column: give one value a row")
-    return column.values
+    counts_B = unmasked_per_row(mask_N, offsets).to(logprobs_M.device)
+    return row_sums(logprobs_M - reference_M.to(logprobs_M), counts_B)

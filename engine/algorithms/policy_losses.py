@@ -201,9 +201,7 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
         """See the class."""
         spec, advantages_M = self.spec, tokens.advantages_M
         ratio_M = ratios(tokens.logprobs_M, tokens.old_M)
-        clipped_M = ratio_M.clamp(1 - spec.clip_low, 1 + spec.clip_high)
-        losses_M = torch.maximum(-ratio_M * advantages_M, -clipped_M * advantages_M)
-        metrics = _clip_metrics(ratio_M, advantages_M, spec.clip_low, spec.clip_high)
+        losses_M, metrics = _clipped(ratio_M, advantages_M, spec)
         if spec.dual_clip is not None:
             bounded_M = torch.minimum(losses_M, -spec.dual_clip * advantages_M)
             losses_M = torch.where(advantages_M < 0, bounded_M, losses_M)
@@ -225,17 +223,8 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
         logprobs_M = tokens.logprobs_M
         if not triton_serves(logprobs_M.device) or logprobs_M.dtype != torch.float32:
             return super()._total(tokens, weights_M, reference_M, scale)
-        from rolemesh.engine.kernels.policy_loss import WEIGHTED, PpoTerms, ppo_loss
+        from rolemesh.engine.kernels.policy_loss import WEIGHTED, ppo_loss
 
-        terms = PpoTerms(
-            clip_low=self.spec.clip_low,
-            clip_high=self.spec.clip_high,
-            dual_clip=self.spec.dual_clip,
-            importance_cap=self.spec.importance_cap,
-            kl_in_loss=self.spec.kl_in_loss,
-            kl_form=self.spec.kl_form,
-            max_log_ratio=MAX_LOG_RATIO,
-        )
         loss, found = ppo_loss(
             logprobs_M,
             tokens.old_M,
@@ -244,7 +233,8 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
             weights_M,
             tokens.entropy_M,
             reference_M,
-            terms,
+            self.spec,
+            max_log_ratio=MAX_LOG_RATIO,
         )
         metrics = {
             name: number
@@ -272,15 +262,12 @@ class GspoPolicyLoss(PolicyLoss[GspoPolicyLossSpec]):
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """See the class."""
-        spec, advantages_M = self.spec, tokens.advantages_M
         log_ratio_M = row_mean_of_each(tokens.logprobs_M - tokens.old_M, tokens.counts_B)
         ratio_M = _bounded(log_ratio_M).exp()
-        if spec.level == "token":
+        if self.spec.level == "token":
             own_M = (tokens.logprobs_M - tokens.logprobs_M.detach()).exp()
             ratio_M = ratio_M.detach() * own_M
-        clipped_M = ratio_M.clamp(1 - spec.clip_low, 1 + spec.clip_high)
-        losses_M = torch.maximum(-ratio_M * advantages_M, -clipped_M * advantages_M)
-        metrics = _clip_metrics(ratio_M, advantages_M, spec.clip_low, spec.clip_high)
+        losses_M, metrics = _clipped(ratio_M, tokens.advantages_M, self.spec)
         return TokenLosses(losses_M, ratio_M, metrics)
 
 
@@ -352,12 +339,15 @@ def _importance(
     }
 
 
-def _clip_metrics(
-    ratio_M: torch.Tensor, advantages_M: torch.Tensor, clip_low: float, clip_high: float
-) -> dict[str, torch.Tensor]:
-    """Where the clip takes the gradient away."""
+def _clipped(
+    ratio_M: torch.Tensor, advantages_M: torch.Tensor, spec: PpoPolicyLossSpec | GspoPolicyLossSpec
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clipped losses [M], and where the clip takes the gradient away."""
+    lowest, highest = 1 - spec.clip_low, 1 + spec.clip_high
+    clipped_M = ratio_M.clamp(lowest, highest)
+    losses_M = torch.maximum(-ratio_M * advantages_M, -clipped_M * advantages_M)
     ratio_M = ratio_M.detach()
-    return {
-        "clip_fraction_high": (advantages_M > 0) & (ratio_M > 1 + clip_high),
-        "clip_fraction_low": (advantages_M < 0) & (ratio_M < 1 - clip_low),
+    return losses_M, {
+        "clip_fraction_high": (advantages_M > 0) & (ratio_M > highest),
+        "clip_fraction_low": (advantages_M < 0) & (ratio_M < lowest),
     }

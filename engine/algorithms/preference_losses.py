@@ -12,7 +12,13 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
-from rolemesh.engine.algorithms.losses import ModelOutputs, SpecLoss, loss_for, to_numbers
+from rolemesh.engine.algorithms.losses import (
+    ModelOutputs,
+    SpecLoss,
+    UnmaskedReader,
+    loss_for,
+    to_numbers,
+)
 from rolemesh.engine.algorithms.pairs import Pairs, log_ratios, preference_of
 from rolemesh.engine.algorithms.ragged import loss_mask_of, unmasked_per_row
 from rolemesh.engine.experience import Experience
@@ -31,14 +37,7 @@ class SftLoss(SpecLoss[SftLossSpec]):
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Computes this micro-batch's share; see `Loss`."""
-        logprobs_N = _given("logprobs_N", outputs.logprobs_N)
-        mask_N, _ = loss_mask_of(batch)
-        if logprobs_N.shape != mask_N.shape:
-            raise ValueError(
-                f"logprobs_N has shape {tuple(logprobs_N.shape)}, but the batch has {len(mask_N)} "
-                "completion tokens: give one number a token"
-            )
-        logprobs_M = logprobs_N[mask_N.to(logprobs_N.device)]
+        logprobs_M = UnmaskedReader(batch).output("logprobs_N", outputs.logprobs_N)
         weights_M = token_weights(batch, scale, self.spec.aggregation, None, like=logprobs_M)
         loss = -(weights_M * logprobs_M).sum()
         nll = -logprobs_M.detach().sum(dtype=torch.float64) / scale.token_divisor
@@ -93,7 +92,7 @@ class KtoLoss(SpecLoss[KtoLossSpec]):
         unwanted   lambda_U (1 - sigma(beta (z_0 - h)))
 
     Averaged over the judged rows of the mini-batch; rows of preference 0 are left out. z_0 is the
-    column kl_reference_point, which `algorithms.kto.reference_point` estimates once a batch; no
+    column kl_reference_point, which `algorithms.kto.kto_point` estimates once a batch; no
     gradient goes through it, as in the paper. preference_accuracy is the share of judged rows on
     their side of it: h > z_0 of wanted ones, h < z_0 of unwanted ones.
     """

@@ -25,6 +25,14 @@ def completion_values(batch: Experience, name: str) -> torch.Tensor:
     return column.values
 
 
+def row_values(batch: Experience, name: str) -> torch.Tensor:
+    """[B], the values of a row column; raises if it is missing or another kind."""
+    column = batch[name]
+    if column.kind is not ColumnKind.ROW:
+        raise ValueError(f"column {name!r} is a {column.kind.value} column: give one value a row")
+    return column.values
+
+
 def loss_mask_of(batch: Experience) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss mask, bool [N], and the row offsets of completion tokens, int64 [B + 1]."""
     mask_N = completion_values(batch, "loss_mask")

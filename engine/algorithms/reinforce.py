@@ -10,16 +10,15 @@ import torch
 from rolemesh.engine.algorithms.advantages import whiten
 from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
 from rolemesh.engine.algorithms.groups import Groups, prompt_ids_of
-from rolemesh.engine.algorithms.overlong import shaped_rewards
 from rolemesh.engine.algorithms.ragged import decayed_sums
 from rolemesh.engine.algorithms.token_rewards import (
     BatchTokens,
-    TokenRewards,
     advantage_metrics,
+    estimate,
     finite_rows,
-    move_kl,
     read_rows,
     reward_metrics,
+    shaped_rewards,
     token_rewards,
 )
 from rolemesh.engine.experience import Experience
@@ -38,15 +37,10 @@ def reinforce_plus_plus_advantages(
     """
     tokens = BatchTokens.of(given.experience)
     rewards_B, metrics = shaped_rewards(given.experience, spec, tokens)
-    earned = token_rewards(given, spec, tokens, rewards_B)
+    earned = token_rewards(given, spec, tokens, rewards_B, metrics)
     returns_N = _returns(earned.rewards_N, tokens, spec.gamma)
-    return _result(
-        given,
-        tokens,
-        earned,
-        whiten(returns_N, tokens.mask_N),
-        metrics | advantage_metrics(returns_N, tokens),
-    )
+    columns_N = {"advantages": whiten(returns_N, tokens.mask_N)}
+    return estimate(given, tokens, earned, columns_N, advantage_metrics(returns_N, tokens))
 
 
 @estimator_for(RemaxSpec)
@@ -66,12 +60,12 @@ def remax_advantages(given: EstimatorInput, spec: RemaxSpec) -> tuple[Experience
     tokens = BatchTokens.of(given.experience)
     rewards_B = read_rows(given.experience, "rewards", tokens)
     baselines_B = _baselines(given.experience, given.baseline).to(tokens.mask_N.device)
-    earned = token_rewards(given, spec, tokens, rewards_B)
+    earned = token_rewards(given, spec, tokens, rewards_B, reward_metrics(rewards_B, tokens))
     returns_N = _returns(earned.rewards_N, tokens, 1.0)
     advantages_N = returns_N - tokens.to_each_token(baselines_B)
-    metrics = reward_metrics(rewards_B, tokens) | advantage_metrics(advantages_N, tokens)
+    metrics = advantage_metrics(advantages_N, tokens)
     metrics["reward/baseline_mean"] = float(baselines_B.mean()) if len(baselines_B) else 0.0
-    return _result(given, tokens, earned, advantages_N, metrics)
+    return estimate(given, tokens, earned, {"advantages": advantages_N}, metrics)
 
 
 def _baselines(experience: Experience, baseline: Experience) -> torch.Tensor:
@@ -99,18 +93,3 @@ def _returns(rewards_N: torch.Tensor, tokens: BatchTokens, gamma: float) -> torc
     returns_N = torch.zeros_like(rewards_N)
     returns_N[tokens.mask_N] = decayed_sums(rewards_N[tokens.mask_N], tokens.counts_B, gamma)
     return returns_N
-
-
-def _result(
-    given: EstimatorInput,
-    tokens: BatchTokens,
-    earned: TokenRewards,
-    advantages_N: torch.Tensor,
-    metrics: dict[str, float],
-) -> tuple[Experience, dict[str, float]]:
-    columns = {
-        "advantages": tokens.column(advantages_N),
-        "token_rewards": tokens.column(earned.rewards_N),
-    }
-    move_kl(given, earned, tokens)
-    return Experience(columns), metrics | earned.metrics

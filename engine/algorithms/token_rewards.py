@@ -1,10 +1,13 @@
 """Rewards of tokens, for estimators of advantages: which tokens count, and what each earns.
 
+Long completions may be punished softly (DAPO, arXiv 2503.14476, eq. 13).
+
 Shape letters: B rows, N packed completion tokens, R rows with unmasked tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +18,11 @@ from rolemesh.engine.algorithms.ragged import (
     completion_values,
     loss_mask_of,
     row_sums,
+    row_values,
     unmasked_per_row,
 )
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.specs import KlPenaltySpec
+from rolemesh.engine.specs import KlPenaltySpec, OverlongSpec, ShapedRewardSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class TokenRewards:
     kl_per_row: float
     """Mean KL of the rows that take part, 0 where it was not measured."""
     metrics: dict[str, float]
+    """Of rewards and KL."""
 
 
 def read_rows(experience: Experience, name: str, tokens: BatchTokens) -> torch.Tensor:
@@ -101,10 +106,7 @@ def read_rows(experience: Experience, name: str, tokens: BatchTokens) -> torch.T
 
 def finite_rows(experience: Experience, name: str) -> torch.Tensor:
     """float64 [B], a row column whose numbers must all be finite."""
-    column = experience[name]
-    if column.kind is not ColumnKind.ROW:
-        raise ValueError(f"column {name!r} is a {column.kind.value} column: give one value a row")
-    numbers_B = column.values.double()
+    numbers_B = row_values(experience, name).double()
     bad = (~numbers_B.isfinite()).nonzero().flatten()
     if len(bad):
         row = int(bad[0])
@@ -132,8 +134,51 @@ def reward_metrics(rewards_B: torch.Tensor, tokens: BatchTokens) -> dict[str, fl
     }
 
 
+def overlong_punishments(lengths_B: torch.Tensor, spec: OverlongSpec) -> torch.Tensor:
+    """What is added to rewards for length: 0 for short completions, down to -penalty.
+
+        penalty * clip((max_length - buffer - length) / buffer, -1, 0)
+
+    Args:
+        lengths_B: int64, completion tokens.
+        spec: Where it begins and ends.
+
+    Returns:
+        float64 [B].
+
+    Example: max_length 20, buffer 4, penalty 1: lengths (16, 17, 20, 30) give (0, -0.25, -1, -1).
+    """
+    over_B = (spec.max_length - spec.buffer - lengths_B).double() / spec.buffer
+    return spec.penalty * over_B.clamp(-1, 0)
+
+
+def shaped_rewards(
+    experience: Experience, spec: ShapedRewardSpec, tokens: BatchTokens
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Rewards with the punishment, if the spec wants one, and metrics of both.
+
+    "reward/mean" and "/std" are those of the rewards as they came.
+
+    Returns:
+        float64 [B] and metrics.
+    """
+    rewards_B = read_rows(experience, "rewards", tokens)
+    metrics = reward_metrics(rewards_B, tokens)
+    if spec.overlong is None:
+        return rewards_B, metrics
+    punishments_B = overlong_punishments(tokens.lengths_B(), spec.overlong)
+    num_rows = max(len(punishments_B), 1)
+    metrics["overlong/fraction"] = float((punishments_B < 0).sum()) / num_rows
+    metrics["overlong/punishment"] = float(punishments_B.sum()) / num_rows
+    return rewards_B + punishments_B, metrics
+
+
 def token_rewards(
-    given: EstimatorInput, spec: KlPenaltySpec, tokens: BatchTokens, rewards_B: torch.Tensor
+    given: EstimatorInput,
+    spec: KlPenaltySpec,
+    tokens: BatchTokens,
+    rewards_B: torch.Tensor,
+    metrics: Mapping[str, float],
 ) -> TokenRewards:
     """Puts each row's reward on its last unmasked token and takes the KL penalty off.
 
@@ -142,10 +187,11 @@ def token_rewards(
         spec: The KL's form.
         tokens: Of the batch.
         rewards_B: float64 [B].
+        metrics: Of the rewards; those of the KL join them.
     """
     rewards_N = torch.zeros(len(tokens.mask_N), dtype=torch.float64, device=tokens.mask_N.device)
     rewards_N[tokens.last_unmasked()] = rewards_B[tokens.takes_part_B]
-    scores_B, kl_per_row, metrics = rewards_B, 0.0, dict[str, float]()
+    scores_B, kl_per_row, metrics = rewards_B, 0.0, dict(metrics)
     controller = given.controllers.kl
     names = ("logprobs", "reference_logprobs")
     if controller is not None or all(name in given.experience for name in names):
@@ -162,10 +208,30 @@ def token_rewards(
     return TokenRewards(rewards_N, scores_B, kl_per_row, metrics)
 
 
-def move_kl(given: EstimatorInput, earned: TokenRewards, tokens: BatchTokens) -> None:
-    """Moves the KL controller, if there is one, by the KL that was measured."""
+def estimate(
+    given: EstimatorInput,
+    tokens: BatchTokens,
+    earned: TokenRewards,
+    columns_N: Mapping[str, torch.Tensor],
+    metrics: Mapping[str, float],
+) -> tuple[Experience, dict[str, float]]:
+    """What an estimator of advantages gives; moves the KL controller, if there is one.
+
+    It is called last, so that an error before leaves the controller where it was, and a retry
+    moves it once.
+
+    Args:
+        given: The estimator's input.
+        tokens: Of the batch.
+        earned: What advantages were made of; token_rewards are another column.
+        columns_N: Floating [N] by name.
+        metrics: Besides those of rewards and KL.
+    """
+    columns_N = {**columns_N, "token_rewards": earned.rewards_N}
+    columns = {name: tokens.column(values_N) for name, values_N in columns_N.items()}
     if given.controllers.kl is not None:
         given.controllers.kl.update(earned.kl_per_row, tokens.num_rows)
+    return Experience(columns), {**earned.metrics, **metrics}
 
 
 def advantage_metrics(advantages_N: torch.Tensor, tokens: BatchTokens) -> dict[str, float]:

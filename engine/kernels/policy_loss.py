@@ -9,12 +9,13 @@ Shape letters: M unmasked tokens, K blocks of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from rolemesh.engine.specs import PpoPolicyLossSpec
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)
 """For bounds: NaN stays NaN, or a broken log-prob would go unnoticed."""
@@ -33,20 +34,6 @@ WEIGHTED = STATISTICS[:2]
 _NUM_SUMS = len(STATISTICS) - 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PpoTerms:
-    """The numbers of a loss; see `PpoPolicyLossSpec`."""
-
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    importance_cap: float | None
-    kl_in_loss: float
-    kl_form: str
-    max_log_ratio: float
-    """Bound of a log-ratio in an exponent."""
-
-
 def ppo_loss(
     logprobs_M: torch.Tensor,
     old_M: torch.Tensor,
@@ -55,7 +42,9 @@ def ppo_loss(
     weights_M: torch.Tensor,
     entropy_M: torch.Tensor,
     reference_M: torch.Tensor | None,
-    terms: PpoTerms,
+    spec: PpoPolicyLossSpec,
+    *,
+    max_log_ratio: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weighted sum of token losses, KL to the reference included, and statistics.
 
@@ -67,11 +56,12 @@ def ppo_loss(
         weights_M: float32 [M], of each token in the sum.
         entropy_M: float32 [M], for its statistic alone.
         reference_M: float32 [M], log-probs of the reference; None without a KL.
-        terms: The numbers of the loss.
+        spec: The numbers of the loss.
+        max_log_ratio: Bound of a log-ratio in an exponent.
 
     Returns:
         float32 []; and statistics, float64 [] by name, summed over tokens and not divided by
-        anything; only those that the terms give.
+        anything; only those that the spec asks for.
     """
     loss, statistics = _PpoLoss.apply(  # type: ignore[no-untyped-call]
         logprobs_M,
@@ -81,14 +71,15 @@ def ppo_loss(
         weights_M.contiguous(),
         entropy_M.detach().contiguous(),
         None if reference_M is None else reference_M.contiguous(),
-        terms,
+        spec,
+        max_log_ratio,
     )
     found = dict(zip(STATISTICS, statistics.unbind(), strict=True))
     if reference_M is None:
         del found["kl_loss"]
-    if terms.dual_clip is None:
+    if spec.dual_clip is None:
         del found["dual_clip_fraction"]
-    if terms.importance_cap is None:
+    if spec.importance_cap is None:
         del found["importance_weight_mean"], found["importance_capped_fraction"]
     return loss, found
 
@@ -106,7 +97,8 @@ class _PpoLoss(torch.autograd.Function):
         weights_M: torch.Tensor,
         entropy_M: torch.Tensor,
         reference_M: torch.Tensor | None,
-        terms: PpoTerms,
+        spec: PpoPolicyLossSpec,
+        max_log_ratio: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = len(logprobs_M)
         blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
@@ -124,22 +116,22 @@ class _PpoLoss(torch.autograd.Function):
                 gradient_M,
                 found_K,
                 num_tokens,
-                1 - terms.clip_low,
-                1 + terms.clip_high,
-                terms.dual_clip or 0.0,
-                terms.importance_cap or 0.0,
-                terms.kl_in_loss,
-                terms.max_log_ratio,
-                HAS_DUAL_CLIP=terms.dual_clip is not None,
-                HAS_CAP=terms.importance_cap is not None,
-                KL_FORM="" if reference_M is None else terms.kl_form,
+                1 - spec.clip_low,
+                1 + spec.clip_high,
+                spec.dual_clip or 0.0,
+                spec.importance_cap or 0.0,
+                spec.kl_in_loss,
+                max_log_ratio,
+                HAS_DUAL_CLIP=spec.dual_clip is not None,
+                HAS_CAP=spec.importance_cap is not None,
+                KL_FORM="" if reference_M is None else spec.kl_form,
                 NUM_STATISTICS=len(STATISTICS),
                 BLOCK=BLOCK_TOKENS,
             )
         statistics = torch.cat(
             [found_K[:, :_NUM_SUMS].sum(0, dtype=torch.float64), *_maxima(found_K)]
         )
-        loss = (statistics[0] + terms.kl_in_loss * statistics[1]).to(logprobs_M.dtype)
+        loss = (statistics[0] + spec.kl_in_loss * statistics[1]).to(logprobs_M.dtype)
         ctx.save_for_backward(gradient_M)
         ctx.mark_non_differentiable(statistics)
         return loss, statistics
@@ -147,7 +139,7 @@ class _PpoLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         (gradient_M,) = ctx.saved_tensors
-        return gradient * gradient_M, None, None, None, None, None, None, None
+        return gradient * gradient_M, None, None, None, None, None, None, None, None
 
 
 def _maxima(found_K: torch.Tensor) -> tuple[torch.Tensor, ...]:
