@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rolemesh.engine.data.prompts import PromptSet, Split
@@ -25,18 +25,8 @@ class _Given:
     tokens: Sequence[int]
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Rows of the experience that is being made."""
-
-    given: list[_Given] = field(default_factory=list)
-    completions: list[CompletionTokens] = field(default_factory=list)
-    preferences: list[float] = field(default_factory=list)
-
-    def add(self, given: _Given, completion: CompletionTokens, preference: float = 0.0) -> None:
-        self.given.append(given)
-        self.completions.append(completion)
-        self.preferences.append(preference)
+_Row = tuple[_Given, CompletionTokens, float]
+"""A row of the experience that is being made: prompt, completion and preference."""
 
 
 def read_trajectories(
@@ -89,15 +79,14 @@ def read_trajectories(
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind is {kind!r}: give one of {', '.join(get_args(Kind))}")
-    rows = _Rows()
-    read: Callable[..., None] = {
+    read: Callable[..., Iterator[_Row]] = {
         "demonstration": _demonstrations,
         "preference": _preferences,
         "judgement": _judgements,
     }[kind]
     found = prompts.rows(split, start, count)
-    data = list(enumerate(found, start=start))
-    read(prompts, [(at, index, row) for at, (index, row) in data], rows, max_tokens)
+    data = [(at, index, row) for at, (index, row) in enumerate(found, start=start)]
+    rows = list(read(prompts, data, max_tokens))
     return _experience(rows, prompts.tokenizer, with_pairs=kind != "demonstration")
 
 
@@ -111,33 +100,31 @@ def _given(prompts: PromptSet, position: int, index: int, row: PromptRow) -> _Gi
 
 
 def _demonstrations(
-    prompts: PromptSet, data: _Positioned, rows: _Rows, max_tokens: int | None
-) -> None:
+    prompts: PromptSet, data: _Positioned, max_tokens: int | None
+) -> Iterator[_Row]:
     for position, index, row in data:
         if row.text is not None:
             tokens = prompts.renderer.bare_text(row)[: row.max_text_tokens][:max_tokens]
             text = prompts.tokenizer.decode(tokens[:1])
             given = _Given(position=position, index=index, row=row, text=text, tokens=tokens[:1])
             mask = [True] * (len(tokens) - 1)
-            rows.add(given, CompletionTokens(tokens=tokens[1:], loss_mask=mask))
+            yield given, CompletionTokens(tokens=tokens[1:], loss_mask=mask), 0.0
             continue
         completion = _needed(row, row.completion, "completion", "demonstration")
         given = _given(prompts, position, index, row)
-        rows.add(given, _completion(prompts, given, completion, "completion", max_tokens))
+        yield given, _completion(prompts, given, completion, "completion", max_tokens), 0.0
 
 
-def _preferences(
-    prompts: PromptSet, data: _Positioned, rows: _Rows, max_tokens: int | None
-) -> None:
+def _preferences(prompts: PromptSet, data: _Positioned, max_tokens: int | None) -> Iterator[_Row]:
     for position, index, row in data:
         chosen = _needed(row, row.chosen, "chosen", "preference")
         rejected = _needed(row, row.rejected, "rejected", "preference")
         given = _given(prompts, position, index, row)
-        rows.add(given, _completion(prompts, given, chosen, "chosen", max_tokens), 1.0)
-        rows.add(given, _completion(prompts, given, rejected, "rejected", max_tokens), -1.0)
+        yield given, _completion(prompts, given, chosen, "chosen", max_tokens), 1.0
+        yield given, _completion(prompts, given, rejected, "rejected", max_tokens), -1.0
 
 
-def _judgements(prompts: PromptSet, data: _Positioned, rows: _Rows, max_tokens: int | None) -> None:
+def _judgements(prompts: PromptSet, data: _Positioned, max_tokens: int | None) -> Iterator[_Row]:
     judged: list[tuple[_Given, CompletionTokens, bool]] = []
     for position, index, row in data:
         completion = _needed(row, row.completion, "completion", "judgement")
@@ -153,12 +140,10 @@ def _judgements(prompts: PromptSet, data: _Positioned, rows: _Rows, max_tokens: 
                 f"{given.row.where}: stands alone in a call for judgements, but each needs the "
                 "completion of another data row: ask for 2 different rows or more"
             )
-        rows.add(given, tokens, 1.0 if is_wanted else -1.0)
+        yield given, tokens, 1.0 if is_wanted else -1.0
         room = None if max_tokens is None else max_tokens - len(given.tokens)
-        rows.add(
-            given,
-            CompletionTokens(tokens=other.tokens[:room], loss_mask=other.loss_mask[:room]),
-        )
+        cut = CompletionTokens(tokens=other.tokens[:room], loss_mask=other.loss_mask[:room])
+        yield given, cut, 0.0
 
 
 def _needed(row: PromptRow, value: Any, meaning: str, kind: Kind) -> Any:
@@ -188,23 +173,21 @@ def _completion(
     return made
 
 
-def _experience(rows: _Rows, tokenizer: Any, *, with_pairs: bool) -> Experience:
-    completions = [list(completion.tokens) for completion in rows.completions]
+def _experience(rows: Sequence[_Row], tokenizer: Any, *, with_pairs: bool) -> Experience:
     columns: dict[str, Sequence[Any]] = {
-        "tokens": [
-            [*given.tokens, *own] for given, own in zip(rows.given, completions, strict=True)
-        ],
-        "prompt_lengths": [len(given.tokens) for given in rows.given],
-        "loss_mask": [completion.loss_mask for completion in rows.completions],
-        "prompt_ids": [given.index for given in rows.given],
-        "prompt_text": [given.text for given in rows.given],
+        "tokens": [[*given.tokens, *completion.tokens] for given, completion, _ in rows],
+        "prompt_lengths": [len(given.tokens) for given, _, _ in rows],
+        "loss_mask": [completion.loss_mask for _, completion, _ in rows],
+        "prompt_ids": [given.index for given, _, _ in rows],
+        "prompt_text": [given.text for given, _, _ in rows],
         "completion_text": [
-            tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions
+            tokenizer.decode(list(completion.tokens), skip_special_tokens=True)
+            for _, completion, _ in rows
         ],
-        "answer": [given.row.answer for given in rows.given],
-        "metadata": [given.row.metadata for given in rows.given],
+        "answer": [given.row.answer for given, _, _ in rows],
+        "metadata": [given.row.metadata for given, _, _ in rows],
     }
     if with_pairs:
-        columns["pair_ids"] = [given.position for given in rows.given]
-        columns["preference"] = rows.preferences
+        columns["pair_ids"] = [given.position for given, _, _ in rows]
+        columns["preference"] = [preference for _, _, preference in rows]
     return Experience.of_rows(columns)

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,7 +24,7 @@ from rolemesh.engine.environments.base import (
 from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.bounds import LOAD_TIMEOUT_S, Output
 from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
-from rolemesh.engine.sandbox.view import View, environment_of
+from rolemesh.engine.sandbox.view import View
 from rolemesh.engine.specs import PythonEnvironmentSpec
 from rolemesh.engine.user_code import UserCodeError
 
@@ -67,26 +66,13 @@ class EnvironmentProcess:
         except ValueError as error:
             raise UserCodeError(f"environment has {error}: correct it") from error
         assert view is not None
-        self._connection, theirs = socket.socketpair()
-        words = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._sandbox.parent_pid)]
         try:
-            process = subprocess.Popen(
-                self._sandbox.command(words, view),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                env=environment_of(view, spec.variables),
-                start_new_session=True,
-            )
+            process, self._connection = self._sandbox.start(_MODULE, view, spec.variables)
         except OSError as error:
-            self._connection.close()
             view.close()
             raise EnvironmentFailedError(
                 f"no process ({error}): free processes or memory"
             ) from error
-        finally:
-            theirs.close()
         self._end = weakref.finalize(self, _end, process, self._connection, view)
         assert process.stdout is not None
         self._printed = Output(self._class, spec.max_output_bytes)

@@ -22,6 +22,8 @@ from torch.nn import functional
 
 from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear
 
+_Map = Callable[[torch.Tensor], torch.Tensor]
+
 
 def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
     """Makes a model compute with its weights rounded to bfloat16, and float32 activations.
@@ -34,14 +36,7 @@ def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
         narrow_gradients: Whether backward products are of bfloat16, else of float32: faster on a
             CPU without instructions for bfloat16.
     """
-    for module in model.modules():
-        patched: Any = module
-        if isinstance(module, nn.Linear):
-            patched.forward = _linear(module, narrow_gradients)
-        elif isinstance(module, nn.Embedding):
-            patched.forward = _embedding(module.forward)
-        elif next(module.parameters(recurse=False), None) is not None:
-            patched.forward = _seeing(module, rounded)
+    _see_weights(model, rounded, lambda module: _linear(module, narrow_gradients))
 
 
 def narrow_layers(model: nn.Module) -> None:
@@ -54,14 +49,7 @@ def narrow_layers(model: nn.Module) -> None:
     Args:
         model: With weights of any floating type; those that are bfloat16 already are not copied.
     """
-    for module in model.modules():
-        patched: Any = module
-        if isinstance(module, nn.Linear):
-            patched.forward = _narrow_linear(module)
-        elif isinstance(module, nn.Embedding):
-            patched.forward = _narrow_embedding(module.forward)
-        elif next(module.parameters(recurse=False), None) is not None:
-            patched.forward = _seeing(module, torch.Tensor.bfloat16)
+    _see_weights(model, torch.Tensor.bfloat16, _narrow_linear)
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -127,7 +115,19 @@ class _RoundedProduct(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _linear(module: nn.Linear, narrow_gradients: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _see_weights(model: nn.Module, view: _Map, linear: Callable[[nn.Linear], _Map]) -> None:
+    """Makes the modules of a model compute with a view of their weights, in place."""
+    for module in model.modules():
+        patched: Any = module
+        if isinstance(module, nn.Linear):
+            patched.forward = linear(module)
+        elif isinstance(module, nn.Embedding):
+            patched.forward = _embedding(module.forward, view)
+        elif next(module.parameters(recurse=False), None) is not None:
+            patched.forward = _seeing(module, view)
+
+
+def _linear(module: nn.Linear, narrow_gradients: bool) -> _Map:
     def forward(x: torch.Tensor) -> torch.Tensor:
         product = rounded_product(x, module.weight, narrow_gradients=narrow_gradients)
         if isinstance(module, RowParallelLinear):
@@ -137,14 +137,12 @@ def _linear(module: nn.Linear, narrow_gradients: bool) -> Callable[[torch.Tensor
     return forward
 
 
-def _embedding(
-    embed: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _embedding(embed: _Map, view: _Map) -> _Map:
     # The rows that were looked up, not the whole table: the values are the same.
-    return lambda tokens: rounded(embed(tokens))
+    return lambda tokens: view(embed(tokens))
 
 
-def _narrow_linear(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def _narrow_linear(module: nn.Linear) -> _Map:
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = None if module.bias is None else module.bias.bfloat16()
         if not isinstance(module, RowParallelLinear):
@@ -156,13 +154,7 @@ def _narrow_linear(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
     return forward
 
 
-def _narrow_embedding(
-    embed: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tokens: embed(tokens).bfloat16()
-
-
-def _seeing(module: nn.Module, view: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+def _seeing(module: nn.Module, view: _Map) -> Callable[..., Any]:
     """A forward pass for norms, and any other module that has weights of its own."""
     forward: Any = type(module).forward
     seen = _View(module, view)
@@ -172,7 +164,7 @@ def _seeing(module: nn.Module, view: Callable[[torch.Tensor], torch.Tensor]) -> 
 class _View:
     """A module as it is, but with its own weights seen through a function."""
 
-    def __init__(self, module: nn.Module, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, view: _Map) -> None:
         self._module = module
         self._view = view
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rolemesh.engine.sandbox.bubblewrap import bubblewrap, why_not, wrapped
 from rolemesh.engine.sandbox.landlock import SCOPES_ABI, landlock_abi
 from rolemesh.engine.sandbox.seccomp import has_filters
-from rolemesh.engine.sandbox.view import View, view_of
+from rolemesh.engine.sandbox.view import View, environment_of, view_of
 
 SandboxMode = Literal["auto", "require", "off"]
 """The best that there is, maybe none; a complete one, or an error; none."""
@@ -34,7 +37,7 @@ class Sandbox:
 
         sandbox = find_sandbox("auto", code_roots=(Path("rewards"),))
         view = sandbox.show("rewards/mine.py:judge", (), network=False)
-        subprocess.Popen(sandbox.command([sys.executable, "worker.py"], view))
+        process, connection = sandbox.start("rolemesh.my_worker", view, ())
         # and the worker begins with `inside.begin`, which reads sandbox.order(view)
     """
 
@@ -73,20 +76,49 @@ class Sandbox:
         folder = Path(tempfile.mkdtemp(prefix="rolemesh-worker-"))
         return view_of(code, folder, (*self.code_roots, *readable), network=network)
 
-    @property
-    def parent_pid(self) -> int:
-        """Process id of a worker's parent, as the worker sees it."""
-        return 1 if self.kind == "bubblewrap" else os.getpid()
+    def start(
+        self, module: str, view: View | None, variables: Iterable[str]
+    ) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Starts a worker, in a session of its own.
 
-    def command(self, command: Sequence[str], view: View | None) -> list[str]:
-        """The command line that runs a worker's; without a sandbox there is no view."""
+        Args:
+            module: Of Python, which calls `inside.begin` with its arguments.
+            view: What the worker sees; without a sandbox there is none.
+            variables: Names of environment variables that it gets besides the usual ones.
+
+        Returns:
+            The process, whose `stdout` is all that it prints, and our end of its connection.
+
+        Raises:
+            OSError: The system has no process for it.
+        """
+        ours, theirs = socket.socketpair()
+        # As the worker sees it.
+        parent_pid = 1 if self.kind == "bubblewrap" else os.getpid()
+        command = [sys.executable, "-m", module, str(theirs.fileno()), str(parent_pid)]
         if self.kind == "bubblewrap" and view is not None:
-            return wrapped(self.program, command, view)
-        return list(command)
+            command = wrapped(self.program, command, view)
+        try:
+            process = subprocess.Popen(
+                command,
+                bufsize=0,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env=environment_of(view, variables),
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return process, ours
 
     def order(self, view: View) -> dict[str, Any]:
         """What a worker has to be told, as JSON."""
-        return {"kind": self.kind, "abi": self.abi, "view": view.message()}
+        return {"kind": self.kind, "abi": self.abi, "view": asdict(view)}
 
 
 def find_sandbox(mode: SandboxMode, code_roots: tuple[Path, ...] = ()) -> Sandbox:

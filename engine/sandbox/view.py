@@ -58,23 +58,13 @@ class View:
     network: bool = False
     """Whether connections may be opened."""
 
-    def message(self) -> dict[str, Any]:
-        """For a worker, as JSON."""
-        return {
-            "reads": self.reads,
-            "listed": self.listed,
-            "devices": self.devices,
-            "folder": self.folder,
-            "network": self.network,
-        }
-
     def close(self) -> None:
         """Removes its folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> Self:
-        """What `message` wrote."""
+        """What `Sandbox.order` tells a worker."""
         paths = {name: tuple(message[name]) for name in ("reads", "listed", "devices")}
         return cls(**paths, folder=message["folder"], network=message["network"])
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -17,7 +16,7 @@ from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.bounds import LOAD_TIMEOUT_S, Output
 from rolemesh.engine.sandbox.bubblewrap import SIGNALLED
 from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
-from rolemesh.engine.sandbox.view import View, environment_of
+from rolemesh.engine.sandbox.view import View
 from rolemesh.engine.specs import PythonRewardSpec
 from rolemesh.services.reward.outside.base import OutsideRewardError, RewardTimeoutError
 
@@ -285,27 +284,13 @@ class FunctionProcess:
 
     def _spawn(self) -> tuple[socket.socket, IO[bytes]]:
         """Starts the process: our ends of its connection, and of the pipe into which it prints."""
-        ours, theirs = socket.socketpair()
-        printed, prints = os.pipe()
-        words = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._sandbox.parent_pid)]
         try:
-            self._process = subprocess.Popen(
-                self._sandbox.command(words, self._view),
-                stdin=subprocess.DEVNULL,
-                stdout=prints,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                env=environment_of(self._view, self._spec.environment),
-                start_new_session=True,
-            )
+            process, ours = self._sandbox.start(_MODULE, self._view, self._spec.environment)
         except OSError as error:
-            ours.close()
-            os.close(printed)
             raise self._failed(f"no process ({error})", "free processes or memory") from error
-        finally:
-            theirs.close()
-            os.close(prints)
-        return ours, os.fdopen(printed, "rb", 0)
+        assert process.stdout is not None
+        self._process = process
+        return ours, process.stdout
 
 
 async def _ends_soon(pid: int) -> bool:
