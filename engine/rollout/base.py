@@ -59,19 +59,28 @@ class RolloutBackend(ABC):
 
         Raises:
             PromptTooLongError: A prompt leaves no room for one token within max_model_len;
-                raised before anything is sampled.
+                raised by this call, before anything is sampled.
             WeightsStaleError: The back end holds no whole set of weights.
+            ValueError: A request is out of range.
         """
 
     @abstractmethod
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """Replaces every weight by the given ones (Hugging Face names, global shapes).
+        """Replaces every weight by the given ones.
 
-        Caches computed under the old weights are dropped. Raises WeightsStaleError when a
-        parameter is missing or does not fit, RuntimeError during a generation unless
-        `between_steps` calls it.
+        Caches computed under the old weights are dropped.
+
+        Args:
+            weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
+            policy_version: Of the new weights.
+
+        Raises:
+            WeightsStaleError: The set is not whole or does not fit. The back end then refuses to
+                generate until a whole update.
+            RuntimeError: A generation is under way, and `between_steps` is not the caller.
+            ValueError: policy_version is negative.
         """
 
     def update_shard(
@@ -86,7 +95,8 @@ class RolloutBackend(ABC):
 
         Raises:
             NotImplementedError: The back end takes whole weights only.
-            WeightsStaleError: A parameter is missing or does not fit.
+            Exception: As `update_weights`, or what `tensors` raises; the back end then refuses to
+                generate in the same way, and other ranks are not told.
         """
         raise NotImplementedError(
             f"{type(self).__name__} takes no parts of weights: call update_weights with whole ones"

@@ -108,14 +108,7 @@ class HfBackend(RolloutBackend):
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
     ) -> Iterator[RolloutTrajectory]:
-        """Samples one completion a request, yielding each as it finishes within its wave.
-
-        Raises:
-            PromptTooLongError: A prompt leaves no room for one token; raised by this call,
-                before anything is sampled.
-            WeightsStaleError: No whole set of weights is held.
-            ValueError: A request is out of range.
-        """
+        """Samples one completion a request, yielding each as it finishes within its wave."""
         self._check_asked(requests)
         return self._alone(self._generate(requests, sampling))
 
@@ -173,7 +166,13 @@ class HfBackend(RolloutBackend):
                 if reason is None:
                     running.append(index)
                 else:
-                    yield self._trajectory(row, reason)
+                    yield RolloutTrajectory(
+                        row=row.request.row,
+                        completion_tokens=row.tokens,
+                        logprobs=row.logprobs,
+                        finish_reason=reason,
+                        policy_versions=row.policy_versions,
+                    )
             wave = [wave[index] for index in running]
             staying = [places[index] for index in running]
             kept = torch.tensor(staying, dtype=torch.int64, device=self._device)
@@ -211,30 +210,10 @@ class HfBackend(RolloutBackend):
             return "stop"
         return "length" if len(row.tokens) == row.budget else None
 
-    def _trajectory(self, row: _RunningRow, reason: Literal["stop", "length"]) -> RolloutTrajectory:
-        return RolloutTrajectory(
-            row=row.request.row,
-            completion_tokens=row.tokens,
-            logprobs=row.logprobs,
-            finish_reason=reason,
-            policy_versions=row.policy_versions,
-        )
-
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """Copies every weight into the sampler's own model, cast to its type.
-
-        Args:
-            weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
-            policy_version: Of the new weights.
-
-        Raises:
-            WeightsStaleError: The set is not whole or does not fit. The back end then refuses to
-                generate until a whole update.
-            RuntimeError: A generation is under way, and `between_steps` is not the caller.
-            ValueError: policy_version is negative.
-        """
+        """Copies every weight into the sampler's own model, cast to its type."""
         with self._update(policy_version):
             if self._keeps_tensors:
                 # They are not its own to write to.
@@ -253,18 +232,9 @@ class HfBackend(RolloutBackend):
         """Takes tensors as its weights, where they have its type and place; otherwise a cast copy.
 
         The rank's part is the whole model: names are Hugging Face's and shapes global. What the
-        sampler held before is let go first, so that no two sets of weights are held at once.
-
-        Args:
-            tensors: (name, floating [global shape]), tied ones once. Read once. Their owner
-                calls `drop_weights` before writing to any of them.
-            policy_version: Of the new weights.
-
-        Raises:
-            WeightsStaleError: The set is not whole or does not fit. As after any other failure on
-                the way, the back end then holds no weights, and refuses to generate.
-            RuntimeError: A generation is under way, and `between_steps` is not the caller.
-            ValueError: policy_version is negative.
+        sampler held before is let go first, so that no two sets of weights are held at once; after
+        a failure it holds none. The owner of the tensors calls `drop_weights` before writing to any
+        of them.
         """
         with self._update(policy_version):
             self._empty()
@@ -278,14 +248,7 @@ class HfBackend(RolloutBackend):
                 raise
 
     def drop_weights(self, reason: str) -> None:
-        """Lets go of all weights; nothing is sampled until the next whole update.
-
-        Args:
-            reason: Why, for the error of a generation that comes before the update.
-
-        Raises:
-            RuntimeError: A generation is under way, and `between_steps` is not the caller.
-        """
+        """Lets go of all weights, too; see `RolloutBackend`."""
         super().drop_weights(reason)
         self._empty()
 

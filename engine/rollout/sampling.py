@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
@@ -25,13 +26,6 @@ _Row = dict[str, Any]
 """A finished row: its value of each column."""
 
 
-class Decoder(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
-        """Text of tokens."""
-
-
 OnBlock = Callable[[int, Experience], None]
 """Is handed the number of a block, and its rows."""
 
@@ -44,7 +38,7 @@ def sample_experience(
     run_seed: int,
     step: int,
     lineage: int = 0,
-    tokenizer: Decoder,
+    tokenizer: ChatTokenizer,
     progress: Progress,
     only: Sequence[int] | None = None,
     earlier: Sequence[int] = (),
@@ -178,7 +172,7 @@ def check_block_rows(block_rows: int, sampling: SamplingSpec) -> None:
         )
 
 
-def _row_of(prompt: Prompt, sample_index: int, episode: Episode, tokenizer: Decoder) -> _Row:
+def _row_of(prompt: Prompt, sample_index: int, episode: Episode, tokenizer: ChatTokenizer) -> _Row:
     """What a finished row brings to each column, packed, so that little is left for the end."""
     completion = episode.completion_tokens
     return {

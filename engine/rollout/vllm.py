@@ -146,13 +146,8 @@ class VllmBackend(RolloutBackend):
     ) -> Iterator[RolloutTrajectory]:
         """Samples one completion a request, yielding each as it finishes.
 
-        Closing the iterator early aborts what is left. The next call then starts from nothing.
-
-        Raises:
-            PromptTooLongError: A prompt leaves no room for one token; raised by this call,
-                before anything is sampled.
-            WeightsStaleError: The engine holds no whole set of weights.
-            ValueError: A request or the temperature is out of range.
+        Closing the iterator early aborts what is left. The next call then starts from nothing. A
+        temperature that vLLM does not take raises ValueError, besides what `RolloutBackend` says.
         """
         self._check_asked(requests)
         if not sampling.greedy and sampling.temperature < _MIN_TEMPERATURE:
@@ -269,18 +264,7 @@ class VllmBackend(RolloutBackend):
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """Replaces every weight through vLLM's own loaders, which cut them for this rank.
-
-        Args:
-            weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
-            policy_version: Of the new weights.
-
-        Raises:
-            WeightsStaleError: The set is not whole or does not fit. The engine then refuses to
-                generate until a whole update.
-            RuntimeError: A generation is under way, and `between_steps` is not the caller.
-            ValueError: policy_version is negative.
-        """
+        """Replaces every weight through vLLM's own loaders, which cut them for this rank."""
         loaded: set[str] = set()
         with self._update(policy_version):
             rounded = map(self._rounded, self._expected.checked(weights))
@@ -296,17 +280,6 @@ class VllmBackend(RolloutBackend):
         names; no rank waits for another. One tensor is held at a time. Written in place on a GPU,
         where this is not verified. A generator is closed at once after a failure: behind it may
         be a transfer whose other ranks wait for this one.
-
-        Args:
-            tensors: (name of vLLM's parameter, floating [shape on this rank]). Read once.
-            policy_version: Of the new weights.
-
-        Raises:
-            WeightsStaleError: The set is not whole or does not fit. The engine then refuses to
-                generate until a whole update; other ranks are not told.
-            RuntimeError: A generation is under way, and `between_steps` is not the caller.
-            ValueError: policy_version is negative.
-            Exception: What `tensors` raises; the engine then refuses in the same way.
         """
         try:
             with self._update(policy_version):
