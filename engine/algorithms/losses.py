@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -42,18 +42,22 @@ class ModelOutputs:
     """float [B], a reward model's scores of the rows."""
 
 
-class Loss(Protocol):
-    """A loss over one micro-batch."""
+class Loss(ABC, Generic[S]):
+    """A loss over one micro-batch, which reads what its spec says."""
 
-    columns: tuple[str, ...]
-    """Columns it reads, besides tokens and prompt_lengths."""
-    needs: Literal["logprobs", "values", "scores"]
+    needs: Literal["logprobs", "values", "scores"] = "logprobs"
     """The model output that it trains."""
-    needs_entropy: bool
+    needs_entropy = False
     """Whether it reads entropy."""
-    origin: str
+    origin = ""
     """End of messages about its numbers, where the user's code made them; else empty."""
 
+    def __init__(self, spec: S) -> None:
+        self.spec = spec
+        self.columns = spec.columns()
+        """Columns it reads, besides tokens and prompt_lengths."""
+
+    @abstractmethod
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
     ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -68,24 +72,6 @@ class Loss(Protocol):
             The scalar to run backward on, and metrics to combine with `add_metrics`. Without
             unmasked tokens (or pairs) the scalar is 0 and still has a gradient, of zeros.
         """
-
-
-class SpecLoss(ABC, Generic[S]):
-    """Base of the losses here: a `Loss` that reads what its spec says."""
-
-    needs: Literal["logprobs", "values", "scores"] = "logprobs"
-    needs_entropy = False
-    origin = ""
-
-    def __init__(self, spec: S) -> None:
-        self.spec = spec
-        self.columns = spec.columns()
-
-    @abstractmethod
-    def __call__(
-        self, outputs: ModelOutputs, batch: Experience, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Computes this micro-batch's share; see `Loss`."""
 
 
 def add_metrics(totals: dict[str, float], share: Mapping[str, float]) -> None:
@@ -103,7 +89,7 @@ def add_metrics(totals: dict[str, float], share: Mapping[str, float]) -> None:
             totals[name] += number
 
 
-_LOSSES: dict[type[Spec], Callable[..., Loss]] = {}
+_LOSSES: dict[type[Spec], Callable[..., Loss[Any]]] = {}
 
 
 def loss_for(spec_class: type[Spec]) -> Callable[[type], type]:
@@ -121,7 +107,7 @@ def loss_for(spec_class: type[Spec]) -> Callable[[type], type]:
     return register
 
 
-def make_loss(spec: Spec, own_functions: OwnFunctions | None = None) -> Loss:
+def make_loss(spec: Spec, own_functions: OwnFunctions | None = None) -> Loss[Any]:
     """Builds the loss of a spec.
 
     Args:

@@ -18,8 +18,8 @@ import torch
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
 from rolemesh.engine.algorithms.kl import MAX_LOG_RATIO, kl_loss
 from rolemesh.engine.algorithms.losses import (
+    Loss,
     ModelOutputs,
-    SpecLoss,
     UnmaskedReader,
     largest,
     loss_for,
@@ -81,7 +81,7 @@ class TokenLosses:
     """Numbers or truths [M], reported as means over tokens."""
 
 
-class PolicyLoss(SpecLoss[S]):
+class PolicyLoss(Loss[S]):
     """A policy loss with its entropy and KL terms, all aggregated alike.
 
         loss = policy_loss - entropy_coefficient * entropy + kl_in_loss * kl

@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
 from rolemesh.engine.algorithms.losses import (
+    Loss,
     ModelOutputs,
-    SpecLoss,
     UnmaskedReader,
     loss_for,
     to_numbers,
@@ -26,7 +26,7 @@ from rolemesh.engine.specs import BradleyTerryLossSpec, DpoLossSpec, KtoLossSpec
 
 
 @loss_for(SftLossSpec)
-class SftLoss(SpecLoss[SftLossSpec]):
+class SftLoss(Loss[SftLossSpec]):
     """Negative log-likelihood of the unmasked tokens: -log pi(y_t | x, y_<t).
 
     Averaged over all tokens, so that long completions weigh more, or over rows of their means.
@@ -45,7 +45,7 @@ class SftLoss(SpecLoss[SftLossSpec]):
 
 
 @loss_for(DpoLossSpec)
-class DpoLoss(SpecLoss[DpoLossSpec]):
+class DpoLoss(Loss[DpoLossSpec]):
     """Direct preference optimisation (arXiv 2305.18290, eq. 7) and two relatives.
 
     With the log-ratio h(y) = log pi(y | x) - log pi_ref(y | x) of a completion and the margin
@@ -83,7 +83,7 @@ class DpoLoss(SpecLoss[DpoLossSpec]):
 
 
 @loss_for(KtoLossSpec)
-class KtoLoss(SpecLoss[KtoLossSpec]):
+class KtoLoss(Loss[KtoLossSpec]):
     """Kahneman-Tversky optimisation (arXiv 2402.01306, eq. 8).
 
     With the log-ratio h of a completion and the reference point z_0, a judged row's loss is
@@ -131,7 +131,7 @@ class KtoLoss(SpecLoss[KtoLossSpec]):
 
 
 @loss_for(BradleyTerryLossSpec)
-class BradleyTerryLoss(SpecLoss[BradleyTerryLossSpec]):
+class BradleyTerryLoss(Loss[BradleyTerryLossSpec]):
     """Loss of a reward model on pairs (Bradley-Terry; arXiv 2203.02155, eq. 1).
 
     With the scores s of a pair, its loss is

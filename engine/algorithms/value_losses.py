@@ -9,8 +9,8 @@ import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
 from rolemesh.engine.algorithms.losses import (
+    Loss,
     ModelOutputs,
-    SpecLoss,
     UnmaskedReader,
     largest,
     loss_for,
@@ -22,7 +22,7 @@ from rolemesh.engine.specs import PpoValueLossSpec
 
 
 @loss_for(PpoValueLossSpec)
-class PpoValueLoss(SpecLoss[PpoValueLossSpec]):
+class PpoValueLoss(Loss[PpoValueLossSpec]):
     """The clipped squared error of values (arXiv 2006.05990, section 3.1).
 
     With clipped = clip(values, old - clip, old + clip), a token's loss is

@@ -32,7 +32,7 @@ def accumulate(
     rank_model: RankModel,
     batch: Experience,
     places: Sequence[int],
-    loss: Loss,
+    loss: Loss[Any],
     *,
     temperature: float,
     progress: Progress | None,
@@ -119,7 +119,7 @@ def accumulate(
     return metrics, collector.in_batch_order()
 
 
-def _try(loss: Loss, no_tokens: Experience, scale: LossScale) -> None:
+def _try(loss: Loss[Any], no_tokens: Experience, scale: LossScale) -> None:
     """Has a loss look at the columns and at its own spec, on rows without completion tokens.
 
     What it refuses would otherwise be found in the middle of a pass, on the last stage alone.
@@ -131,7 +131,7 @@ def _try(loss: Loss, no_tokens: Experience, scale: LossScale) -> None:
     loss(_found(loss, outputs)[1], no_tokens, scale)
 
 
-def _found(loss: Loss, outputs: Any) -> tuple[torch.Tensor, ModelOutputs]:
+def _found(loss: Loss[Any], outputs: Any) -> tuple[torch.Tensor, ModelOutputs]:
     """What a model gave that a loss needs: the trained output, and all of them by name."""
     if loss.needs == "values":
         return outputs, ModelOutputs(values_N=outputs)
@@ -158,7 +158,7 @@ def _metrics_of_all(
 
 def _check_finite(
     metrics: Mapping[str, float],
-    loss: Loss,
+    loss: Loss[Any],
     failures: Sequence[str],
     mesh: RankMesh,
     device: torch.device,

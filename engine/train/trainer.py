@@ -7,6 +7,7 @@ loss divides by counts over the whole mini-batch, and shares add up in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -294,7 +295,7 @@ class Trainer(ModelInTraining):
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _loss_of(self, spec: LossSpec) -> tuple[Loss, float]:
+    def _loss_of(self, spec: LossSpec) -> tuple[Loss[Any], float]:
         """A loss that this model can be trained on, and the temperature of its softmax."""
         loss = make_loss(spec, self.own_functions)
         self._check_model(*_TRAINED_BY[loss.needs])
