@@ -47,7 +47,7 @@ class Controllers:
         """Those that the estimator needs, as they are at the start of a run."""
         kl_spec = spec.kl_in_reward if isinstance(spec, KlPenaltySpec) else None
         return Controllers(
-            kl=None if kl_spec is None else KlController.from_spec(kl_spec),
+            kl=None if kl_spec is None else KlController(kl_spec),
             multiplier=LagrangeMultiplier(spec) if isinstance(spec, SafeRlhfSpec) else None,
         )
 

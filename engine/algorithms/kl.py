@@ -18,13 +18,12 @@ its pull on a policy that is surer than the reference stays whole.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from rolemesh.engine.specs import AdaptiveKlSpec, FixedKlSpec, KlControllerSpec, KlForm
+from rolemesh.engine.specs import FixedKlSpec, KlControllerSpec, KlForm
 
 MAX_LOG_RATIO = 20.0
 """Bound of a log-ratio in an exponent: exp of a larger one overflows float32 before long."""
@@ -89,62 +88,11 @@ def kl_loss(
     return value_N + (carrier_N - carrier_N.detach())
 
 
-class KlController(ABC):
+class KlController:
     """Holds the weight of the KL term; part of the trainer's state.
 
-    Owned by the compute thread. The order within a step is: read `coefficient`, penalise with
-    it, then `update` once with the KL that was measured.
-    """
-
-    coefficient: float
-    """Weight of the KL term now."""
-
-    @staticmethod
-    def from_spec(spec: KlControllerSpec) -> KlController:
-        """Makes the controller that the spec asks for."""
-        if isinstance(spec, AdaptiveKlSpec):
-            return AdaptiveKlController(spec)
-        return FixedKlController(spec)
-
-    @abstractmethod
-    def update(self, mean_kl_per_row: float, num_rows: int) -> None:
-        """Moves the coefficient after a step.
-
-        Args:
-            mean_kl_per_row: KL summed over the tokens of a row, averaged over rows, in nats.
-            num_rows: Rows that were averaged.
-        """
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: strings and numbers only."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave; raises ValueError if it does not fit."""
-
-
-class FixedKlController(KlController):
-    """A constant coefficient. A resumed run takes it from its recipe, not from the state."""
-
-    def __init__(self, spec: FixedKlSpec) -> None:
-        self.coefficient = spec.coefficient
-
-    def update(self, mean_kl_per_row: float, num_rows: int) -> None:
-        """Changes nothing, but refuses a KL that is not a number."""
-        _check_update(mean_kl_per_row, num_rows)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Only the type: the coefficient belongs to the recipe."""
-        return {"type": "fixed"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that the state is that of a fixed controller."""
-        _check_state(state, "fixed", keys={"type"})
-
-
-class AdaptiveKlController(KlController):
-    """The proportional controller of Ziegler et al. (arXiv 1909.08593, section 2.2).
+    A fixed one never moves, and a resumed run takes it from its recipe. An adaptive one is the
+    proportional controller of Ziegler et al. (arXiv 1909.08593, section 2.2):
 
         e    = clip(KL / target - 1, -0.2, 0.2)
         beta = beta * (1 + e * num_rows / horizon)
@@ -152,34 +100,63 @@ class AdaptiveKlController(KlController):
     The paper fixes the gain at 0.1 a step; num_rows / horizon keeps the speed per trajectory
     the same at any batch size.
 
+    Owned by the compute thread. The order within a step is: read `coefficient`, penalise with
+    it, then `update` once with the KL that was measured.
+
     Example: beta 0.1, target 6, horizon 100; 10 rows with KL 12 give e = 0.2 and beta 0.102.
     """
 
-    def __init__(self, spec: AdaptiveKlSpec) -> None:
+    def __init__(self, spec: KlControllerSpec) -> None:
         self.coefficient = spec.coefficient
-        self._target = spec.target
-        self._horizon = spec.horizon
+        """Weight of the KL term now."""
+        self._spec = spec
 
     def update(self, mean_kl_per_row: float, num_rows: int) -> None:
-        """Raises the coefficient where the KL is above target, lowers it below."""
-        _check_update(mean_kl_per_row, num_rows)
-        error = mean_kl_per_row / self._target - 1
+        """Raises an adaptive coefficient after a step with a KL above target, lowers it below.
+
+        Args:
+            mean_kl_per_row: KL summed over the tokens of a row, averaged over rows, in nats.
+            num_rows: Rows that were averaged.
+        """
+        if not math.isfinite(mean_kl_per_row):
+            raise ValueError(
+                f"mean KL per row is {mean_kl_per_row}: check the log-probs of policy and reference"
+            )
+        if num_rows < 0:
+            raise ValueError(f"num_rows is {num_rows}: give a count of rows, 0 or more")
+        spec = self._spec
+        if isinstance(spec, FixedKlSpec):
+            return
+        error = mean_kl_per_row / spec.target - 1
         error = min(max(error, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-        factor = 1 + error * num_rows / self._horizon
+        factor = 1 + error * num_rows / spec.horizon
         if factor <= 0:
             raise ValueError(
-                f"horizon is {self._horizon} with {num_rows} rows a step: the KL coefficient "
+                f"horizon is {spec.horizon} with {num_rows} rows a step: the KL coefficient "
                 f"would be multiplied by {factor:.3g}; raise horizon above {num_rows // 5}"
             )
         self.coefficient *= factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Type and coefficient."""
-        return {"type": "adaptive", "coefficient": self.coefficient}
+        """What a checkpoint keeps: the type, and a coefficient that moves."""
+        moved = {} if isinstance(self._spec, FixedKlSpec) else {"coefficient": self.coefficient}
+        return {"type": self._spec.type, **moved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the coefficient; target and horizon stay those of the recipe."""
-        _check_state(state, "adaptive", keys={"type", "coefficient"})
+        """Restores what `state_dict` gave; target and horizon stay those of the recipe.
+
+        Raises:
+            ValueError: The state does not fit.
+        """
+        keys = set(self.state_dict())
+        if state.get("type") != self._spec.type or set(state) != keys:
+            raise ValueError(
+                f"state of the KL controller is {dict(state)}, but the recipe asks for "
+                f"{self._spec.type!r}, with the keys {sorted(keys)}: resume with the recipe of the "
+                "checkpoint"
+            )
+        if isinstance(self._spec, FixedKlSpec):
+            return
         coefficient = float(state["coefficient"])
         if not (math.isfinite(coefficient) and coefficient > 0):
             raise ValueError(
@@ -187,20 +164,3 @@ class AdaptiveKlController(KlController):
                 "and finite; take an older checkpoint"
             )
         self.coefficient = coefficient
-
-
-def _check_update(mean_kl_per_row: float, num_rows: int) -> None:
-    if not math.isfinite(mean_kl_per_row):
-        raise ValueError(
-            f"mean KL per row is {mean_kl_per_row}: check the log-probs of policy and reference"
-        )
-    if num_rows < 0:
-        raise ValueError(f"num_rows is {num_rows}: give a count of rows, 0 or more")
-
-
-def _check_state(state: Mapping[str, Any], kind: str, keys: set[str]) -> None:
-    if state.get("type") != kind or set(state) != keys:
-        raise ValueError(
-            f"state of the KL controller is {dict(state)}, but the recipe asks for {kind!r}, "
-            f"with the keys {sorted(keys)}: resume with the recipe of the checkpoint"
-        )

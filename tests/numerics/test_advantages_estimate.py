@@ -54,7 +54,7 @@ def test_columns_are_those_of_the_formulas(form: KlForm, whiten: bool) -> None:
     spec = GaeSpec(
         gamma=0.98, lam=0.9, whiten=whiten, kl_in_reward=FixedKlSpec(coefficient=0.3), kl_form=form
     )
-    controller = KlController.from_spec(FixedKlSpec(coefficient=0.3))
+    controller = KlController(FixedKlSpec(coefficient=0.3))
     result, _ = estimate_advantages(
         batch.experience(torch.float32), spec, Controllers(kl=controller)
     )
@@ -79,7 +79,7 @@ def test_columns_are_those_of_the_formulas(form: KlForm, whiten: bool) -> None:
 def test_metrics_are_those_of_the_definitions(form: KlForm) -> None:
     batch = make_batch()
     spec = GaeSpec(gamma=1.0, lam=0.95, kl_in_reward=FixedKlSpec(coefficient=0.1), kl_form=form)
-    controller = KlController.from_spec(FixedKlSpec(coefficient=0.1))
+    controller = KlController(FixedKlSpec(coefficient=0.1))
     _, metrics = estimate_advantages(
         batch.experience(torch.float32), spec, Controllers(kl=controller)
     )
@@ -116,7 +116,7 @@ def test_metrics_are_those_of_the_definitions(form: KlForm) -> None:
 def test_penalty_uses_the_coefficient_of_before_and_the_controller_moves_once() -> None:
     batch = make_batch()
     kl_spec = AdaptiveKlSpec(coefficient=0.2, target=1e-3, horizon=100)
-    controller = KlController.from_spec(kl_spec)
+    controller = KlController(kl_spec)
     spec = GaeSpec(kl_in_reward=kl_spec, kl_form="k3", whiten=False)
     result, metrics = estimate_advantages(
         batch.experience(torch.float32), spec, Controllers(kl=controller)
@@ -134,7 +134,7 @@ def test_penalty_uses_the_coefficient_of_before_and_the_controller_moves_once() 
 
 def test_a_refused_batch_leaves_the_controller_alone() -> None:
     kl_spec = AdaptiveKlSpec(coefficient=0.2, target=1e-3)
-    controller = KlController.from_spec(kl_spec)
+    controller = KlController(kl_spec)
     experience = make_batch().experience(torch.float32)
     columns = {name: column for name, column in experience.columns.items() if name != "values"}
     with pytest.raises(ColumnMissingError, match="values"):
@@ -201,7 +201,7 @@ def test_a_missing_column_is_named(name: str) -> None:
         estimate_advantages(
             Experience(columns),
             GaeSpec(kl_in_reward=spec),
-            Controllers(kl=KlController.from_spec(spec)),
+            Controllers(kl=KlController(spec)),
         )
 
 
@@ -224,9 +224,7 @@ def test_controller_and_spec_must_go_together() -> None:
     with pytest.raises(ValueError, match="no controller"):
         estimate_advantages(experience, GaeSpec(kl_in_reward=FixedKlSpec()), None)
     with pytest.raises(ValueError, match="kl_in_reward is None"):
-        estimate_advantages(
-            experience, GaeSpec(), Controllers(kl=KlController.from_spec(FixedKlSpec()))
-        )
+        estimate_advantages(experience, GaeSpec(), Controllers(kl=KlController(FixedKlSpec())))
 
 
 @pytest.mark.parametrize("length", [0, 1, 3])

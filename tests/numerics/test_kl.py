@@ -120,33 +120,33 @@ def test_an_unknown_form_is_refused() -> None:
     [(6.0, 0.0), (6.6, 0.1), (5.4, -0.1), (60.0, 0.2), (0.0, -0.2), (-3.0, -0.2)],
 )
 def test_adaptive_controller_follows_the_paper(measured: float, error: float) -> None:
-    controller = KlController.from_spec(AdaptiveKlSpec(coefficient=0.1, target=6.0, horizon=1000))
+    controller = KlController(AdaptiveKlSpec(coefficient=0.1, target=6.0, horizon=1000))
     controller.update(measured, 50)
     assert controller.coefficient == pytest.approx(0.1 * (1 + error * 50 / 1000), rel=1e-12)
 
 
 def test_fixed_controller_never_moves() -> None:
-    controller = KlController.from_spec(FixedKlSpec(coefficient=0.07))
+    controller = KlController(FixedKlSpec(coefficient=0.07))
     controller.update(100.0, 512)
     assert controller.coefficient == 0.07
 
 
 def test_state_survives_json_and_the_controllers_go_on_alike() -> None:
     spec = AdaptiveKlSpec(coefficient=0.1, target=2.0, horizon=500)
-    first, second = KlController.from_spec(spec), KlController.from_spec(spec)
+    first, second = KlController(spec), KlController(spec)
     first.update(5.0, 64)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for controller in (first, second):
         controller.update(1.0, 64)
     assert first.coefficient == second.coefficient != 0.1
-    fixed = KlController.from_spec(FixedKlSpec(coefficient=0.3))
+    fixed = KlController(FixedKlSpec(coefficient=0.3))
     fixed.load_state_dict(json.loads(json.dumps(fixed.state_dict())))
     assert fixed.coefficient == 0.3
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
-    adaptive = KlController.from_spec(AdaptiveKlSpec())
-    fixed = KlController.from_spec(FixedKlSpec())
+    adaptive = KlController(AdaptiveKlSpec())
+    fixed = KlController(FixedKlSpec())
     with pytest.raises(ValueError, match="asks for 'adaptive'"):
         adaptive.load_state_dict(fixed.state_dict())
     with pytest.raises(ValueError, match="asks for 'fixed'"):
@@ -159,12 +159,12 @@ def test_state_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("spec", [FixedKlSpec(), AdaptiveKlSpec()], ids=["fixed", "adaptive"])
 def test_a_kl_that_is_not_finite_is_refused(spec: FixedKlSpec | AdaptiveKlSpec) -> None:
     with pytest.raises(ValueError, match="mean KL per row is nan"):
-        KlController.from_spec(spec).update(math.nan, 4)
+        KlController(spec).update(math.nan, 4)
     with pytest.raises(ValueError, match="num_rows is -1"):
-        KlController.from_spec(spec).update(1.0, -1)
+        KlController(spec).update(1.0, -1)
 
 
 def test_a_horizon_that_would_turn_the_sign_is_refused() -> None:
-    controller = KlController.from_spec(AdaptiveKlSpec(horizon=10))
+    controller = KlController(AdaptiveKlSpec(horizon=10))
     with pytest.raises(ValueError, match="horizon is 10 with 64 rows"):
         controller.update(0.0, 64)
