@@ -1,4 +1,4 @@
-"""The device that a thread works on, what it can do, and giving its memory back.
+"""The device that a thread works on, its kind, what it can do, and giving its memory back.
 
 Not for choosing one: a rank's service does that (`services/runtime/ranks/device.py`), and hands the
 device down.
@@ -7,6 +7,9 @@ device down.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import cast
 
@@ -16,6 +19,8 @@ from rolemesh.engine.specs.by_device import Device, DeviceType
 
 _BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 """Instructions for products of bfloat16, as torch calls them on x86 and on ARM."""
+
+_assumed: ContextVar[str | None] = ContextVar("assumed_device_kind", default=None)
 
 
 def use_device(device: torch.device) -> None:
@@ -63,3 +68,22 @@ def give_back_memory(device: torch.device) -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes of a GPU that no process holds; 0 for a CPU, where nothing is given back by sleep."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind, "cuda" or "cpu", that code asks for which computes differently on a GPU.
+
+    It is the device's type, but where memory is estimated (`engine/fit`): there tensors without
+    values lie on the CPU, and stand for those of a GPU.
+    """
+    return _assumed.get() or device.type
+
+
+@contextmanager
+def assuming(kind: str) -> Iterator[None]:
+    """Makes every device one of this kind within the block, for models without values."""
+    token = _assumed.set(kind)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)

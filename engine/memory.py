@@ -9,9 +9,9 @@ import contextlib
 import resource
 import sys
 import threading
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 _KIBIBYTE = 1024
 _RESET_PEAK = "5"
@@ -22,18 +22,6 @@ _STATUS = Path("/proc/self/status")
 Source = Literal["cuda", "resident"]
 """"cuda": bytes that torch's allocator gave out on the device. "resident": physical memory of the
 process, files that it maps included."""
-
-
-class _Meter(Protocol):
-    """A peak that can be set back to what is held now."""
-
-    source: Source
-
-    def peak(self) -> int:
-        """Bytes, since the last reset if there was one."""
-
-    def reset(self) -> bool:
-        """Begins anew; False when the system does not let us."""
 
 
 class PhaseMemory:
@@ -56,7 +44,7 @@ class PhaseMemory:
                 allocator has memory of its own, which is not counted); "cpu" for the process.
         """
         self._gauge = _gauge(device)
-        self.source: Source = self._gauge.meter.source
+        self.source: Source = self._gauge.source
         """What was measured."""
         self.peak_bytes = 0
         """The peak; 0 before the block has ended."""
@@ -72,22 +60,31 @@ class PhaseMemory:
         self._gauge.leave(self)
 
 
-class _Gauge:
-    """The open blocks of one meter.
+class _Gauge(ABC):
+    """A peak that can be set back to what is held now, and the blocks that are open.
 
-    Invariant: the peak of an open block is the larger of its `peak_bytes` and the meter's peak:
-    before the meter is reset for a new block, its peak is noted in all that are open.
+    Invariant: the peak of an open block is the larger of its `peak_bytes` and the gauge's peak:
+    before the gauge is reset for a new block, its peak is noted in all that are open.
     """
 
-    def __init__(self, meter: _Meter) -> None:
-        self.meter = meter
+    source: Source
+
+    def __init__(self) -> None:
         self._open: list[PhaseMemory] = []
         self._lock = threading.Lock()
+
+    @abstractmethod
+    def peak(self) -> int:
+        """Bytes, since the last reset if there was one."""
+
+    @abstractmethod
+    def reset(self) -> bool:
+        """Begins anew; False when the system does not let us."""
 
     def enter(self, block: PhaseMemory) -> bool:
         with self._lock:
             self._note()
-            is_reset = self.meter.reset()
+            is_reset = self.reset()
             block.peak_bytes = 0
             self._open.append(block)
             return is_reset
@@ -99,20 +96,21 @@ class _Gauge:
 
     def _note(self) -> None:
         if self._open:
-            peak = self.meter.peak()
+            peak = self.peak()
             for block in self._open:
                 block.peak_bytes = max(block.peak_bytes, peak)
 
 
-class _ResidentMeter:
+class _Resident(_Gauge):
     """Resident set of the process, from Linux's proc file system, or from getrusage elsewhere."""
 
     source: Source = "resident"
 
     def peak(self) -> int:
-        for line in _status_lines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * _KIBIBYTE
+        with contextlib.suppress(FileNotFoundError):
+            for line in _STATUS.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * _KIBIBYTE
         unit = 1 if sys.platform == "darwin" else _KIBIBYTE
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -124,12 +122,13 @@ class _ResidentMeter:
         return True
 
 
-class _CudaMeter:
+class _Cuda(_Gauge):
     """What torch's caching allocator gave out on a device."""
 
     source: Source = "cuda"
 
     def __init__(self, device: str) -> None:
+        super().__init__()
         import torch
 
         # Its statistics raise before CUDA has started.
@@ -155,10 +154,5 @@ def _gauge(device: str) -> _Gauge:
         raise ValueError(f"device is {device!r}: give 'cpu', 'cuda' or 'cuda:' and a number")
     with _gauges_lock:
         if device not in _gauges:
-            _gauges[device] = _Gauge(_ResidentMeter() if device == "cpu" else _CudaMeter(device))
+            _gauges[device] = _Resident() if device == "cpu" else _Cuda(device)
         return _gauges[device]
-
-
-def _status_lines() -> Iterator[str]:
-    with contextlib.suppress(FileNotFoundError):
-        yield from _STATUS.read_text().splitlines()

@@ -22,7 +22,7 @@ from rolemesh.engine.algorithms.ragged import (
     unmasked_per_row,
 )
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.specs import KlPenaltySpec, OverlongSpec, ShapedRewardSpec
+from rolemesh.engine.specs import KlPenaltySpec, ShapedRewardSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,39 +134,27 @@ def reward_metrics(rewards_B: torch.Tensor, tokens: BatchTokens) -> dict[str, fl
     }
 
 
-def overlong_punishments(lengths_B: torch.Tensor, spec: OverlongSpec) -> torch.Tensor:
-    """What is added to rewards for length: 0 for short completions, down to -penalty.
-
-        penalty * clip((max_length - buffer - length) / buffer, -1, 0)
-
-    Args:
-        lengths_B: int64, completion tokens.
-        spec: Where it begins and ends.
-
-    Returns:
-        float64 [B].
-
-    Example: max_length 20, buffer 4, penalty 1: lengths (16, 17, 20, 30) give (0, -0.25, -1, -1).
-    """
-    over_B = (spec.max_length - spec.buffer - lengths_B).double() / spec.buffer
-    return spec.penalty * over_B.clamp(-1, 0)
-
-
 def shaped_rewards(
     experience: Experience, spec: ShapedRewardSpec, tokens: BatchTokens
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Rewards with the punishment, if the spec wants one, and metrics of both.
+    """Rewards with the punishment of their length, if the spec wants one, and metrics of both.
+
+        penalty * clip((max_length - buffer - length) / buffer, -1, 0)
 
     "reward/mean" and "/std" are those of the rewards as they came.
+
+    Example: max_length 20, buffer 4, penalty 1: lengths (16, 17, 20, 30) add (0, -0.25, -1, -1).
 
     Returns:
         float64 [B] and metrics.
     """
     rewards_B = read_rows(experience, "rewards", tokens)
     metrics = reward_metrics(rewards_B, tokens)
-    if spec.overlong is None:
+    overlong = spec.overlong
+    if overlong is None:
         return rewards_B, metrics
-    punishments_B = overlong_punishments(tokens.lengths_B(), spec.overlong)
+    room_B = (overlong.max_length - overlong.buffer - tokens.lengths_B()).double()
+    punishments_B = overlong.penalty * (room_B / overlong.buffer).clamp(-1, 0)
     num_rows = max(len(punishments_B), 1)
     metrics["overlong/fraction"] = float((punishments_B < 0).sum()) / num_rows
     metrics["overlong/punishment"] = float(punishments_B.sum()) / num_rows

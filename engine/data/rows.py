@@ -147,16 +147,12 @@ class RowReader:
 
     def _check_named(self, record: Mapping[str, Any], where: str) -> None:
         """Checks that the columns that the recipe names are there; a value may be null."""
-        for meaning, column in self._spec.columns:
+        columns = [(f"columns.{meaning}", column) for meaning, column in self._spec.columns]
+        columns += [("metadata", column) for column in self._spec.metadata or ()]
+        for field, column in columns:
             if column is not None and column not in record:
                 raise DataInvalidError(
-                    f"{where}: has no column {column!r}, which {self._field}.columns.{meaning} "
-                    f"names; it has {_listed(record)}"
-                )
-        for column in self._spec.metadata or ():
-            if column not in record:
-                raise DataInvalidError(
-                    f"{where}: has no column {column!r}, which {self._field}.metadata names; it "
+                    f"{where}: has no column {column!r}, which {self._field}.{field} names; it "
                     f"has {_listed(record)}"
                 )
 

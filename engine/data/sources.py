@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rolemesh.engine.data import jsonl
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow, RowReader
 from rolemesh.engine.specs import (
     DataSpec,
@@ -103,22 +104,18 @@ def _load_stored(spec: StoredRowsSpec, field: str) -> tuple[list[PromptRow], lis
 def _records(
     spec: StoredRowsSpec, field: str, reader: RowReader, *, held_out: bool
 ) -> Iterable[tuple[Any, str]]:
+    # Held-out ones are asked for only where the spec names some.
     if isinstance(spec, HfDatasetSpec):
         from rolemesh.engine.data import tables
 
         split = spec.held_out_split if held_out else spec.split
-        if split is None:
-            raise ValueError(f"{field}.held_out_split is not set")
+        assert split is not None
         return tables.hf_records(spec, split, field, reader.wanted)
-    if not isinstance(spec, JsonlSpec | ParquetSpec):
-        raise ValueError(f"{field}.type is {type(spec).__name__}, which no reader knows")
+    assert isinstance(spec, JsonlSpec | ParquetSpec)
     path = spec.held_out_path if held_out else spec.path
     path_field = f"{field}.held_out_path" if held_out else f"{field}.path"
-    if path is None:
-        raise ValueError(f"{path_field} is not set")
+    assert path is not None
     if isinstance(spec, JsonlSpec):
-        from rolemesh.engine.data import jsonl
-
         return jsonl.records(path, path_field)
     from rolemesh.engine.data import tables
 

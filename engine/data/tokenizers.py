@@ -23,18 +23,6 @@ def load_light_tokenizer(folder: Path) -> ChatTokenizer:
     Raises:
         NoTokenizerError: There is none, or it has no chat template.
     """
-    tokenizer = _load(folder)
-    if not tokenizer.chat_template:
-        raise NoTokenizerError(
-            f"model.path {str(folder)!r} has a tokenizer without a chat template, so that no "
-            "prompt can be rendered: add chat_template.jinja to the folder, or take the model's "
-            "chat version"
-        )
-    checked: ChatTokenizer = tokenizer
-    return checked
-
-
-def _load(folder: Path) -> Any:
     if not folder.is_dir():
         raise NoTokenizerError(
             f"model.path is {str(folder)!r}, which is no folder: give a local Hugging Face model "
@@ -52,9 +40,19 @@ def _load(folder: Path) -> Any:
             # A curriculum or a reward of the user's may want it.
             del sys.modules["torch"]
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise NoTokenizerError(
             f"model.path {str(folder)!r} has no tokenizer that can be read ({error}): copy the "
             "model's tokenizer files into it"
         ) from error
+    if not tokenizer.chat_template:
+        raise NoTokenizerError(
+            f"model.path {str(folder)!r} has a tokenizer without a chat template, so that no "
+            "prompt can be rendered: add chat_template.jinja to the folder, or take the model's "
+            "chat version"
+        )
+    checked: ChatTokenizer = tokenizer
+    return checked

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rolemesh.engine.algorithms.losses import make_loss
-from rolemesh.engine.device_kinds import assuming
+from rolemesh.engine.devices import assuming
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.fit.tally import Purpose, Tally
 from rolemesh.engine.fit.valueless import Valueless
@@ -123,7 +123,8 @@ class _Subject:
             if work.optimizer is None:
                 self._rank_model = RankModel(_model(work, mesh, trainable=False))
             else:
-                self._trainer = _trainer(work, mesh)
+                model = _model(work, mesh, trainable=True)
+                self._trainer = Trainer(model, work.optimizer)
                 self._rank_model = self._trainer.rank_model
         self._watch()
 
@@ -223,18 +224,9 @@ def _gradient(weight: torch.Tensor) -> torch.Tensor:
     return weight.grad
 
 
-def _trainer(work: RankWork, mesh: RankMesh) -> Trainer:
-    assert work.optimizer is not None
-    return Trainer(_model(work, mesh, trainable=True), work.optimizer)
-
-
 def _model(work: RankWork, mesh: RankMesh, *, trainable: bool) -> CausalLm | ScoringModel:
     """The model as its service makes it."""
-    common: dict[str, Any] = {
-        "trainable": trainable,
-        "mesh": mesh,
-        "numerics": work.numerics,
-    }
+    common: dict[str, Any] = {"trainable": trainable, "mesh": mesh, "numerics": work.numerics}
     if work.kind == "policy":
         return CausalLm(work.model, **common)
     head = VALUE_HEAD if work.kind == "critic" else ScoreHead(per="row", origin="folder or new")
@@ -270,9 +262,8 @@ def work_rows(work: RankWork) -> tuple[Experience, UpdatePlan]:
 @contextmanager
 def _alone(work: RankWork) -> Iterator[RankMesh]:
     """The mesh of a rank whose neighbours are not there."""
-    store = FakeStore()
     mesh = RankMesh.connect(
-        work.layout, rank=work.rank, store=store, backend="fake", timeout_s=60.0
+        work.layout, rank=work.rank, store=FakeStore(), backend="fake", timeout_s=60.0
     )
     try:
         yield mesh

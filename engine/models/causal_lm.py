@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.device_kinds import kind_of
+from rolemesh.engine.devices import kind_of
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
@@ -32,7 +32,8 @@ class CausalLm(Decoder):
 
         model = CausalLm(ModelSpec(path=folder), device="cpu")
         rows = pad_rows(batch, model.device)
-        logprobs_N, entropy_N = model.score(rows, temperature=1.0, with_entropy=True)
+        hidden_BTD = model.stage_forward(rows, None)  # the logits are never computed
+        logprobs_N, entropy_N = model.finish(hidden_BTD, rows, temperature=1.0, with_entropy=True)
     """
 
     def __init__(
@@ -44,20 +45,11 @@ class CausalLm(Decoder):
         mesh: RankMesh | None = None,
         numerics: Numerics = "exact",
     ) -> None:
-        """Loads the model.
-
-        Args:
-            spec: Which folder, and how to compute.
-            device: Where the weights live.
-            trainable: False for a frozen reference.
-            mesh: The rank's place; None for a rank that is alone.
-            numerics: Whether activations may be bfloat16.
+        """Loads the model; see `Decoder`. Without a mesh the rank is alone.
 
         Raises:
-            ModelFolderError: The folder is missing or not whole.
             ValueError: The model needs something that the scoring here does not do.
-            LayoutError: The model cannot be cut so.
-            UnsupportedFamilyError: More than one rank, and the family has no plan.
+            Exception: As `Decoder`.
         """
         super().__init__(
             AutoModelForCausalLM,
@@ -87,22 +79,6 @@ class CausalLm(Decoder):
         """
         weight_VD: torch.Tensor = self.lm.get_output_embeddings().weight
         return weight_VD
-
-    def forward(self, rows: PaddedRows) -> torch.Tensor:
-        """Hidden states of the last layer, float [B, T, D]; the logits are never computed.
-
-        For one stage; with more, `stage_forward` of each.
-        """
-        return self.stage_forward(rows, None)
-
-    def score(
-        self, rows: PaddedRows, *, temperature: float, with_entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs, float32 [N], of the completion tokens; entropy, float32 [N], on request.
-
-        For one stage; with more, `finish` on the last.
-        """
-        return self.finish(self(rows), rows, temperature=temperature, with_entropy=with_entropy)
 
     def finish(
         self,

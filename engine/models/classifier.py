@@ -8,12 +8,14 @@ Shape letters: B rows, T longest row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import AutoTokenizer
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, check_in_vocabulary
+from rolemesh.engine.models.scoring import RowProgress
 from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.packing.batching import PAD_TOKEN, PaddedRows, micro_batches
 from rolemesh.engine.parallel.agreement import prepare_together
@@ -42,21 +44,10 @@ class Classifier:
         mesh: RankMesh | None = None,
         trained: RankModel | None = None,
     ) -> None:
-        """Loads model and tokenizer.
+        """Loads model and tokenizer; see `ScoringModel`, which has the errors.
 
-        Args:
-            spec: Which folder, and how to compute.
-            label: Index of the logit that is the score.
-            device: Where the weights live.
-            mesh: The rank's place; None for a rank that is alone.
-            trained: A reward model of the folder, with the same label, device and mesh, to score
-                with; None loads the folder.
-
-        Raises:
-            ModelFolderError: The folder is missing or not whole.
-            ValueError: The head has no such label.
-            LayoutError: The model cannot be cut so.
-            UnsupportedFamilyError: More than one rank, and the family has no plan.
+        `label` is the index of the logit that is the score. `trained` is a reward model of the
+        folder, with the same label, device and mesh, to score with; None loads the folder.
         """
         self.spec = spec
         self._rank_model: RankModel | None
@@ -69,7 +60,8 @@ class Classifier:
             if not isinstance(model, ScoringModel) or model.head_spec.per != "row":
                 raise ValueError("trained holds no model that scores rows: give a reward model's")
             self._model, self._rank_model = model, trained
-        self._max_tokens: int | None = getattr(self._model.config, "max_position_embeddings", None)
+        self.max_tokens: int | None = getattr(self._model.config, "max_position_embeddings", None)
+        """Longest row that the model sees; None where its config does not say."""
         self._tokenizer = AutoTokenizer.from_pretrained(
             spec.path, local_files_only=True, trust_remote_code=False
         )
@@ -80,11 +72,6 @@ class Classifier:
             return []
         rows: list[list[int]] = self._tokenizer(list(texts))["input_ids"]
         return rows
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Longest row that the model sees; None where its config does not say."""
-        return self._max_tokens
 
     @torch.no_grad()
     def score(
@@ -117,20 +104,13 @@ class Classifier:
 
         groups, numbers = prepare_together(prepare, mesh.dp, self._model.device)
         scores_B = torch.empty(len(token_rows) if mesh.pp.is_last else 0, dtype=torch.float32)
-        num_done = 0
 
         def keep(number: int, outputs: torch.Tensor) -> None:
             if number < len(groups):
                 scores_B[groups[number]] = outputs.float().cpu()
 
-        def done(number: int) -> None:
-            nonlocal num_done
-            if number < len(groups):
-                num_done += len(groups[number])
-                if progress is not None:
-                    progress("score", num_done, len(token_rows))
-
         passes = [self._micro_batch(token_rows, group) for group in groups]
+        done = RowProgress(progress, "score", passes, len(token_rows))
         if self._rank_model is None:
             for number, micro_batch in enumerate(passes):
                 keep(number, self._model(micro_batch.padded))
@@ -138,7 +118,7 @@ class Classifier:
             return scores_B
         # Gathering weights that replicas cut among them takes all replicas, so all make as many
         # passes: those with fewer micro-batches run a token whose score is dropped.
-        filler = self._micro_batch([[0]], [0])
+        filler = replace(self._micro_batch([[0]], [0]), rows=torch.empty(0, dtype=torch.int64))
         passes += [filler] * (max(numbers) - len(passes))
         self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
         return scores_B
@@ -149,10 +129,10 @@ class Classifier:
         for index, length in enumerate(lengths):
             if length == 0:
                 raise ValueError(f"row {index} has no tokens: give at least one token to score")
-            if self._max_tokens is not None and length > self._max_tokens:
+            if self.max_tokens is not None and length > self.max_tokens:
                 raise ValueError(
                     f"row {index} has {length} tokens, but the classifier sees at most "
-                    f"{self._max_tokens}: shorten prompts or completions"
+                    f"{self.max_tokens}: shorten prompts or completions"
                 )
         tokens = [token for row in token_rows for token in row]
         check_in_vocabulary(torch.tensor(tokens, dtype=torch.int64), self._model.config)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rolemesh.engine.device_kinds import kind_of
-from rolemesh.engine.devices import device_of
+from rolemesh.engine.devices import device_of, kind_of
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
@@ -28,10 +27,9 @@ from rolemesh.engine.models.rounding import narrow_layers
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.packing.batching import PaddedRows
-from rolemesh.engine.packing.prefix_layout import PrefixLayout
 from rolemesh.engine.packing.prefix_packing import SharingCost
 from rolemesh.engine.parallel.data_parallel import local_part
-from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.tensor_parallel import partial_gradients
 from rolemesh.engine.parallel.token_shares import gather_shares
@@ -78,7 +76,7 @@ class Decoder(nn.Module):
             trainable: False for a frozen model.
 
         Raises:
-            ModelFolderError: The folder is not whole.
+            ModelFolderError: The folder is missing or not whole.
             LayoutError: The model cannot be cut so.
             UnsupportedFamilyError: More than one rank, and the family has no plan.
         """
@@ -195,6 +193,8 @@ class Decoder(nn.Module):
     def stage_forward(self, rows: PaddedRows, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
         """Runs this stage's layers on a batch, without a head.
 
+        No attention mask is needed: attention is causal, so a pad can only influence later pads.
+
         Args:
             rows: B rows, the same on all ranks of the model group.
             hidden_BTD: What the stage before returned, float32 [B, T, D]; None on the first stage.
@@ -211,16 +211,22 @@ class Decoder(nn.Module):
                 f"{self.mesh.pp.index}: give None on stage 0, and what the stage before returned "
                 "on all others"
             )
-        if hidden_BTD is not None and self.is_narrow:
-            hidden_BTD = hidden_BTD.bfloat16()
-        states_BTD = backbone_states(
-            self.lm,
-            rows.tokens_BT,
-            autocasts=self.autocasts,
-            hidden_BTD=hidden_BTD,
-            prefixes=rows.prefixes,
-            slices=self.mesh.tp if self.shares_tokens else None,
-        )
+        tokens_BT = rows.tokens_BT
+        inputs: dict[str, Any] = {"input_ids": tokens_BT}
+        if hidden_BTD is not None:
+            inputs = {"inputs_embeds": hidden_BTD.bfloat16() if self.is_narrow else hidden_BTD}
+        if rows.prefixes is not None:
+            inputs |= inputs_of(rows.prefixes)
+        if self.shares_tokens:
+            inputs["token_shape"] = tuple(tokens_BT.shape)
+        # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
+        # context ends, so each weight is cast once a pass and never stale after an optimizer step.
+        with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=self.autocasts):
+            states_BTD: torch.Tensor = self.lm.base_model(
+                **inputs, use_cache=False
+            ).last_hidden_state
+        if self.shares_tokens:
+            states_BTD = gather_shares(states_BTD, self.mesh.tp, inputs["token_shape"])
         # Between stages, and to a head, they go in the type of a score.
         return states_BTD.float() if self.is_narrow else states_BTD
 
@@ -262,47 +268,6 @@ class Decoder(nn.Module):
                 f"this rank has stage {self.mesh.pp.index} of {self.mesh.pp.size}: only the last "
                 "stage has a head; send its hidden states to the next stage"
             )
-
-
-def backbone_states(
-    model: Any,
-    tokens_BT: torch.Tensor,
-    *,
-    autocasts: bool,
-    hidden_BTD: torch.Tensor | None = None,
-    prefixes: PrefixLayout | None = None,
-    slices: RankGroup | None = None,
-) -> torch.Tensor:
-    """Runs the layers of a right-padded batch, or of one whose prompts are shared, without a head.
-
-    No attention mask is needed: attention is causal, so a pad can only influence later pads.
-
-    Args:
-        model: A transformers model with a decoder-only backbone.
-        tokens_BT: int64 [B, T], right-padded.
-        autocasts: Whether products are made bfloat16.
-        hidden_BTD: float32 [B, T, D] to go on from instead of the tokens' embeddings.
-        prefixes: Where prompts are shared; for models with `SHARING_ATTENTION`.
-        slices: Those that share the tokens between their blocks, as `cut_tensors` was told; None
-            where each has all.
-
-    Returns:
-        Hidden states, float [B, T, D].
-    """
-    inputs: dict[str, Any] = (
-        {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
-    )
-    if prefixes is not None:
-        inputs |= inputs_of(prefixes)
-    if slices is not None:
-        inputs["token_shape"] = tuple(tokens_BT.shape)
-    # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
-    # context ends, so each weight is cast once a pass and never stale after an optimizer step.
-    with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=autocasts):
-        states_BTD: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
-    if slices is not None:
-        states_BTD = gather_shares(states_BTD, slices, inputs["token_shape"])
-    return states_BTD
 
 
 def _sizes(config: Any, mesh: RankMesh) -> ModelSizes:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.device_kinds import kind_of
+from rolemesh.engine.devices import kind_of
 from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.models.vocabulary import Projection, VocabularySlice, scores_of_sums
 from rolemesh.engine.parallel.mesh import RankGroup

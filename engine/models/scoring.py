@@ -8,13 +8,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.rank_model import (
-    MicroBatch,
-    RankModel,
-    with_fillers,
-)
-from rolemesh.engine.models.scoring_model import ScoringModel
+from rolemesh.engine.models.rank_model import MicroBatch, RankModel, with_fillers
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 
@@ -23,7 +17,7 @@ Progress = Callable[[str, int, int], Any]
 
 
 def compute_logprobs(
-    model: CausalLm | RankModel,
+    model: RankModel,
     batch: Experience,
     *,
     temperature: float,
@@ -36,7 +30,7 @@ def compute_logprobs(
     replicas with rows of their own (there may be none).
 
     Args:
-        model: The policy or reference; a RankModel where there are many ranks.
+        model: The policy or reference.
         batch: This rank's rows, with the columns tokens and prompt_lengths.
         temperature: Of the softmax, > 0.
         with_entropy: Whether the entropy is wanted too.
@@ -68,14 +62,14 @@ def compute_logprobs(
 
 
 def compute_values(
-    model: ScoringModel | RankModel, batch: Experience, *, progress: Progress | None = None
+    model: RankModel, batch: Experience, *, progress: Progress | None = None
 ) -> Column:
     """Values of the states before each completion token.
 
     With many ranks all of them call it; see `compute_logprobs`.
 
     Args:
-        model: The critic; a RankModel where there are many ranks.
+        model: The critic.
         batch: This rank's rows, with the columns tokens and prompt_lengths.
         progress: Called after each micro-batch.
 
@@ -145,34 +139,27 @@ class RowProgress:
 
 
 def _in_micro_batches(
-    model: CausalLm | ScoringModel | RankModel,
+    model: RankModel,
     batch: Experience,
     named: Callable[[Any], dict[str, torch.Tensor]],
     names: tuple[str, ...],
     progress: Progress | None,
     arguments: dict[str, Any],
 ) -> Experience:
-    if not isinstance(model, RankModel) and model.mesh.world.size > 1:
-        raise ValueError(
-            f"model is one of {model.mesh.world.size} ranks: make a RankModel of it once, and give "
-            "that, because it cuts the weights"
-        )
-    rank_model = model if isinstance(model, RankModel) else RankModel(model)
-    mesh, device = rank_model.mesh, rank_model.device
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], int]:
         inputs = batch.require(INPUT_COLUMNS)
-        passes = rank_model.micro_batches(inputs)
+        passes = model.micro_batches(inputs)
         return (inputs, passes), len(passes)
 
-    (inputs, passes), numbers = prepare_together(prepare, mesh.dp, device)
-    passes = with_fillers(passes, inputs, max(numbers), device)
+    (inputs, passes), numbers = prepare_together(prepare, model.mesh.dp, model.device)
+    passes = with_fillers(passes, inputs, max(numbers), model.device)
     collector = Collector(names)
 
     def collect(number: int, outputs: Any) -> None:
         collector.add(passes[number], named(outputs))
 
-    rank_model.run(
+    model.run(
         passes,
         collect,
         trains=False,

@@ -80,23 +80,15 @@ class ScoringModel(Decoder):
         mesh: RankMesh | None = None,
         numerics: Numerics = "exact",
     ) -> None:
-        """Loads backbone and head, or a backbone to put a new head on.
+        """Loads backbone and head, or a backbone to put a new head on; see `Decoder`.
 
-        Args:
-            spec: Which folder, and how to compute.
-            head: What is scored, and where the head comes from.
-            device: Where the weights live.
-            trainable: False for a frozen judge, which may be an encoder.
-            mesh: The rank's place; None for a rank that is alone.
-            numerics: Whether activations may be bfloat16.
+        Without a mesh the rank is alone. A judge that is not trainable may be an encoder.
 
         Raises:
-            ModelFolderError: The folder is missing or not whole, or has a head already where a
-                new one is asked for.
+            ModelFolderError: The folder has a head already where a new one is asked for.
             ValueError: The head has no such label, transformers has no such classifier of this
                 family, or a model to train is no decoder.
-            LayoutError: The model cannot be cut so.
-            UnsupportedFamilyError: More than one rank, and the family has no plan.
+            Exception: As `Decoder`.
         """
         config = read_config(spec)
         if head.origin == "new":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,6 @@ class EmptyTensors:
         self._shape = shape
         self._make_empty = make_empty
 
-    def __enter__(self) -> EmptyTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def stored_name(self, name: str) -> str | None:
         """The parameter's own name."""
         return name
@@ -113,9 +107,13 @@ class EmptyTensors:
         return self._make_empty([stop - start for start, stop in box])
 
 
-def _open(folder: Path, shape: DecoderShape) -> FolderTensors | EmptyTensors:
+def _open(
+    folder: Path, shape: DecoderShape
+) -> AbstractContextManager[FolderTensors | EmptyTensors]:
     make_empty = maker_without_values()
-    return FolderTensors(folder) if make_empty is None else EmptyTensors(shape, make_empty)
+    if make_empty is None:
+        return FolderTensors(folder)
+    return nullcontext(EmptyTensors(shape, make_empty))
 
 
 def load_shard(
@@ -174,8 +172,13 @@ def load_shard(
         for name, parameter in parameters.items():
             key = keys[name]
             box = slice_box(shape, parameter, tp=mesh.tp.index, size=mesh.tp.size)
-            if key is not None:
-                _check_shape(tensors.shape(key), parameter_shape(shape, parameter), key, folder)
+            expected = parameter_shape(shape, parameter)
+            if key is not None and tensors.shape(key) != expected:
+                raise ModelFolderError(
+                    f"model.path {str(folder)!r} holds {key!r} with shape "
+                    f"{list(tensors.shape(key))}, but its config.json says {list(expected)}: copy "
+                    "the folder again"
+                )
             if mesh.fsdp.size > 1:
                 continue
             if key is None:
@@ -210,13 +213,3 @@ def read_parts(
                 parts[piece.tensor].zero_()
             else:
                 parts[piece.tensor].copy_(tensors.read(key, piece.box))
-
-
-def _check_shape(
-    stored: tuple[int, ...], expected: tuple[int, ...], key: str, folder: Path
-) -> None:
-    if stored != expected:
-        raise ModelFolderError(
-            f"model.path {str(folder)!r} holds {key!r} with shape {list(stored)}, but its "
-            f"config.json says {list(expected)}: copy the folder again"
-        )

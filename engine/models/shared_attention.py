@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rolemesh.engine.device_kinds import kind_of
+from rolemesh.engine.devices import kind_of
 from rolemesh.engine.models.shared_flex import (
     flex_serves,
     flex_shared_attention,

@@ -10,7 +10,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from rolemesh.engine.device_kinds import kind_of
+from rolemesh.engine.devices import kind_of
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.parallel.tensor_parallel import all_reduce
 

@@ -194,11 +194,7 @@ class ClassifierReward:
         self._classifier = Classifier(
             spec.model, label=spec.label, device=device, mesh=mesh, trained=trained
         )
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Longest row that the classifier can see; None if its config does not say."""
-        return self._classifier.max_tokens
+        self.max_tokens = self._classifier.max_tokens
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B]."""

@@ -173,7 +173,7 @@ def model_choices(
             )
         }
     size = activation_bytes(spec, sizes, shares_tokens=spec.sequence_parallel)
-    about = _about(size)
+    about = f"about {size / 2**30:.1f} GiB of activations in a micro-batch"
     return chosen | {
         "recompute": _chosen(
             spec.recompute,
@@ -182,10 +182,6 @@ def model_choices(
             else Choice("none", about if on_gpu else f"{_ON_A_CPU} time is dearer than memory"),
         )
     }
-
-
-def _about(size: int) -> str:
-    return f"about {size / 2**30:.1f} GiB of activations in a micro-batch"
 
 
 def activation_bytes(spec: ModelSpec, sizes: ModelSizes, *, shares_tokens: bool = False) -> int:

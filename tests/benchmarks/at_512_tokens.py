@@ -108,7 +108,7 @@ class Step:
             else self._looped(rewards, column.values)
         )
         rows = pad_rows(self.batch, self.device)
-        states_ND = rows.states(self.model(rows))
+        states_ND = rows.states(self.model.stage_forward(rows, None))
         logprobs_N, entropy_N = self._scored(states_ND, rows.targets_N)
         batch = Experience(
             {

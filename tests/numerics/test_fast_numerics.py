@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.rollout_checks import load_trainer_model, rounded_copy
 from support.tiny_families import write_tiny_decoder
-from support.token_batches import token_batch
+from support.token_batches import score, token_batch
 
 from rolemesh.engine.models import decoder
 from rolemesh.engine.models.causal_lm import CausalLm
@@ -73,7 +73,7 @@ def test_hidden_states_and_gradients_are_those_of_a_bfloat16_model(folder: Path,
     # Frequencies are no weights: transformers keeps those of a bfloat16 model in float32.
     peer.base_model.rotary_emb = model.lm.base_model.rotary_emb
     rows = _rows()
-    states = model(rows)
+    states = model.stage_forward(rows, None)
     expected = peer.base_model(rows.tokens_BT, use_cache=False).last_hidden_state
     assert expected.dtype == torch.bfloat16
     assert torch.equal(states, expected.float())
@@ -90,11 +90,11 @@ def test_hidden_states_and_gradients_are_those_of_a_bfloat16_model(folder: Path,
 
 def test_weights_and_logits_stay_float32(folder: Path, on: Any) -> None:
     model = on(BFLOAT16, folder)
-    logprobs, entropy = model.score(_rows(), temperature=0.8, with_entropy=True)
+    logprobs, entropy = score(model, _rows(), temperature=0.8, with_entropy=True)
     assert logprobs.dtype == entropy.dtype == torch.float32
     logprobs.sum().backward()
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-    exact, _ = on(BFLOAT16, folder, numerics="exact").score(_rows(), temperature=0.8)
+    exact, _ = score(on(BFLOAT16, folder, numerics="exact"), _rows(), temperature=0.8)
     # It is another computation, and not far off.
     assert not torch.equal(logprobs, exact)
     assert float((logprobs - exact).abs().mean().detach()) < 0.05
@@ -109,7 +109,7 @@ def test_without_instructions_for_bfloat16_every_product_is_float32(
     fast, exact = on(NO_BFLOAT16, folder), on(NO_BFLOAT16, folder, numerics="exact")
     scores = {}
     for name, model in (("plain", plain), ("fast", fast), ("exact", exact)):
-        scores[name], _ = model.score(_rows(), temperature=1.0)
+        scores[name], _ = score(model, _rows(), temperature=1.0)
         scores[name].square().sum().backward()
     # The sampler's values, as in exact numerics, and gradients that nothing has rounded.
     torch.testing.assert_close(scores["fast"], scores["exact"], rtol=0, atol=TOLERANCE)
@@ -134,8 +134,8 @@ def test_a_frozen_model_in_bfloat16_scores_as_the_one_that_is_trained(
     trained = on(device, tmp_path / "model16", numerics=numerics)
     assert {w.dtype for w in frozen.parameters() if w.dim() > 1} == {torch.bfloat16}
     with torch.no_grad():
-        left, _ = frozen.score(_rows(), temperature=1.0)
-        right, _ = trained.score(_rows(), temperature=1.0)
+        left, _ = score(frozen, _rows(), temperature=1.0)
+        right, _ = score(trained, _rows(), temperature=1.0)
     assert torch.equal(left, right)
 
 

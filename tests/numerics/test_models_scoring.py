@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny_models import END_ID, PAD_ID, write_tiny_classifier, write_tiny_llama
-from support.token_batches import token_batch
+from support.token_batches import score, token_batch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -18,6 +18,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.folder import ModelFolderError
+from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import pad_rows
@@ -64,7 +65,7 @@ def test_logprobs_equal_those_of_each_row_alone(
     model = CausalLm(_spec(folder, micro_batch_tokens=micro_batch_tokens, logprob_chunk_tokens=5))
     calls: list[tuple[str, int, int]] = []
     result = compute_logprobs(
-        model,
+        RankModel(model),
         batch,
         temperature=temperature,
         with_entropy=True,
@@ -80,24 +81,26 @@ def test_logprobs_equal_those_of_each_row_alone(
 def test_bfloat16_products_see_a_changed_weight_at_the_next_pass(folder: Path) -> None:
     batch = token_batch()
     model = CausalLm(_spec(folder, compute_dtype="bfloat16"))
-    before = compute_logprobs(model, batch, temperature=1.0)["logprobs"].values
+    before = compute_logprobs(RankModel(model), batch, temperature=1.0)["logprobs"].values
     with torch.no_grad():
         for _, weight in model.named_weights():
             weight *= 1.5
-    after = compute_logprobs(model, batch, temperature=1.0)["logprobs"].values
+    after = compute_logprobs(RankModel(model), batch, temperature=1.0)["logprobs"].values
     assert float((before - after).abs().max()) > 2 * BFLOAT16_STEP
 
 
 def test_a_batch_without_rows_gives_columns_without_rows(folder: Path) -> None:
     batch = token_batch().slice(0, 0)
-    result = compute_logprobs(CausalLm(_spec(folder)), batch, temperature=1.0, with_entropy=True)
+    result = compute_logprobs(
+        RankModel(CausalLm(_spec(folder))), batch, temperature=1.0, with_entropy=True
+    )
     assert result.num_rows == 0
     assert set(result.columns) == {"logprobs", "entropy"}
 
 
 def test_rows_without_completion_take_no_part(folder: Path) -> None:
     batch = token_batch(prompt_lengths=(4, 3, 5), completion_lengths=(0, 2, 0))
-    result = compute_logprobs(CausalLm(_spec(folder)), batch, temperature=1.0)
+    result = compute_logprobs(RankModel(CausalLm(_spec(folder))), batch, temperature=1.0)
     assert result["logprobs"].lengths().tolist() == [0, 2, 0]
 
 
@@ -108,7 +111,7 @@ def test_embedding_of_the_pad_token_gets_its_gradient(folder: Path) -> None:
         {"tokens": tokens, "prompt_lengths": Column(ColumnKind.ROW, torch.tensor([2]))}
     )
     model = CausalLm(_spec(folder))
-    model.score(pad_rows(batch, "cpu"), temperature=1.0)[0].sum().backward()
+    score(model, pad_rows(batch, "cpu"), temperature=1.0)[0].sum().backward()
     gradient = model.lm.get_input_embeddings().weight.grad
     assert float(gradient[PAD_ID].abs().max()) > 0
 
@@ -120,7 +123,7 @@ def test_recomputation_changes_no_gradient(folder: Path, mode: str, compute_dtyp
     gradients = []
     for recompute in ("none", mode):
         model = CausalLm(_spec(folder, recompute=recompute, compute_dtype=compute_dtype))
-        logprobs, _ = model.score(batch, temperature=1.0)
+        logprobs, _ = score(model, batch, temperature=1.0)
         logprobs.square().sum().backward()
         gradients.append({name: weight.grad for name, weight in model.named_weights()})
     for name, gradient in gradients[0].items():
@@ -135,10 +138,10 @@ def test_recomputation_runs_the_wrapped_part_again(folder: Path, mode: str) -> N
         lambda *_: calls.append("q_proj")
     )
     rows = pad_rows(token_batch(), "cpu")
-    model.score(rows, temperature=1.0)[0].sum().backward()
+    score(model, rows, temperature=1.0)[0].sum().backward()
     assert len(calls) == 2
     with torch.no_grad():
-        model.score(rows, temperature=1.0)
+        score(model, rows, temperature=1.0)
     assert len(calls) == 3
 
 
@@ -162,7 +165,7 @@ def test_num_layers_keeps_the_first_layers(folder: Path) -> None:
 def test_first_values_are_zero_and_the_head_learns_from_the_first_step(folder: Path) -> None:
     model = ScoringModel(_spec(folder), VALUE_HEAD)
     batch = token_batch()
-    values = compute_values(model, batch)
+    values = compute_values(RankModel(model), batch)
     assert values.kind is ColumnKind.COMPLETION
     assert values.values.dtype == torch.float32
     assert float(values.values.abs().max()) == 0
@@ -183,7 +186,7 @@ def test_values_are_those_of_the_state_before_each_token(folder: Path) -> None:
     ):
         with torch.no_grad():
             expected.append(model.lm(tokens[None]).logits[0, prompt - 1 : -1, 0])
-    values = compute_values(model, batch).values
+    values = compute_values(RankModel(model), batch).values
     torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=10 * TOLERANCE)
 
 
@@ -194,7 +197,7 @@ def test_value_before_a_token_does_not_depend_on_it(folder: Path) -> None:
 
     def values(tokens: list[int]) -> torch.Tensor:
         return compute_values(
-            model,
+            RankModel(model),
             Experience(
                 {
                     "tokens": Column.ragged(ColumnKind.SEQUENCE, [tokens], torch.int64),

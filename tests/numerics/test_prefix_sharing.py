@@ -12,11 +12,13 @@ import torch.nn.attention.flex_attention as torch_flex_attention
 from support.kernel_cases import attended
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
+from support.token_batches import score
 from support.updates import forward_backward, plan_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models import shared_attention
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import PaddedRows, pad_rows
@@ -99,7 +101,7 @@ def _folder(directory: Path, family: str) -> Path:
 def _outputs(model: CausalLm | ScoringModel, rows: PaddedRows) -> list[torch.Tensor]:
     if isinstance(model, ScoringModel):
         return [model(rows)]
-    logprobs_N, entropy_N = model.score(rows, temperature=0.8, with_entropy=True)
+    logprobs_N, entropy_N = score(model, rows, temperature=0.8, with_entropy=True)
     assert entropy_N is not None
     return [logprobs_N, entropy_N]
 
@@ -172,7 +174,7 @@ def test_each_row_is_scored_as_if_it_were_alone(tmp_path: Path, always: None) ->
     """The oracle: transformers' own forward pass over each row, unpadded, with all logits."""
     model = _model(_folder(tmp_path, "qwen3"), "policy")
     batch = shared_batch()
-    found = compute_logprobs(model, batch, temperature=0.8)["logprobs"]
+    found = compute_logprobs(RankModel(model), batch, temperature=0.8)["logprobs"]
     for row, tokens, prompt in zip(
         found.rows(), batch["tokens"].rows(), batch["prompt_lengths"].values.tolist(), strict=True
     ):
@@ -209,7 +211,7 @@ def test_bfloat16_gradients_are_near(tmp_path: Path, kind: str) -> None:
 def test_prompts_without_any_completion_leave_no_trace(tmp_path: Path) -> None:
     model = _model(_folder(tmp_path, "smollm2"), "policy")
     rows = pack_rows(shared_batch([(0, 0), (0, 0), (1, 0)]), "cpu")
-    logprobs_N, _ = model.score(rows, temperature=1.0)  # type: ignore[union-attr]
+    logprobs_N, _ = score(model, rows, temperature=1.0)  # type: ignore[union-attr]
     assert logprobs_N.shape == (0,)
     logprobs_N.sum().backward()
     for name, weight in model.named_weights():
@@ -323,10 +325,12 @@ def test_columns_come_back_row_by_row(tmp_path: Path, always: None, budget: int)
     batch = shared_batch()
     scored, values = [], []
     for spec in _ways(folder, micro_batch_tokens=budget):
-        scored.append(compute_logprobs(CausalLm(spec), batch, temperature=1.0, with_entropy=True))
+        scored.append(
+            compute_logprobs(RankModel(CausalLm(spec)), batch, temperature=1.0, with_entropy=True)
+        )
         critic = ScoringModel(spec, VALUE_HEAD)
         torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
-        values.append(compute_values(critic, batch))
+        values.append(compute_values(RankModel(critic), batch))
     for name in ("logprobs", "entropy"):
         assert torch.equal(scored[0][name].offsets, scored[1][name].offsets)
         torch.testing.assert_close(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_families import write_tiny_decoder
-from support.token_batches import token_batch
+from support.token_batches import score, token_batch
 from transformers import AutoModel
 
 from rolemesh.engine.layout.boxes import train_layout
@@ -153,7 +153,7 @@ def test_stages_one_after_the_other_are_the_whole_model_bit_by_bit(
     logprobs, entropy = last.finish(
         last.stage_forward(rows, arrived), rows, temperature=0.7, with_entropy=True
     )
-    expected, expected_entropy = whole.score(rows, temperature=0.7, with_entropy=True)
+    expected, expected_entropy = score(whole, rows, temperature=0.7, with_entropy=True)
     assert torch.equal(logprobs, expected)
     assert entropy is not None
     assert expected_entropy is not None

@@ -14,7 +14,7 @@ from support.rollout_checks import load_trainer_model, rounded_copy
 from support.slow_cases import mostly_slow
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_classifier
-from support.token_batches import COMPLETION_LENGTHS, PROMPT_LENGTHS, token_batch
+from support.token_batches import COMPLETION_LENGTHS, PROMPT_LENGTHS, score, token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,7 +70,7 @@ def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None, rows: slice = sl
     outputs: dict[str, torch.Tensor]
     if head == "lm_head":
         model = lm = CausalLm(spec, mesh=mesh)
-        logprobs, entropy = lm.score(_rows(spec, rows), temperature=0.8, with_entropy=True)
+        logprobs, entropy = score(lm, _rows(spec, rows), temperature=0.8, with_entropy=True)
         assert entropy is not None
         outputs = {"logprobs": logprobs, "entropy": entropy}
     elif head == "values":
@@ -390,7 +390,7 @@ def test_a_family_without_a_plan_works_on_one_rank_and_is_refused_on_two(
     model = CausalLm(_spec(folder))
     assert model.shape is None
     assert model.partial_gradients() == {}
-    logprobs, _ = model.score(_rows(_spec(folder)), temperature=1.0)
+    logprobs, _ = score(model, _rows(_spec(folder)), temperature=1.0)
     assert bool(logprobs.isfinite().all())
     for layout in (TrainLayout(tp=2), TrainLayout(dp=2)):
         with pytest.raises(RankFailedError, match=r"UnsupportedFamilyError: .*'gemma'.*pp=1, tp=1"):

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 
+if TYPE_CHECKING:
+    from rolemesh.engine.models.causal_lm import CausalLm
+    from rolemesh.engine.packing.batching import PaddedRows
+
 PROMPT_LENGTHS = (3, 5, 1, 7, 2, 4, 9, 6)
 COMPLETION_LENGTHS = (4, 6, 1, 9, 2, 12, 3, 5)
 FIRST_PLAIN_TOKEN = 4
 """Ids below are the special tokens of the tiny tokenizer."""
+
+
+def score(
+    model: CausalLm, rows: PaddedRows, *, temperature: float, with_entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs and entropy of completion tokens, by a model of one stage."""
+    hidden_BTD = model.stage_forward(rows, None)
+    return model.finish(hidden_BTD, rows, temperature=temperature, with_entropy=with_entropy)
 
 
 def token_batch(

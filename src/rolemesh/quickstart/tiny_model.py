@@ -89,7 +89,17 @@ def tiny_config(
     num_kv_heads: int = 2,
     max_position_embeddings: int = 512,
 ) -> LlamaConfig:
-    """Config of a tiny model, with heads as small as samplers take."""
+    """Config of a tiny model, with heads as small as samplers take.
+
+    Args:
+        tied: input and output embedding are one tensor.
+        vocab_size: of tokenizer and model alike.
+        num_layers: decoder layers.
+        hidden_size: width of the residual stream.
+        num_heads: query heads, of 32 each.
+        num_kv_heads: key and value heads.
+        max_position_embeddings: longest sequence.
+    """
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -121,41 +131,23 @@ def write_tiny_llama(
     *,
     seed: int = 0,
     tied: bool = True,
-    vocab_size: int = VOCAB_SIZE,
-    num_layers: int = 2,
-    hidden_size: int = 64,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_position_embeddings: int = 512,
     initializer_range: float = INITIALIZER_RANGE,
+    **sizes: int,
 ) -> Path:
     """Writes a causal LM folder: config, float32 safetensors, tokenizer, generation config.
 
     Args:
         directory: made if absent.
         seed: of the random weights.
-        tied: input and output embedding are one tensor.
-        vocab_size: of tokenizer and model alike.
-        num_layers: decoder layers.
-        hidden_size: width of the residual stream.
-        num_heads: query heads, of 32 each.
-        num_kv_heads: key and value heads.
-        max_position_embeddings: longest sequence.
+        tied: see `tiny_config`.
         initializer_range: standard deviation of the random weights.
+        **sizes: see `tiny_config`.
 
     Returns:
         The folder.
     """
     directory = Path(directory)
-    config = tiny_config(
-        tied=tied,
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        max_position_embeddings=max_position_embeddings,
-    )
+    config = tiny_config(tied=tied, **sizes)
     config.initializer_range = initializer_range
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -165,7 +157,7 @@ def write_tiny_llama(
         pad_token_id=PAD_ID, bos_token_id=START_ID, eos_token_id=END_ID
     )
     model.save_pretrained(directory)
-    tiny_tokenizer(vocab_size).save_pretrained(directory)
+    tiny_tokenizer(config.vocab_size).save_pretrained(directory)
     return directory
 
 
