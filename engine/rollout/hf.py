@@ -69,17 +69,10 @@ class HfBackend(RolloutBackend):
         *,
         device: torch.device | None = None,
     ) -> None:
-        """Makes a model without the folder's weights.
+        """Makes a model without the folder's weights; see `factory.make_backend`.
 
-        Args:
-            spec: Limits of the back end.
-            model_path: Local Hugging Face folder.
-            mesh: Groups of this rank. Each rank generates with a whole model.
-            device: None takes the thread's current GPU if there is one.
-
-        Raises:
-            LayoutError: The layout spreads generation over ranks.
-            ValueError: The folder is missing or does not fit the spec.
+        Each rank generates with a whole model: a layout that spreads generation over ranks raises
+        LayoutError.
         """
         from transformers import AutoModelForCausalLM
 
@@ -198,8 +191,13 @@ class HfBackend(RolloutBackend):
             numbers.setdefault((*row.request.prompt_tokens, *row.tokens), len(numbers))
             for row in wave
         ]
-        inputs_DP, attention_mask_DP = _pad_left(list(numbers))
-        attention_mask = attention_mask_DP.to(self._device)
+        longest = max(map(len, numbers))
+        inputs_DP = torch.zeros(len(numbers), longest, dtype=torch.int64)
+        mask_DP = torch.zeros_like(inputs_DP)
+        for index, tokens in enumerate(numbers):
+            inputs_DP[index, longest - len(tokens) :] = torch.tensor(tokens)
+            mask_DP[index, longest - len(tokens) :] = 1
+        attention_mask = mask_DP.to(self._device)
         # A padded position has no meaning; 0 keeps it inside the rotary table.
         positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
         return inputs_DP.to(self._device), attention_mask, positions, places
@@ -297,21 +295,6 @@ class HfBackend(RolloutBackend):
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
         self._keeps_tensors = False
-
-
-def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads prompts on the left.
-
-    Returns:
-        tokens int64 [D, P], and a mask int64 [D, P] with 1 where a token is real.
-    """
-    longest = max(len(prompt) for prompt in prompts)
-    tokens_DP = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask_DP = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for index, prompt in enumerate(prompts):
-        tokens_DP[index, longest - len(prompt) :] = torch.tensor(list(prompt))
-        mask_DP[index, longest - len(prompt) :] = 1
-    return tokens_DP, mask_DP
 
 
 def _draw(

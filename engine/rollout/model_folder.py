@@ -6,7 +6,7 @@ Reads config files only. Weights come later, and from the trainer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,13 +123,7 @@ class ExpectedWeights:
                     f"sampler's is {list(self.shapes[name])}: train and sample from one folder"
                 )
             yield name, tensor.detach()
-        if missing:
-            names = list(missing)
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise WeightsStaleError(
-                f"weight update lacks {', '.join(map(repr, names[:3]))}{more} "
-                f"({len(names)} of {len(self.shapes)} parameters): send every parameter"
-            )
+        refuse_missing("weight update", list(missing), len(self.shapes))
 
     def _objection(self, name: str) -> str:
         if name in self.shapes:
@@ -137,6 +131,16 @@ class ExpectedWeights:
         if name in self.tied:
             return f"which is tied to {self.tied[name]!r}: send only that one"
         return "which the model does not have: train and sample from one folder"
+
+
+def refuse_missing(update: str, missing: Sequence[str], num_parameters: int) -> None:
+    """Raises WeightsStaleError when an update lacked a parameter."""
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise WeightsStaleError(
+            f"{update} lacks {', '.join(map(repr, missing[:3]))}{more} "
+            f"({len(missing)} of {num_parameters} parameters): send every parameter"
+        )
 
 
 def expected_weights(folder: ModelFolder) -> ExpectedWeights:

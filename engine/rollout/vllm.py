@@ -82,18 +82,10 @@ class VllmBackend(RolloutBackend):
         numerics: Numerics = "exact",
         updates_between_steps: bool = False,
     ) -> None:
-        """Loads the engine; with several ranks all of the mesh call it together.
+        """Loads the engine; see `factory.make_backend`.
 
-        Args:
-            spec: Limits of the engine.
-            model_path: Local Hugging Face folder; weights are read only with folder_version.
-            mesh: Groups of this rank; None means that it is alone.
-            device: This rank's, a GPU with its index; None takes the thread's current GPU if there
-                is one.
-            folder_version: policy_version of the folder's own weights, which vLLM then loads in
-                its own way (on a CPU without rounding them); None starts without weights.
-            numerics: "fast" computes in the spec's dtype on a CPU, too.
-            updates_between_steps: Whether `between_steps` may bring weights.
+        With a `folder_version`, which is the policy_version of the folder's own weights, vLLM loads
+        them in its own way (on a CPU without rounding them); None starts without weights.
 
         Raises:
             LayoutError: Generation has pipeline stages.

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.model_folder import WeightsStaleError, refuse_missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,7 @@ def place_shards(
         _place(place, tensor)
         # Without this the loop would hold the tensor while the next one is received.
         del tensor
-    if missing:
-        names = list(missing)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise WeightsStaleError(
-            f"shard update lacks {', '.join(map(repr, names[:3]))}{more} "
-            f"({len(names)} of {len(places)} parameters): send every parameter"
-        )
+    refuse_missing("shard update", list(missing), len(places))
 
 
 def _places(model: nn.Module, dtype: torch.dtype) -> dict[str, _Place]:
