@@ -6,7 +6,7 @@ alone (text as it is, messages as the chat template renders them), put behind th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -199,8 +199,9 @@ class EpisodeRunner:
             environment = self._make()
         except _USER_ERRORS as error:
             raise _failure("the environment", prompt, request.row, 0, raised(error)) from error
-        stop = environment.stop
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        stop: Any = environment.stop
+        is_one = isinstance(stop, str) or not isinstance(stop, Iterable)
+        if is_one or not all(isinstance(text, str) and text for text in stop):
             kind = type(environment).__name__
             what = f"stop is {stop!r}: give a tuple of texts that are not empty"
             raise _failure(kind, prompt, request.row, 0, what)

@@ -254,6 +254,9 @@ class OneStop(Echo):
 class NumberStop(Echo):
     stop = (3,)
 
+class NoStop(Echo):
+    stop = None
+
 class Fragile(Echo):
     """Is made when it is tried, and no more."""
 
@@ -305,6 +308,7 @@ def test_text_of_reset_stands_before_the_first_turn_masked(own: Any) -> None:
         ("Infinite", {}, "reward of the observation is nan: every reward must be finite"),
         ("OneStop", {}, "stop is '!': give a tuple of texts"),
         ("NumberStop", {}, r"stop is \(3,\): give a tuple of texts"),
+        ("NoStop", {}, "NoStop failed for prompt 7, row 0, turn 0: stop is None: give a tuple"),
         ("Fragile", {}, "prompt 7, row 0, turn 0: ConnectionError.*no sandbox is left"),
         ("Leaving", {}, r"Leaving failed for prompt 7, row 0, turn 0: SystemExit\(3\)"),
         ("Echo", {"config": {"greeting": "x" * 64}}, "leaves no room for a turn within 60 tokens"),
