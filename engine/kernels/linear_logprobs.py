@@ -153,7 +153,6 @@ def logit_gradients(
     *,
     temperature: float,
     first_row: int,
-    tiles: Tiles = DEFAULT_TILES,
 ) -> torch.Tensor:
     """The gradient of a loss by the products of states and some rows of the vocabulary.
 
@@ -171,7 +170,6 @@ def logit_gradients(
         grad_entropy_N: float32 [N], with entropy_N.
         temperature: Divides the logits, > 0.
         first_row: Token id of the first row of vocabulary_WD.
-        tiles: Sizes of a tile.
 
     Returns:
         [N, W], of the type of hidden_ND.
@@ -181,7 +179,7 @@ def logit_gradients(
     grad_NW = torch.empty(num_tokens, num_rows, dtype=hidden_ND.dtype, device=hidden_ND.device)
     if not grad_NW.numel():
         return grad_NW
-    tiles = tiles.of(hidden_ND)
+    tiles = DEFAULT_TILES.of(hidden_ND)
     grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, tiles.columns))
     _logit_gradients[grid](
         hidden_ND,

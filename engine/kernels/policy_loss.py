@@ -63,17 +63,10 @@ def ppo_loss(
         float32 []; and statistics, float64 [] by name, summed over tokens and not divided by
         anything; only those that the spec asks for.
     """
-    loss, statistics = _PpoLoss.apply(  # type: ignore[no-untyped-call]
-        logprobs_M,
-        old_M.contiguous(),
-        sampled_M.contiguous(),
-        advantages_M.contiguous(),
-        weights_M.contiguous(),
-        entropy_M.detach().contiguous(),
-        None if reference_M is None else reference_M.contiguous(),
-        spec,
-        max_log_ratio,
-    )
+    # In the kernel's order.
+    policy = (logprobs_M, old_M, sampled_M, advantages_M)
+    columns_M = (*policy, weights_M, entropy_M.detach(), reference_M)
+    loss, statistics = _PpoLoss.apply(spec, max_log_ratio, *columns_M)  # type: ignore[no-untyped-call]
     found = dict(zip(STATISTICS, statistics.unbind(), strict=True))
     if reference_M is None:
         del found["kl_loss"]
@@ -90,16 +83,12 @@ class _PpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logprobs_M: torch.Tensor,
-        old_M: torch.Tensor,
-        sampled_M: torch.Tensor,
-        advantages_M: torch.Tensor,
-        weights_M: torch.Tensor,
-        entropy_M: torch.Tensor,
-        reference_M: torch.Tensor | None,
         spec: PpoPolicyLossSpec,
         max_log_ratio: float,
+        logprobs_M: torch.Tensor,
+        *others_M: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        has_reference = others_M[-1] is not None
         num_tokens = len(logprobs_M)
         blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
         gradient_M = torch.empty_like(logprobs_M, memory_format=torch.contiguous_format)
@@ -107,12 +96,7 @@ class _PpoLoss(torch.autograd.Function):
         if blocks:
             _ppo_loss[(blocks,)](
                 logprobs_M.contiguous(),
-                old_M,
-                sampled_M,
-                advantages_M,
-                weights_M,
-                entropy_M,
-                reference_M,
+                *(None if column_M is None else column_M.contiguous() for column_M in others_M),
                 gradient_M,
                 found_K,
                 num_tokens,
@@ -124,7 +108,7 @@ class _PpoLoss(torch.autograd.Function):
                 max_log_ratio,
                 HAS_DUAL_CLIP=spec.dual_clip is not None,
                 HAS_CAP=spec.importance_cap is not None,
-                KL_FORM="" if reference_M is None else spec.kl_form,
+                KL_FORM=spec.kl_form if has_reference else "",
                 NUM_STATISTICS=len(STATISTICS),
                 BLOCK=BLOCK_TOKENS,
             )
@@ -139,7 +123,7 @@ class _PpoLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         (gradient_M,) = ctx.saved_tensors
-        return gradient * gradient_M, None, None, None, None, None, None, None, None
+        return None, None, gradient * gradient_M, None, None, None, None, None, None
 
 
 def _maxima(found_K: torch.Tensor) -> tuple[torch.Tensor, ...]:

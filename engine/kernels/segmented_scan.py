@@ -30,16 +30,7 @@ def scan_gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns; arguments and results are those of `gae`, and are not checked.
 
-    Args:
-        rewards_N: float32 or float64 [N].
-        values_N: float32 or float64 [N].
-        loss_mask_N: bool [N], 1 = sampled token that counts.
-        offsets: int64 [B + 1], on the CPU or the device of the others.
-        gamma: Discount a token, 0 to 1.
-        lam: Trace decay a token, 0 to 1.
-
-    Returns:
-        Both [N], of the type of rewards_N, 0 at masked tokens. Sums are float64.
+    Rewards and values are float32 or float64; offsets may lie on the CPU, too.
     """
     advantages_N = torch.empty_like(rewards_N)
     returns_N = torch.empty_like(rewards_N)
