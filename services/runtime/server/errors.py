@@ -1,4 +1,4 @@
-"""The error catalogue: exception class -> (status, REASON, retryable), in one table.
+"""The error catalogue: exception class -> (status, REASON), in one table.
 
 Classes stand by their dotted names, so that the light runtime imports neither vLLM nor a model.
 A subclass is covered by its nearest listed base.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import grpc
 from pydantic import ValidationError
@@ -21,179 +21,106 @@ FAILED_RANK = "failed_rank"
 """Key of an error's metadata: the rank of this service that failed, when it is not the face."""
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
-    """How an exception class travels."""
+class CatalogueEntry(NamedTuple):
+    """How an exception class travels: as an error that the same call would meet again."""
 
     code: grpc.StatusCode
     """gRPC status."""
     reason: str
     """ErrorInfo.reason."""
-    retryable: bool = False
-    """Whether the same call may succeed later without a change."""
 
 
-_INVALID = grpc.StatusCode.INVALID_ARGUMENT
-_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
-_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+_REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: {
+        "rolemesh.rpc.identity.IdentityError": "VALUE_INVALID",
+        "rolemesh.engine.layout.payload.ColumnMissingError": "COLUMN_MISSING",
+        "rolemesh.engine.algorithms.pairs.PairIncompleteError": "PAIR_INCOMPLETE",
+        "rolemesh.engine.layout.ranks.LayoutError": "SPEC_INVALID",
+        "rolemesh.engine.data.rows.PromptTooLongError": "PROMPT_TOO_LONG",
+        "rolemesh.engine.train.cut_format.CutMismatchError": "CUT_MISMATCH",
+        "rolemesh.engine.weights.checkpoint.CheckpointMismatchError": "CHECKPOINT_MISMATCH",
+        "rolemesh.engine.weights.folders.FolderExistsError": "PATH_INVALID",
+        "rolemesh.engine.layout.manifest.ManifestError": "WEIGHTS_MISMATCH",
+        "rolemesh.engine.layout.families.UnsupportedFamilyError": "SPEC_INVALID",
+        "rolemesh.engine.models.folder.ModelFolderError": "SPEC_INVALID",
+        "rolemesh.engine.data.tokenizers.NoTokenizerError": "SPEC_INVALID",
+        "rolemesh.engine.data.prompts.EmptyDataError": "DATA_EMPTY",
+        "rolemesh.engine.data.rows.DataInvalidError": "DATA_INVALID",
+        "rolemesh.engine.environments.arithmetic.ArithmeticInvalidError": "ARITHMETIC_INVALID",
+        "rolemesh.engine.user_code.UserCodeError": "USER_CODE_INVALID",
+        "rolemesh.engine.transport.shm.SegmentInvalidError": "TENSOR_MALFORMED",
+        "rolemesh.rpc.payload_stream.PayloadMalformedError": "TENSOR_MALFORMED",
+        "rolemesh.services.runtime.server.config.ConfigError": "CONFIG_INVALID",
+        "rolemesh.services.reward.outside.check.samples.CheckInputError": "CHECK_INPUT_INVALID",
+        "pydantic_core._pydantic_core.ValidationError": "SPEC_INVALID",
+        "builtins.FileNotFoundError": "PATH_INVALID",
+        "builtins.NotADirectoryError": "PATH_INVALID",
+        "builtins.IsADirectoryError": "PATH_INVALID",
+        "builtins.FileExistsError": "PATH_INVALID",
+        "builtins.PermissionError": "PATH_INVALID",
+        "builtins.ValueError": "VALUE_INVALID",
+    },
+    grpc.StatusCode.FAILED_PRECONDITION: {
+        "rolemesh.engine.rollout.model_folder.WeightsStaleError": "WEIGHTS_STALE",
+        "rolemesh.engine.train.optimizer.LossNotFiniteError": "LOSS_NOT_FINITE",
+        "rolemesh.engine.train.optimizer.NoGradientError": "NO_GRADIENT",
+        "rolemesh.engine.train.model_in_training.GradientPendingError": "GRADIENT_PENDING",
+        "rolemesh.engine.transport.slot_files.SlotHeldError": "CUT_HELD",
+        "rolemesh.engine.transport.slots.LogHeldError": "CUT_HELD",
+        "rolemesh.engine.environments.base.EnvironmentFailedError": "ENVIRONMENT_FAILED",
+        "rolemesh.engine.rewards.sources.RewardInvalidError": "REWARD_INVALID",
+        "rolemesh.engine.transport.rendezvous.OfferInvalidError": "TRANSPORT_MISMATCH",
+        "rolemesh.engine.transport.selection.TransportUnavailableError": "TRANSPORT_UNAVAILABLE",
+        "rolemesh.engine.weights.transfer.TransferMismatchError": "WEIGHTS_MISMATCH",
+        "rolemesh.rpc.tracing.TracingError": "TRACING_UNAVAILABLE",
+        "rolemesh.services.runtime.hosts.link.HostsError": "START_FAILED",
+        "rolemesh.services.runtime.service_server.ServiceStartError": "START_FAILED",
+        "rolemesh.services.runtime.calls.call.MetricNotFiniteError": "METRIC_NOT_FINITE",
+        "rolemesh.services.reward.outside.base.OutsideRewardError": "REWARD_FAILED",
+        # Here too: the caller did reach this service, and all tries have been made.
+        "rolemesh.services.reward.outside.base.RewardUnavailableError": "REWARD_UNAVAILABLE",
+        "rolemesh.services.reward.outside.base.RewardTimeoutError": "REWARD_TIMEOUT",
+        "rolemesh.services.reward.outside.base.RewardRefusedError": "REWARD_REFUSED",
+        "rolemesh.services.reward.outside.base.RewardAnswerInvalidError": "REWARD_ANSWER_INVALID",
+        "rolemesh.services.reward.outside.functions.process.FunctionFailedError": "REWARD_FAILED",
+        "rolemesh.services.reward.outside.functions.answers.FunctionFaultError": "REWARD_FAILED",
+    },
+    grpc.StatusCode.NOT_FOUND: {
+        "rolemesh.engine.train.cut_slots.CutNotFoundError": "CUT_NOT_FOUND",
+    },
+    grpc.StatusCode.RESOURCE_EXHAUSTED: {
+        "rolemesh.engine.transport.slot_files.SlotRoomError": "CUT_CAPACITY",
+        "rolemesh.engine.transport.slots.LogUnavailableError": "CUT_CAPACITY",
+        "rolemesh.engine.weights.checkpoint_writing.CheckpointRoomError": "CHECKPOINT_CAPACITY",
+        "torch.OutOfMemoryError": "OUT_OF_MEMORY",
+        "builtins.MemoryError": "OUT_OF_MEMORY",
+    },
+    grpc.StatusCode.DATA_LOSS: {
+        "rolemesh.engine.weights.checkpoint.CheckpointCorruptError": "CHECKPOINT_CORRUPT",
+    },
+    grpc.StatusCode.UNAVAILABLE: {
+        "rolemesh.engine.transport.slot_readers.SlotGivenUpError": "SERVICE_DRAINING",
+    },
+    grpc.StatusCode.PERMISSION_DENIED: {
+        "rolemesh.engine.grants.NotGrantedError": "NOT_GRANTED",
+    },
+    grpc.StatusCode.ABORTED: {
+        # The weights may not be used any more, so the step starts again, not the call.
+        "rolemesh.engine.transport.base.TransferFailedError": "TRANSFER_FAILED",
+    },
+    grpc.StatusCode.DEADLINE_EXCEEDED: {
+        "builtins.TimeoutError": "DEADLINE_EXCEEDED",
+    },
+    grpc.StatusCode.UNIMPLEMENTED: {
+        "builtins.NotImplementedError": "UNIMPLEMENTED",
+    },
+}
 
 CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
     {
-        "rolemesh.rpc.identity.IdentityError": CatalogueEntry(_INVALID, "VALUE_INVALID"),
-        # engine
-        "rolemesh.engine.layout.payload.ColumnMissingError": CatalogueEntry(
-            _INVALID, "COLUMN_MISSING"
-        ),
-        "rolemesh.engine.algorithms.pairs.PairIncompleteError": CatalogueEntry(
-            _INVALID, "PAIR_INCOMPLETE"
-        ),
-        "rolemesh.engine.layout.ranks.LayoutError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
-        "rolemesh.engine.data.rows.PromptTooLongError": CatalogueEntry(_INVALID, "PROMPT_TOO_LONG"),
-        "rolemesh.engine.rollout.model_folder.WeightsStaleError": CatalogueEntry(
-            _PRECONDITION, "WEIGHTS_STALE"
-        ),
-        "rolemesh.engine.train.optimizer.LossNotFiniteError": CatalogueEntry(
-            _PRECONDITION, "LOSS_NOT_FINITE"
-        ),
-        "rolemesh.engine.train.optimizer.NoGradientError": CatalogueEntry(
-            _PRECONDITION, "NO_GRADIENT"
-        ),
-        "rolemesh.engine.train.model_in_training.GradientPendingError": CatalogueEntry(
-            _PRECONDITION, "GRADIENT_PENDING"
-        ),
-        "rolemesh.engine.train.cut_slots.CutNotFoundError": CatalogueEntry(
-            grpc.StatusCode.NOT_FOUND, "CUT_NOT_FOUND"
-        ),
-        "rolemesh.engine.train.cut_format.CutMismatchError": CatalogueEntry(
-            _INVALID, "CUT_MISMATCH"
-        ),
-        "rolemesh.engine.transport.slot_files.SlotHeldError": CatalogueEntry(
-            _PRECONDITION, "CUT_HELD"
-        ),
-        "rolemesh.engine.transport.slot_files.SlotRoomError": CatalogueEntry(
-            _EXHAUSTED, "CUT_CAPACITY"
-        ),
-        "rolemesh.engine.transport.slots.LogHeldError": CatalogueEntry(_PRECONDITION, "CUT_HELD"),
-        "rolemesh.engine.transport.slots.LogUnavailableError": CatalogueEntry(
-            _EXHAUSTED, "CUT_CAPACITY"
-        ),
-        "rolemesh.engine.weights.checkpoint.CheckpointCorruptError": CatalogueEntry(
-            grpc.StatusCode.DATA_LOSS, "CHECKPOINT_CORRUPT"
-        ),
-        "rolemesh.engine.weights.checkpoint.CheckpointMismatchError": CatalogueEntry(
-            _INVALID, "CHECKPOINT_MISMATCH"
-        ),
-        "rolemesh.engine.transport.slot_readers.SlotGivenUpError": CatalogueEntry(
-            grpc.StatusCode.UNAVAILABLE, "SERVICE_DRAINING"
-        ),
-        "rolemesh.engine.weights.checkpoint_writing.CheckpointRoomError": CatalogueEntry(
-            _EXHAUSTED, "CHECKPOINT_CAPACITY"
-        ),
-        "rolemesh.engine.weights.folders.FolderExistsError": CatalogueEntry(
-            _INVALID, "PATH_INVALID"
-        ),
-        "rolemesh.engine.layout.manifest.ManifestError": CatalogueEntry(
-            _INVALID, "WEIGHTS_MISMATCH"
-        ),
-        "rolemesh.engine.layout.families.UnsupportedFamilyError": CatalogueEntry(
-            _INVALID, "SPEC_INVALID"
-        ),
-        "rolemesh.engine.models.folder.ModelFolderError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
-        "rolemesh.engine.data.tokenizers.NoTokenizerError": CatalogueEntry(
-            _INVALID, "SPEC_INVALID"
-        ),
-        "rolemesh.engine.data.prompts.EmptyDataError": CatalogueEntry(_INVALID, "DATA_EMPTY"),
-        "rolemesh.engine.data.rows.DataInvalidError": CatalogueEntry(_INVALID, "DATA_INVALID"),
-        "rolemesh.engine.environments.base.EnvironmentFailedError": CatalogueEntry(
-            _PRECONDITION, "ENVIRONMENT_FAILED"
-        ),
-        "rolemesh.engine.environments.arithmetic.ArithmeticInvalidError": CatalogueEntry(
-            _INVALID, "ARITHMETIC_INVALID"
-        ),
-        "rolemesh.engine.user_code.UserCodeError": CatalogueEntry(_INVALID, "USER_CODE_INVALID"),
-        "rolemesh.engine.grants.NotGrantedError": CatalogueEntry(
-            grpc.StatusCode.PERMISSION_DENIED, "NOT_GRANTED"
-        ),
-        "rolemesh.engine.rewards.sources.RewardInvalidError": CatalogueEntry(
-            _PRECONDITION, "REWARD_INVALID"
-        ),
-        "rolemesh.engine.transport.shm.SegmentInvalidError": CatalogueEntry(
-            _INVALID, "TENSOR_MALFORMED"
-        ),
-        "rolemesh.engine.transport.rendezvous.OfferInvalidError": CatalogueEntry(
-            _PRECONDITION, "TRANSPORT_MISMATCH"
-        ),
-        "rolemesh.engine.transport.selection.TransportUnavailableError": CatalogueEntry(
-            _PRECONDITION, "TRANSPORT_UNAVAILABLE"
-        ),
-        # The weights may not be used any more, so the step starts again, not the call.
-        "rolemesh.engine.transport.base.TransferFailedError": CatalogueEntry(
-            grpc.StatusCode.ABORTED, "TRANSFER_FAILED"
-        ),
-        "rolemesh.engine.weights.transfer.TransferMismatchError": CatalogueEntry(
-            _PRECONDITION, "WEIGHTS_MISMATCH"
-        ),
-        # wire
-        "rolemesh.rpc.tracing.TracingError": CatalogueEntry(_PRECONDITION, "TRACING_UNAVAILABLE"),
-        "rolemesh.rpc.payload_stream.PayloadMalformedError": CatalogueEntry(
-            _INVALID, "TENSOR_MALFORMED"
-        ),
-        # runtime
-        "rolemesh.services.runtime.server.config.ConfigError": CatalogueEntry(
-            _INVALID, "CONFIG_INVALID"
-        ),
-        "rolemesh.services.runtime.hosts.link.HostsError": CatalogueEntry(
-            _PRECONDITION, "START_FAILED"
-        ),
-        "rolemesh.services.runtime.service_server.ServiceStartError": CatalogueEntry(
-            _PRECONDITION, "START_FAILED"
-        ),
-        "rolemesh.services.runtime.calls.call.MetricNotFiniteError": CatalogueEntry(
-            _PRECONDITION, "METRIC_NOT_FINITE"
-        ),
-        # outside rewards
-        "rolemesh.services.reward.outside.base.OutsideRewardError": CatalogueEntry(
-            _PRECONDITION, "REWARD_FAILED"
-        ),
-        # Also FAILED_PRECONDITION: the caller did reach this service, and all tries have been made.
-        "rolemesh.services.reward.outside.base.RewardUnavailableError": CatalogueEntry(
-            _PRECONDITION, "REWARD_UNAVAILABLE"
-        ),
-        "rolemesh.services.reward.outside.base.RewardTimeoutError": CatalogueEntry(
-            _PRECONDITION, "REWARD_TIMEOUT"
-        ),
-        "rolemesh.services.reward.outside.base.RewardRefusedError": CatalogueEntry(
-            _PRECONDITION, "REWARD_REFUSED"
-        ),
-        "rolemesh.services.reward.outside.base.RewardAnswerInvalidError": CatalogueEntry(
-            _PRECONDITION, "REWARD_ANSWER_INVALID"
-        ),
-        "rolemesh.services.reward.outside.functions.process.FunctionFailedError": CatalogueEntry(
-            _PRECONDITION, "REWARD_FAILED"
-        ),
-        "rolemesh.services.reward.outside.functions.answers.FunctionFaultError": CatalogueEntry(
-            _PRECONDITION, "REWARD_FAILED"
-        ),
-        "rolemesh.services.reward.outside.check.samples.CheckInputError": CatalogueEntry(
-            _INVALID, "CHECK_INPUT_INVALID"
-        ),
-        # libraries
-        "pydantic_core._pydantic_core.ValidationError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
-        "torch.OutOfMemoryError": CatalogueEntry(_EXHAUSTED, "OUT_OF_MEMORY"),
-        # Python
-        "builtins.MemoryError": CatalogueEntry(_EXHAUSTED, "OUT_OF_MEMORY"),
-        "builtins.FileNotFoundError": CatalogueEntry(_INVALID, "PATH_INVALID"),
-        "builtins.NotADirectoryError": CatalogueEntry(_INVALID, "PATH_INVALID"),
-        "builtins.IsADirectoryError": CatalogueEntry(_INVALID, "PATH_INVALID"),
-        "builtins.FileExistsError": CatalogueEntry(_INVALID, "PATH_INVALID"),
-        "builtins.PermissionError": CatalogueEntry(_INVALID, "PATH_INVALID"),
-        "builtins.TimeoutError": CatalogueEntry(
-            grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
-        ),
-        "builtins.NotImplementedError": CatalogueEntry(
-            grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED"
-        ),
-        "builtins.ValueError": CatalogueEntry(_INVALID, "VALUE_INVALID"),
+        name: CatalogueEntry(code, reason)
+        for code, reasons in _REASONS.items()
+        for name, reason in reasons.items()
     }
 )
 """Every exception class that leaves a service as another status than INTERNAL."""
@@ -234,7 +161,7 @@ def describe(error: BaseException) -> RolemeshError:
     return error_class(entry.code)(
         message,
         reason=entry.reason,
-        retryable=entry.retryable,
+        retryable=False,
         metadata={"exception": dotted_name(type(error))},
     )
 
