@@ -87,4 +87,4 @@ class ValueServicer(value_pb2_grpc.ValueServiceServicer):
                 report=call.report({}, batch.num_tokens if share.counts else 0),
             )
 
-        return self._runtime.keyed(request, context, value_pb2.ComputeValuesResponse, work)
+        return self._runtime.keyed(request, value_pb2.ComputeValuesResponse, work)

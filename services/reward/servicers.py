@@ -299,7 +299,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             )
         return self._runtime.keyed(
             request,
-            context,
             reward_pb2.ComputeRewardResponse,
             by_reference if is_reference else inline,
             finish=summarise if is_reference else None,

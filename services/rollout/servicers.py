@@ -232,11 +232,19 @@ class StandAloneRolloutServicer(RolloutServicer):
         # The ranks hear of it beside their generation, too, which the face passes on by itself.
         return self._runtime.keyed(
             request,
-            context,
             rollout_pb2.UpdateWeightsResponse,
             functools.partial(work, request),
             on_all_ranks=False,
         )
+
+
+def _not_served(instead: str) -> Any:
+    """A method that refuses all requests, and says who does it instead."""
+
+    def refuse(self: object, request: object, context: object) -> NoReturn:
+        raise UnsupportedError(f"a rollout service trains nothing: weights are {instead}")
+
+    return refuse
 
 
 class SamplerWeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
@@ -280,31 +288,8 @@ class SamplerWeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             own.other_ranks.extend(await self._runtime.face.tell(CHECKSUMS_METHOD, request))
         return own
 
-    async def PublishWeights(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        """Not served."""
-        _not_trained("published by the actor")
-        yield
-
-    async def FetchWeights(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        """Not served."""
-        _not_trained("fetched from the actor")
-        yield
-
-    async def SaveCheckpoint(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        """Not served."""
-        _not_trained("saved by the actor")
-        yield
-
-    async def LoadCheckpoint(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        """Not served."""
-        _not_trained("loaded by the actor, which then publishes them")
-        yield
-
-    async def Export(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        """Not served."""
-        _not_trained("exported by the actor")
-        yield
-
-
-def _not_trained(instead: str) -> NoReturn:
-    raise UnsupportedError(f"a rollout service trains nothing: weights are {instead}")
+    PublishWeights = _not_served("published by the actor")
+    FetchWeights = _not_served("fetched from the actor")
+    SaveCheckpoint = _not_served("saved by the actor")
+    LoadCheckpoint = _not_served("loaded by the actor, which then publishes them")
+    Export = _not_served("exported by the actor")

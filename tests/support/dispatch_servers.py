@@ -113,7 +113,7 @@ async def serve_real(num_rows: int, tokens_a_row: int) -> None:
                             report=call.report({}, made.num_tokens),
                         )
 
-                    return runtime.keyed(request, context, value_pb2.ComputeValuesResponse, work)
+                    return runtime.keyed(request, value_pb2.ComputeValuesResponse, work)
 
             value_pb2_grpc.add_ValueServiceServicer_to_server(Values(), server)
             return ["rolemesh.v1.ValueService"]

@@ -150,7 +150,7 @@ class ToyValues(value_pb2_grpc.ValueServiceServicer):
                 ),
             )
 
-        return self._runtime.keyed(request, context, value_pb2.ComputeValuesResponse, work)
+        return self._runtime.keyed(request, value_pb2.ComputeValuesResponse, work)
 
 
 def make_experience(num_rows: int, *, seed: int = 0, longest: int = 40) -> Experience:

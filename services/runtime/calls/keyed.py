@@ -122,7 +122,6 @@ class KeyedCalls:
     async def keyed(
         self,
         request: KeyedRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
         response_type: type[Response],
         work: Callable[[Call], Awaitable[Message]],
         *,
@@ -139,7 +138,6 @@ class KeyedCalls:
 
         Args:
             request: Carries the key.
-            context: Of the call.
             response_type: Has the fields `progress` and, for the work's message type, a result.
             work: Makes the result, or this rank's part of it; runs once however often the key is
                 repeated.
@@ -175,7 +173,6 @@ class KeyedCalls:
     async def keyed_unary(
         self,
         request: KeyedRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
         work: Callable[[Call], Awaitable[Answer]],
         *,
         on_all_ranks: bool = True,

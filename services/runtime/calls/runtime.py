@@ -72,7 +72,7 @@ class Runtime(KeyedCalls):
 
         def ComputeValues(self, request, context):
             async def work(call: Call) -> ExperienceResult: ...
-            return self._runtime.keyed(request, context, ComputeValuesResponse, work)
+            return self._runtime.keyed(request, ComputeValuesResponse, work)
     """
 
     def __init__(self, role: Role, config: ServiceConfig) -> None:

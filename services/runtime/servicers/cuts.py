@@ -26,7 +26,7 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
         self._role = role
         self._runtime = runtime
 
-    async def SaveCut(
+    def SaveCut(
         self, request: cuts_pb2.SaveCutRequest, context: Context
     ) -> AsyncIterator[cuts_pb2.SaveCutResponse]:
         """See cuts.proto."""
@@ -40,10 +40,9 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
 
             return self._result(await call.compute(save), call)
 
-        async for response in self._runtime.keyed(request, context, cuts_pb2.SaveCutResponse, work):
-            yield response
+        return self._runtime.keyed(request, cuts_pb2.SaveCutResponse, work)
 
-    async def RestoreCut(
+    def RestoreCut(
         self, request: cuts_pb2.RestoreCutRequest, context: Context
     ) -> AsyncIterator[cuts_pb2.RestoreCutResponse]:
         """See cuts.proto."""
@@ -62,10 +61,7 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
 
             return self._result((await call.compute(restore)).num_bytes, call)
 
-        async for response in self._runtime.keyed(
-            request, context, cuts_pb2.RestoreCutResponse, work
-        ):
-            yield response
+        return self._runtime.keyed(request, cuts_pb2.RestoreCutResponse, work)
 
     async def ListCuts(
         self, request: cuts_pb2.ListCutsRequest, context: Context

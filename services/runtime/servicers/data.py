@@ -78,6 +78,4 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
             )
 
         # Texts become tokens in no time: one rank reads, and all ranks pull their rows of it.
-        return self._runtime.keyed(
-            request, context, data_pb2.ReadBatchResponse, work, on_all_ranks=False
-        )
+        return self._runtime.keyed(request, data_pb2.ReadBatchResponse, work, on_all_ranks=False)

@@ -85,7 +85,7 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         # Whitening takes the whole batch, which is numbers only: one rank computes it.
         return self._runtime.keyed(
-            request, context, trainer_pb2.ComputeAdvantagesResponse, work, on_all_ranks=False
+            request, trainer_pb2.ComputeAdvantagesResponse, work, on_all_ranks=False
         )
 
     def SelectGroups(
@@ -121,7 +121,7 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         # A group's rows may lie anywhere in the batch: one rank looks at all of it.
         return self._runtime.keyed(
-            request, context, trainer_pb2.SelectGroupsResponse, work, on_all_ranks=False
+            request, trainer_pb2.SelectGroupsResponse, work, on_all_ranks=False
         )
 
 

@@ -77,7 +77,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
                 plan=answers[0].plan,
             )
 
-        return await self._runtime.keyed_unary(request, context, work, on_all_ranks=False)
+        return await self._runtime.keyed_unary(request, work, on_all_ranks=False)
 
     async def JoinExchange(
         self, request: exchange_pb2.JoinExchangeRequest, context: Context
@@ -100,15 +100,14 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
 
         # Asleep, it may still leave.
         return await self._runtime.keyed_unary(
-            request, context, work, on_all_ranks=False, needs_awake=bool(request.offers)
+            request, work, on_all_ranks=False, needs_awake=bool(request.offers)
         )
 
-    async def SendWeights(
+    def SendWeights(
         self, request: exchange_pb2.SendWeightsRequest, context: Context
     ) -> AsyncIterator[exchange_pb2.SendWeightsResponse]:
         """UNIMPLEMENTED; the actor's servicer has it."""
         raise UnsupportedError("this service only takes weights: the actor sends them")
-        yield
 
     def _first_rank(self, plan: Plan) -> int:
         """Number of this service's rank 0 within an exchange."""
@@ -137,7 +136,7 @@ class GivingExchangeServicer(ExchangeServicer):
     def _first_rank(self, plan: Plan) -> int:
         return 0
 
-    async def SendWeights(
+    def SendWeights(
         self, request: exchange_pb2.SendWeightsRequest, context: Context
     ) -> AsyncIterator[exchange_pb2.SendWeightsResponse]:
         """See exchange.proto."""
@@ -172,10 +171,9 @@ class GivingExchangeServicer(ExchangeServicer):
             )
             return result
 
-        async for response in self._runtime.keyed(
-            request, context, exchange_pb2.SendWeightsResponse, work, on_all_ranks=False
-        ):
-            yield response
+        return self._runtime.keyed(
+            request, exchange_pb2.SendWeightsResponse, work, on_all_ranks=False
+        )
 
     def _send(self, ends: dict[str, ExchangeEnd | None]) -> tuple[dict[str, str], int]:
         """Sends over exchanges; says which have failed, and the bytes. On the compute thread."""

@@ -64,4 +64,4 @@ class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
                 report=call.report({}, batch.num_tokens if share.counts else 0),
             )
 
-        return self._runtime.keyed(request, context, logprob_pb2.ComputeLogprobsResponse, work)
+        return self._runtime.keyed(request, logprob_pb2.ComputeLogprobsResponse, work)

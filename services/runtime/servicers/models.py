@@ -64,7 +64,7 @@ class TrainerServicer(EstimateServicer):
                 outputs=self._runtime.publish(request.key, outputs, share=share),
             )
 
-        return self._runtime.keyed(request, context, trainer_pb2.ForwardBackwardResponse, work)
+        return self._runtime.keyed(request, trainer_pb2.ForwardBackwardResponse, work)
 
     async def OptimStep(
         self, request: trainer_pb2.OptimStepRequest, context: Context
@@ -85,7 +85,7 @@ class TrainerServicer(EstimateServicer):
                 policy_version=policy_version, report=call.report(metrics, 0)
             )
 
-        return await self._runtime.keyed_unary(request, context, work)
+        return await self._runtime.keyed_unary(request, work)
 
     def Update(
         self, request: trainer_pb2.UpdateRequest, context: Context
@@ -147,7 +147,7 @@ class TrainerServicer(EstimateServicer):
                 report=call.report(metrics, num_tokens if counts else 0),
             )
 
-        return self._runtime.keyed(request, context, trainer_pb2.UpdateResponse, work)
+        return self._runtime.keyed(request, trainer_pb2.UpdateResponse, work)
 
     async def _judged_rows(self, ref: experience_pb2.ExperienceRef, call: Call) -> Sequence[int]:
         """The rows that there is something to learn from: the others are in no mini-batch."""

@@ -73,7 +73,7 @@ async def put_experience(
         published = runtime.publish(opening.key, batch, is_given=True)
         return experience_pb2.PutResponse(experience=published)
 
-    return await runtime.keyed_unary(opening, context, work, on_all_ranks=False, payload=view)
+    return await runtime.keyed_unary(opening, work, on_all_ranks=False, payload=view)
 
 
 async def _punctual(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -242,14 +242,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         return self._runtime.keyed(
             request,
-            context,
             rollout_pb2.GenerateResponse,
             work,
             finish=summarise,
             join_events=BlockParts,
         )
 
-    async def UpdateWeights(
+    def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
         """See rollout.proto."""
@@ -257,7 +256,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             f"the {self._runtime.role.name} brings its own trainer's weights to its sampler: only "
             "a rollout service takes published ones"
         )
-        yield  # the signature is that of a stream
 
 
 class _PublishedBlocks:

@@ -97,7 +97,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         )
         return weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)
 
-    async def PublishWeights(
+    def PublishWeights(
         self, request: weights_pb2.PublishWeightsRequest, context: Context
     ) -> AsyncIterator[weights_pb2.PublishWeightsResponse]:
         """See weights.proto."""
@@ -117,10 +117,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
                 report=call.report({"published_bytes": publication.num_bytes}, 0),
             )
 
-        async for response in self._runtime.keyed(
-            request, context, weights_pb2.PublishWeightsResponse, work
-        ):
-            yield response
+        return self._runtime.keyed(request, weights_pb2.PublishWeightsResponse, work)
 
     def _publish(self, run_id: str, dtype: DtypeName) -> Publication:
         """Copies this rank's weights. On the compute thread."""
@@ -162,7 +159,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         async for message in answer_fetch(publication, request, self._runtime.host_id):
             yield message
 
-    async def SaveCheckpoint(
+    def SaveCheckpoint(
         self, request: weights_pb2.SaveCheckpointRequest, context: Context
     ) -> AsyncIterator[weights_pb2.SaveCheckpointResponse]:
         """See weights.proto."""
@@ -181,18 +178,16 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             result.policy_version, result.from_cut = version, True
             return result
 
-        async for response in self._runtime.keyed(
+        return self._runtime.keyed(
             request,
-            context,
             weights_pb2.SaveCheckpointResponse,
             work,
             # From a cut the face has the others write by itself, and what computes goes on.
             on_all_ranks=not request.from_cut,
             needs_awake=not request.from_cut,
-        ):
-            yield response
+        )
 
-    async def LoadCheckpoint(
+    def LoadCheckpoint(
         self, request: weights_pb2.LoadCheckpointRequest, context: Context
     ) -> AsyncIterator[weights_pb2.LoadCheckpointResponse]:
         """See weights.proto."""
@@ -209,12 +204,9 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             self._role.weights_replaced()
             return self._result(directory, call)
 
-        async for response in self._runtime.keyed(
-            request, context, weights_pb2.LoadCheckpointResponse, work
-        ):
-            yield response
+        return self._runtime.keyed(request, weights_pb2.LoadCheckpointResponse, work)
 
-    async def Export(
+    def Export(
         self, request: weights_pb2.ExportRequest, context: Context
     ) -> AsyncIterator[weights_pb2.ExportResponse]:
         """See weights.proto."""
@@ -224,10 +216,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             await call.compute(self._role.trainer.export, directory)
             return self._result(directory, call)
 
-        async for response in self._runtime.keyed(
-            request, context, weights_pb2.ExportResponse, work
-        ):
-            yield response
+        return self._runtime.keyed(request, weights_pb2.ExportResponse, work)
 
     def _granted(self, directory: str, *, writes: bool = False) -> Path:
         """The folder of a request, with all links resolved.

