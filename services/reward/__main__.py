@@ -1,14 +1,5 @@
 """Serves the reward role: python -m rolemesh.services.reward."""
 
-from rolemesh.services.runtime.calls.role import Role
-from rolemesh.services.runtime.process import run_service
+from rolemesh.services.runtime.process import serve_role
 
-
-def make_role() -> Role:
-    """Imported when it is made: an agent of several ranks runs no model."""
-    from rolemesh.services.reward.servicers import RewardRole
-
-    return RewardRole()
-
-
-raise SystemExit(run_service("reward", make_role))
+raise SystemExit(serve_role("reward", "rolemesh.services.reward.servicers:RewardRole"))

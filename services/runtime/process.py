@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -45,6 +46,22 @@ SAME_END_S = 1.0
 
 EXIT_OK = 0
 EXIT_USAGE = 2
+
+
+def serve_role(name: str, place: str) -> int:
+    """Runs a role of ours as this process; see `run_service`.
+
+    Args:
+        name: The role's name.
+        place: "module:Class" of the role, imported when it is made: an agent of several ranks runs
+            no model.
+    """
+
+    def make_role() -> Role:
+        role: Role = pkgutil.resolve_name(place)()
+        return role
+
+    return run_service(name, make_role)
 
 
 def run_service(
