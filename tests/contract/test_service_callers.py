@@ -32,9 +32,9 @@ from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.rollout.servicers import RolloutRole
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.hosts.door import AgentDoor
-from rolemesh.services.runtime.hosts.meeting import HostedService, HostMeeting
+from rolemesh.services.runtime.hosts.meeting import HostMeeting
 from rolemesh.services.runtime.server.config import ServiceConfig
-from rolemesh.v1 import operation_pb2
+from rolemesh.v1 import hosts_pb2, operation_pb2
 
 AUTHORITY = Authority.make()
 ROLES: dict[str, type[Role]] = {
@@ -75,7 +75,7 @@ async def served(kind: str, place: Path) -> AsyncIterator[tuple[str, Sequence[st
         config = ServiceConfig(
             role="actor", layout={"dp": 2}, hosts=2, meet="127.0.0.1:1", identity=place
         )
-        service = HostedService(role="actor", num_hosts=2, layout="", versions={})
+        service = hosts_pb2.JoinHostsRequest(role="actor", num_hosts=2, layout="", versions={})
         door = AgentDoor(config, "agent", HostMeeting(service, DEADLINE_S))
         yield f"127.0.0.1:{await door.open('127.0.0.1', 0)}", ["rolemesh.v1.HostsService"]
         await door.close()

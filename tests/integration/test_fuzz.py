@@ -44,9 +44,9 @@ from rolemesh.rpc.references import join_references, shards_of
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.runtime.hosts.door import AgentDoor
-from rolemesh.services.runtime.hosts.meeting import HostedService, HostMeeting
+from rolemesh.services.runtime.hosts.meeting import HostMeeting
 from rolemesh.services.runtime.server.config import ServiceConfig
-from rolemesh.v1 import rollout_pb2, worker_pb2
+from rolemesh.v1 import hosts_pb2, rollout_pb2, worker_pb2
 from rolemesh.v1.hosts_pb2 import JoinHostsRequest, ServiceHost
 
 FEW = 8
@@ -277,7 +277,7 @@ async def test_malformed_requests_leave_an_agent_of_several_hosts_unharmed() -> 
     config = ServiceConfig(role="actor", layout={"dp": 2}, hosts=2, meet="127.0.0.1:1")
     # No message that is drawn takes a place.
     versions = {"torch": "none that is drawn"}
-    service = HostedService(role="actor", num_hosts=2, layout="", versions=versions)
+    service = hosts_pb2.JoinHostsRequest(role="actor", num_hosts=2, layout="", versions=versions)
     meeting = HostMeeting(service, 600.0)
     door = AgentDoor(config, "agent", meeting)
     address = f"127.0.0.1:{await door.open('127.0.0.1', 0)}"

@@ -17,7 +17,7 @@ from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
 from rolemesh.rpc.identity import Identity, IdentityError
 from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.services.runtime.hosts.door import AgentDoor
-from rolemesh.services.runtime.hosts.meeting import LOST_S, HostedService, HostMeeting
+from rolemesh.services.runtime.hosts.meeting import LOST_S, HostMeeting
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import hosts_pb2, hosts_pb2_grpc
 
@@ -166,14 +166,8 @@ class HostLink:
 
     async def _join(self, own: hosts_pb2.ServiceHost) -> Sequence[hosts_pb2.ServiceHost]:
         config = self._config
-        service = _service(config)
-        request = hosts_pb2.JoinHostsRequest(
-            host=own,
-            role=service.role,
-            num_hosts=service.num_hosts,
-            layout=service.layout,
-            versions=service.versions,
-        )
+        request = _service(config)
+        request.host.CopyFrom(own)
         deadline = time.monotonic() + config.meet_timeout_s + (LOST_S if self._meeting else 0.0)
         why = "nothing answers there"
         while time.monotonic() < deadline:
@@ -313,8 +307,9 @@ def _stub(channel: MeshChannel) -> hosts_pb2_grpc.HostsServiceAsyncStub:
     return hosts_pb2_grpc.HostsServiceStub(channel)
 
 
-def _service(config: ServiceConfig) -> HostedService:
-    return HostedService(
+def _service(config: ServiceConfig) -> hosts_pb2.JoinHostsRequest:
+    """What all hosts of the service have to agree on."""
+    return hosts_pb2.JoinHostsRequest(
         role=config.role,
         num_hosts=config.hosts,
         layout=config.layout.layout().flag(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rolemesh.rpc.errors import PreconditionError
@@ -28,18 +28,6 @@ _WAITING, _LOOKING, _READY, _ENDED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostedService:
-    """What all hosts of a service have to agree on."""
-
-    role: str
-    num_hosts: int
-    layout: str
-    """As TrainLayout.flag writes it."""
-    versions: Mapping[str, str]
-    """Versions by component."""
-
-
 @dataclass(slots=True)
 class _Member:
     host: hosts_pb2.ServiceHost
@@ -56,7 +44,7 @@ class HostMeeting:
 
     def __init__(
         self,
-        service: HostedService,
+        service: hosts_pb2.JoinHostsRequest,
         timeout_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -64,7 +52,7 @@ class HostMeeting:
         """Begins to wait.
 
         Args:
-            service: What the hosts have to agree on.
+            service: What the hosts have to agree on: all but the host of what each asks with.
             timeout_s: Longest wait for all of them.
             clock: Seconds that never go back.
         """

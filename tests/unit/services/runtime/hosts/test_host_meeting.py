@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rolemesh.rpc.errors import PreconditionError
-from rolemesh.services.runtime.hosts.meeting import LOST_S, HostedService, HostMeeting
+from rolemesh.services.runtime.hosts.meeting import LOST_S, HostMeeting
 from rolemesh.v1 import hosts_pb2
 
 TIMEOUT_S = 60.0
@@ -14,7 +14,9 @@ LOOKING, READY, ENDED = (
     hosts_pb2.HOST_STATE_READY,
     hosts_pb2.HOST_STATE_ENDED,
 )
-SERVICE = HostedService(role="actor", num_hosts=2, layout="tp=2,dp=2", versions={"torch": "2.13.0"})
+SERVICE = hosts_pb2.JoinHostsRequest(
+    role="actor", num_hosts=2, layout="tp=2,dp=2", versions={"torch": "2.13.0"}
+)
 
 
 class Clock:

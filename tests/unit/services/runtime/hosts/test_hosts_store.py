@@ -14,16 +14,17 @@ from torch.distributed import PrefixStore
 from rolemesh.rpc.errors import UnsupportedError
 from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.services.runtime.hosts.door import AgentDoor
-from rolemesh.services.runtime.hosts.meeting import HostedService, HostMeeting
+from rolemesh.services.runtime.hosts.meeting import HostMeeting
 from rolemesh.services.runtime.hosts.store import HostsStore
 from rolemesh.services.runtime.server.config import ServiceConfig
+from rolemesh.v1 import hosts_pb2
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
     thread = LoopThread("agent", "test")
     config = ServiceConfig(role="actor", layout={"dp": 2}, hosts=2, meet="127.0.0.1:1")
-    service = HostedService(role="actor", num_hosts=2, layout="", versions={})
+    service = hosts_pb2.JoinHostsRequest(role="actor", num_hosts=2, layout="", versions={})
     door = AgentDoor(config, "agent", HostMeeting(service, 60.0))
     yield f"127.0.0.1:{thread.run(door.open('127.0.0.1', 0))}"
     thread.run(door.close())
