@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import psutil
+
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
@@ -50,7 +52,7 @@ def _wait_for_end(pid: int) -> None:
         # This kernel has no pidfd. A child of a dead parent gets another parent, so the pid is
         # compared.
         is_child = os.getppid() == pid
-        while os.getppid() == pid if is_child else _exists(pid):
+        while os.getppid() == pid if is_child else psutil.pid_exists(pid):
             time.sleep(POLL_INTERVAL_S)
         return
     try:
@@ -59,13 +61,3 @@ def _wait_for_end(pid: int) -> None:
         poll.poll()
     finally:
         os.close(descriptor)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
