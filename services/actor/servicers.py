@@ -23,7 +23,7 @@ from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights, before_each_pass
 from rolemesh.rpc.errors import PreconditionError
-from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.cuts import CutServicer
@@ -38,16 +38,8 @@ from rolemesh.services.runtime.servicers.rollout import (
     RolloutServicer,
     SamplingRole,
 )
-from rolemesh.services.runtime.servicers.weights import WeightsServicer
-from rolemesh.v1 import (
-    cuts_pb2_grpc,
-    data_pb2_grpc,
-    exchange_pb2_grpc,
-    logprob_pb2_grpc,
-    rollout_pb2_grpc,
-    trainer_pb2_grpc,
-    weights_pb2,
-)
+from rolemesh.services.runtime.servicers.weights import WeightsServicer, checksums_of_sampler
+from rolemesh.v1 import weights_pb2
 
 
 class ActorRole(ModelRole, SamplingRole):
@@ -125,25 +117,16 @@ class ActorRole(ModelRole, SamplingRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rollout, training, log-probs, weights and data."""
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
-            RolloutServicer(self, runtime), server
+        return add_servicers(
+            server,
+            RolloutServicer(self, runtime),
+            TrainerServicer(self, runtime),
+            LogprobServicer(self, runtime),
+            ActorWeightsServicer(self, runtime),
+            GivingExchangeServicer(self, runtime),
+            DataServicer(self, runtime),
+            CutServicer(self, runtime),
         )
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-            TrainerServicer(self, runtime), server
-        )
-        logprob_pb2_grpc.add_LogprobServiceServicer_to_server(
-            LogprobServicer(self, runtime), server
-        )
-        ActorWeightsServicer(self, runtime).add_to(server)
-        exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(
-            GivingExchangeServicer(self, runtime), server
-        )
-        cuts_pb2_grpc.add_CutServiceServicer_to_server(CutServicer(self, runtime), server)
-        data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
-        return [
-            f"rolemesh.v1.{family}Service"
-            for family in ("Rollout", "Trainer", "Logprob", "Weights", "Exchange", "Data", "Cut")
-        ]
 
     @property
     def policy(self) -> RankModel:
@@ -255,8 +238,4 @@ class ActorWeightsServicer(WeightsServicer):
     ) -> weights_pb2.GetChecksumsResponse:
         if holder != weights_pb2.WEIGHTS_HOLDER_SAMPLER:
             return await super()._checksums(holder)
-        backend = self._actor.backend
-        checksums, version = await self._runtime.compute.run(
-            lambda: (backend.weight_checksums(), backend.policy_version)
-        )
-        return weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)
+        return await checksums_of_sampler(self._actor.backend, self._runtime)

@@ -13,20 +13,14 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import CriticSpec
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.rpc.references import row_tokens
-from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.weights import WeightsServicer
-from rolemesh.v1 import (
-    cuts_pb2_grpc,
-    experience_pb2,
-    trainer_pb2_grpc,
-    value_pb2,
-    value_pb2_grpc,
-)
+from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc
 
 
 class CriticRole(ModelRole):
@@ -51,13 +45,13 @@ class CriticRole(ModelRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves values, training and weights."""
-        value_pb2_grpc.add_ValueServiceServicer_to_server(ValueServicer(self, runtime), server)
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-            TrainerServicer(self, runtime), server
+        return add_servicers(
+            server,
+            ValueServicer(self, runtime),
+            TrainerServicer(self, runtime),
+            WeightsServicer(self, runtime),
+            CutServicer(self, runtime),
         )
-        WeightsServicer(self, runtime).add_to(server)
-        cuts_pb2_grpc.add_CutServiceServicer_to_server(CutServicer(self, runtime), server)
-        return [f"rolemesh.v1.{family}Service" for family in ("Value", "Trainer", "Weights", "Cut")]
 
 
 class ValueServicer(value_pb2_grpc.ValueServiceServicer):

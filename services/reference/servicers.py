@@ -11,12 +11,16 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import ReferenceSpec
 from rolemesh.rpc.errors import PreconditionError
-from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.calls.role import (
+    InitializeResult,
+    ProgressCallback,
+    Role,
+    add_servicers,
+)
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
 from rolemesh.services.runtime.servicers.model_role import num_parameters
-from rolemesh.v1 import logprob_pb2_grpc
 
 
 class ReferenceRole(Role):
@@ -55,10 +59,7 @@ class ReferenceRole(Role):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves log-probs."""
-        logprob_pb2_grpc.add_LogprobServiceServicer_to_server(
-            LogprobServicer(self, runtime), server
-        )
-        return ["rolemesh.v1.LogprobService"]
+        return add_servicers(server, LogprobServicer(self, runtime))
 
     def policy_version(self) -> int:
         """A reference is not trained."""

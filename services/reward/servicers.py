@@ -38,7 +38,7 @@ from rolemesh.services.reward.outcome import (
 from rolemesh.services.reward.outside.answers import Answers, current_answers
 from rolemesh.services.reward.outside.base import OutsideRewardError, current_step
 from rolemesh.services.reward.outside.counts import RequestObserver
-from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.cuts import CutServicer
@@ -47,15 +47,7 @@ from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.rollout import PromptSource
 from rolemesh.services.runtime.servicers.weights import WeightsServicer
-from rolemesh.v1 import (
-    cuts_pb2_grpc,
-    data_pb2_grpc,
-    experience_pb2,
-    operation_pb2,
-    reward_pb2,
-    reward_pb2_grpc,
-    trainer_pb2_grpc,
-)
+from rolemesh.v1 import experience_pb2, operation_pb2, reward_pb2, reward_pb2_grpc
 
 if TYPE_CHECKING:
     from rolemesh.engine.train.trainer import Trainer
@@ -137,17 +129,14 @@ class RewardRole(ModelRole):
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rewards, training, weights and data; without a trainer only rewards are served."""
         self._observer = runtime.metrics
-        reward_pb2_grpc.add_RewardServiceServicer_to_server(RewardServicer(self, runtime), server)
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-            TrainerServicer(self, runtime), server
+        return add_servicers(
+            server,
+            RewardServicer(self, runtime),
+            TrainerServicer(self, runtime),
+            WeightsServicer(self, runtime),
+            DataServicer(self, runtime),
+            CutServicer(self, runtime),
         )
-        WeightsServicer(self, runtime).add_to(server)
-        cuts_pb2_grpc.add_CutServiceServicer_to_server(CutServicer(self, runtime), server)
-        data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
-        return [
-            f"rolemesh.v1.{family}Service"
-            for family in ("Reward", "Trainer", "Weights", "Data", "Cut")
-        ]
 
     def read(self, split: Split, start: int, count: int, kind: Kind) -> Experience:
         """Trajectories to train on, in the tokens that this reward judges."""

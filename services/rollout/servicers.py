@@ -29,7 +29,12 @@ from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, Unsuppor
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.rollout.deliveries import Deliveries
 from rolemesh.services.rollout.updates import WeightUpdates
-from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.calls.role import (
+    InitializeResult,
+    ProgressCallback,
+    Role,
+    add_servicers,
+)
 from rolemesh.services.runtime.calls.runtime import Context, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.exchange import ExchangeServicer
@@ -39,14 +44,8 @@ from rolemesh.services.runtime.servicers.rollout import (
     RolloutServicer,
     SamplingRole,
 )
-from rolemesh.services.runtime.servicers.weights import CHECKSUMS_METHOD
-from rolemesh.v1 import (
-    exchange_pb2_grpc,
-    rollout_pb2,
-    rollout_pb2_grpc,
-    weights_pb2,
-    weights_pb2_grpc,
-)
+from rolemesh.services.runtime.servicers.weights import checksums_of_sampler
+from rolemesh.v1 import rollout_pb2, weights_pb2, weights_pb2_grpc
 
 T = TypeVar("T")
 
@@ -112,16 +111,12 @@ class RolloutRole(Role, SamplingRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rollout, and what of weights concerns a sampler."""
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
-            StandAloneRolloutServicer(self, runtime), server
+        return add_servicers(
+            server,
+            StandAloneRolloutServicer(self, runtime),
+            SamplerWeightsServicer(self, runtime),
+            ExchangeServicer(self, runtime),
         )
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(
-            SamplerWeightsServicer(self, runtime), server
-        )
-        exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(
-            ExchangeServicer(self, runtime), server
-        )
-        return [f"rolemesh.v1.{family}Service" for family in ("Rollout", "Weights", "Exchange")]
 
     @property
     def backend(self) -> RolloutBackend:
@@ -278,14 +273,8 @@ class SamplerWeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
                 "holds a sampler's weights only, ask for WEIGHTS_HOLDER_SAMPLER",
                 reason="HOLDER_UNKNOWN",
             )
-        backend = self._role.backend
-        # The version too: by the time that the loop goes on, there may be another.
-        checksums, version = await self._runtime.compute.run(
-            lambda: (backend.weight_checksums(), backend.policy_version)
-        )
-        own = weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)
-        if self._runtime.face is not None:
-            own.other_ranks.extend(await self._runtime.face.tell(CHECKSUMS_METHOD, request))
+        own = await checksums_of_sampler(self._role.backend, self._runtime)
+        own.other_ranks.extend(await self._runtime.tell_others(request))
         return own
 
     PublishWeights = _not_served("published by the actor")

@@ -19,9 +19,9 @@ from grpc_reflection.v1alpha import reflection
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
-from rolemesh.rpc.identity import Identity, IdentityError, server_credentials
+from rolemesh.rpc.identity import Identity, server_credentials
 from rolemesh.rpc.limits import MAX_CALLS, REQUEST_S
-from rolemesh.services.runtime.calls.role import Role
+from rolemesh.services.runtime.calls.role import Role, add_servicers
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
 from rolemesh.services.runtime.experience.fetch import ExperienceServicer
@@ -33,7 +33,6 @@ from rolemesh.services.runtime.server.interceptor import ServiceInterceptor
 from rolemesh.services.runtime.server.metrics import MetricsPage
 from rolemesh.services.runtime.servicers.put import put_experience
 from rolemesh.services.runtime.servicers.worker import WorkerServicer
-from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +92,15 @@ class ServiceServer:
         config, runtime = self.config, self.runtime
         try:
             runtime.identity = None if config.identity is None else Identity.read(config.identity)
-        except IdentityError as error:
-            raise ServiceStartError(str(error)) from error
-        try:
             runtime.role.sandbox = await asyncio.to_thread(
                 find_sandbox, config.sandbox, config.code_roots
             )
-        except ValueError as error:
+            # Before anything else touches CUDA: the loop's thread and the one that computes.
+            device = select_device()
+            await runtime.compute.run(select_device)
+        except ValueError as error:  # also of the identity
             raise ServiceStartError(str(error)) from error
-        await self._select_device()
+        logger.info("computes on %s", device)
         server = grpc.aio.server(
             interceptors=[
                 ServiceInterceptor(
@@ -115,7 +114,6 @@ class ServiceServer:
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(runtime), server)
         ExperienceServicer(
             runtime.store,
             runtime.ledger,
@@ -124,7 +122,7 @@ class ServiceServer:
             functools.partial(put_experience, runtime),
         ).add_to(server)
         runtime.services[:] = [
-            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+            *add_servicers(server, WorkerServicer(runtime)),
             EXPERIENCE_SERVICE,
             *runtime.role.register(server, runtime),
         ]
@@ -157,15 +155,6 @@ class ServiceServer:
         for name in ("", LIVENESS, READINESS, *runtime.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return runtime.address
-
-    async def _select_device(self) -> None:
-        """Before anything else touches CUDA: the loop's thread and the one that computes."""
-        try:
-            device = select_device()
-            await self.runtime.compute.run(select_device)
-        except ValueError as error:
-            raise ServiceStartError(str(error)) from error
-        logger.info("computes on %s", device)
 
     async def _meet_ranks(self) -> bool:
         """Returns once all ranks have met; False where this one is told to end before."""

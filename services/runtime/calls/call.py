@@ -17,7 +17,7 @@ from rolemesh.engine.memory import PhaseMemory
 from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.runtime.calls.compute import ComputeThread
-from rolemesh.services.runtime.server.operations import Operation, task_of
+from rolemesh.services.runtime.server.operations import Operation
 from rolemesh.v1 import experience_pb2
 
 Result = TypeVar("Result")
@@ -132,7 +132,7 @@ class Call:
         whole = event if self._join_events is None else self._join_events(event)
         if whole is not None:
             operation = self._operation
-            task_of(operation).get_loop().call_soon_threadsafe(operation.add_event, whole)
+            operation.task.get_loop().call_soon_threadsafe(operation.add_event, whole)
 
     def join_events(self, join: Callable[[Message], Message | None]) -> None:
         """From now on callers are told what `join` returns for each event, unless it is None."""

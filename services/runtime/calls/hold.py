@@ -17,7 +17,7 @@ from rolemesh.services.runtime.calls.compute import ComputeThread
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
-from rolemesh.services.runtime.server.operations import Operation, OperationLedger, task_of
+from rolemesh.services.runtime.server.operations import Operation, OperationLedger
 from rolemesh.v1 import operation_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ class RunHold:
                 # A call is there from its first turn of the loop on: looked for anew until it is.
                 if operation in self.calls:
                     self.calls[operation].abandon()
-            await asyncio.wait({task_of(operation) for operation in waiting}, timeout=0.1)
+            await asyncio.wait({operation.task for operation in waiting}, timeout=0.1)
         return was_waiting and run_id != self.run_id
 
     async def finish_work(self, timeout_s: float, run_id: str | None = None) -> bool:
@@ -271,7 +271,7 @@ class RunHold:
         if not running:
             return True
         _, unfinished = await asyncio.wait(
-            {task_of(operation) for operation in running}, timeout=timeout_s
+            {operation.task for operation in running}, timeout=timeout_s
         )
         self._give_up(self._running_of(run_id))
         return not unfinished
@@ -314,7 +314,7 @@ class RunHold:
         await attach_others()
         while older := self._older_than(run_id, epoch):
             self._give_up(older)
-            await asyncio.wait({task_of(operation) for operation in older})
+            await asyncio.wait({operation.task for operation in older})
         self._check_whole()
         await self._compute.run(self._role.start_over)
         self._store.close()
@@ -374,7 +374,7 @@ class RunHold:
         await self._give_back_others()
         # Given up, but on the compute thread until its next sign of progress.
         while running := self._running_of(run_id):
-            await asyncio.wait({task_of(operation) for operation in running})
+            await asyncio.wait({operation.task for operation in running})
         await self.forget()
         logger.info("run %s no longer holds the %s", holder or "(none)", self._role.name)
 

@@ -22,7 +22,7 @@ from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.ranks.face import Face, join_answers
 from rolemesh.services.runtime.server.config import ServiceConfig
-from rolemesh.services.runtime.server.operations import Operation, OperationLedger, Payload, task_of
+from rolemesh.services.runtime.server.operations import Operation, OperationLedger, Payload
 from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ PROGRESS_INTERVAL_S = 1.0
 
 TAKING_OVER = ("rolemesh.v1.Initialize", "rolemesh.v1.Attach")
 """Methods by which a coordinator begins to speak: what it gives besides the key is checked."""
-
-RELEASE_METHOD = "/rolemesh.v1.ExperienceService/Release"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """What grpc.aio hands to a servicer."""
@@ -100,6 +98,13 @@ class KeyedCalls:
                 reason="RANKS_STARTING",
             )
 
+    async def tell_others(self, request: Message) -> list[Any]:
+        """Makes an unkeyed, unary request to the other ranks of this service, if it has any.
+
+        Returns their answers by rank; nothing on any rank but the face.
+        """
+        return [] if self.face is None else await self.face.tell(request)
+
     async def _give_back_others(self) -> None:
         if self.face is not None:
             await self.face.give_back()
@@ -114,10 +119,7 @@ class KeyedCalls:
 
         Consumers know the service by its face alone, though they fetch from each rank.
         """
-        if self.face is None:
-            return 0
-        answers = await self.face.tell(RELEASE_METHOD, request)
-        return sum(answer.released_bytes for answer in answers)
+        return sum(answer.released_bytes for answer in await self.tell_others(request))
 
     async def keyed(
         self,
@@ -166,7 +168,7 @@ class KeyedCalls:
                         yield response_type(progress=operation.progress())
                     else:
                         yield _in_its_field(response_type, event)
-            yield _in_its_field(response_type, await task_of(operation))
+            yield _in_its_field(response_type, await operation.task)
         finally:
             operation.num_listeners -= 1
 
@@ -194,7 +196,7 @@ class KeyedCalls:
         operation.num_listeners += 1
         try:
             # Shielded: the work goes on when this caller leaves.
-            return cast(Answer, await asyncio.shield(task_of(operation)))
+            return cast(Answer, await asyncio.shield(operation.task))
         finally:
             operation.num_listeners -= 1
 

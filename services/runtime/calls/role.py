@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -97,3 +99,18 @@ class Role(ABC):
         if device.type == "cpu":
             return ["cpu"]
         return [f"{device} {torch.cuda.get_device_name(device)}"]
+
+
+def add_servicers(server: grpc.aio.Server, *servicers: object) -> list[str]:
+    """Adds servicers to a server; returns the full names of their services.
+
+    Each is added by the function that was generated for its base class, or by its own method
+    `add_to` where methods of it write bytes of their own.
+    """
+    names = []
+    for servicer in servicers:
+        base = next(one for one in type(servicer).__mro__ if one.__module__.endswith("_pb2_grpc"))
+        generated = getattr(sys.modules[base.__module__], f"add_{base.__name__}_to_server")
+        getattr(servicer, "add_to", functools.partial(generated, servicer))(server)
+        names.append(f"rolemesh.v1.{base.__name__.removesuffix('Servicer')}")
+    return names

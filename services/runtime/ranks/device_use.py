@@ -19,8 +19,6 @@ from rolemesh.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
-STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
-
 SHORTEST_LOOK_S = 0.25
 """Shortest time between two looks; a faster one gives the same answer. Processor time is counted in
 ticks of 10 ms."""
@@ -152,7 +150,7 @@ class ServiceDevices:
     async def _ask(self, face: Face) -> None:
         request = worker_pb2.GetStatusRequest()
         try:
-            answers = await face.tell(STATUS_METHOD, request, PEERS_TIMEOUT_S)
+            answers = await face.tell(request, PEERS_TIMEOUT_S)
         except RolemeshError as error:
             # The next call that needs this rank will report the fault.
             logger.debug("a rank does not say how busy it is: %s", error)

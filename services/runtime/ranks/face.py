@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -47,8 +47,6 @@ LEAVE_S = 10.0
 
 GIVEN_UP = "SERVICE_DRAINING"
 """Reason of work that was given up."""
-
-DRAIN_METHOD = "/rolemesh.v1.WorkerService/Drain"
 
 
 class Face:
@@ -108,11 +106,8 @@ class Face:
         async with self._turn:
             self._check_fit()
             with _without_deadline():
-                tasks = [asyncio.ensure_future(work())]
-                tasks += [
-                    asyncio.create_task(self._ask(rank, channel, request, on_event))
-                    for rank, channel in enumerate(self._peers, start=1)
-                ]
+                works = (work(), *self._asks(request, on_event))
+                tasks = [asyncio.ensure_future(one) for one in works]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
                 failures = _failures(tasks)
@@ -152,10 +147,7 @@ class Face:
         self._check_fit()
         try:
             with _without_deadline():
-                return await together(
-                    self._ask(rank, channel, request, None)
-                    for rank, channel in enumerate(self._peers, start=1)
-                )
+                return await together(self._asks(request))
         except RolemeshError as error:
             if _is_gone(error):
                 self._diverge(f"a rank is gone: {error.message}")
@@ -172,44 +164,26 @@ class Face:
         """
         self._check_fit()
         with _without_deadline():
-            asks = [
-                asyncio.create_task(self._ask(rank, channel, request, None))
-                for rank, channel in enumerate(self._peers, start=1)
-            ]
-        try:
-            await asyncio.wait(asks)
-        finally:
-            # Where the caller leaves early; by now there is nothing to cancel otherwise.
-            for ask in asks:
-                ask.cancel()
-            await asyncio.gather(*asks, return_exceptions=True)
-        failures = [error for ask in asks if (error := ask.exception()) is not None]
+            ends = await asyncio.gather(*self._asks(request), return_exceptions=True)
+        failures = [end for end in ends if isinstance(end, BaseException)]
         for error in failures:
             if _is_gone(error):
                 self._diverge(f"a rank is gone: {error}")
         if failures:
             raise failures[0]
-        return [ask.result() for ask in asks]
+        return ends
 
-    async def tell(self, path: str, request: Message, timeout_s: float | None = None) -> list[Any]:
-        """Calls an unkeyed, unary method of every other rank; returns the answers by rank.
+    async def tell(self, request: Message, timeout_s: float | None = None) -> list[Any]:
+        """Makes an unkeyed, unary request to every other rank; returns the answers by rank.
 
         Args:
-            path: Full name of the method.
             request: Request, the same for each rank.
             timeout_s: Deadline in seconds; None takes that of the method.
 
         Raises:
             RolemeshError: Error of the first rank that failed; it names the rank.
         """
-        return list(
-            await asyncio.gather(
-                *(
-                    self._call(rank, channel, path, request, timeout_s)
-                    for rank, channel in enumerate(self._peers, start=1)
-                )
-            )
-        )
+        return await asyncio.gather(*self._asks(request, timeout_s=timeout_s))
 
     async def give_back(self) -> None:
         """Makes every other rank give up its work and forget the run, as the face itself does.
@@ -219,7 +193,7 @@ class Face:
         """
         try:
             with _without_deadline():
-                await self.tell(DRAIN_METHOD, worker_pb2.DrainRequest())
+                await self.tell(worker_pb2.DrainRequest())
         except RolemeshError as error:
             self._diverge(f"a rank still holds the run: {error.message}")
             raise
@@ -227,13 +201,8 @@ class Face:
     async def leave(self) -> bool:
         """Ends the processes of the other ranks. Returns False if one does not confirm it."""
         request = worker_pb2.DrainRequest(exit=True)
-        ends = await asyncio.gather(
-            *(
-                self._call(rank, channel, DRAIN_METHOD, request, LEAVE_S)
-                for rank, channel in enumerate(self._peers, start=1)
-            ),
-            return_exceptions=True,
-        )
+        asks = self._asks(request, timeout_s=LEAVE_S)
+        ends = await asyncio.gather(*asks, return_exceptions=True)
         has_left = True
         for end in ends:
             if isinstance(end, RolemeshError) and _is_gone(end):
@@ -269,24 +238,37 @@ class Face:
             done = [rank for rank in range(len(tasks)) if rank not in failures]
             self._diverge(f"ranks {done} have done what another rank failed to do")
 
+    def _asks(
+        self,
+        request: Message,
+        on_event: Callable[[Message], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Coroutine[Any, Any, Any]]:
+        """A request to each of the other ranks, none of which has begun."""
+        return [
+            self._ask(rank, channel, request, on_event, timeout_s)
+            for rank, channel in enumerate(self._peers, start=1)
+        ]
+
     async def _ask(
         self,
         rank: int,
         channel: MeshChannel,
         request: Message,
         on_event: Callable[[Message], None] | None,
+        timeout_s: float | None,
     ) -> Any:
         path, response_type, is_stream = _method_of(request.DESCRIPTOR.full_name)
-        if not is_stream:
-            return await self._call(rank, channel, path, request)
-        result: Any = None
-        call = channel.unary_stream(
+        method = (channel.unary_stream if is_stream else channel.unary_unary)(
             path,
             request_serializer=type(request).SerializeToString,
             response_deserializer=response_type.FromString,
-        )(request)
+        )
+        result: Any = None
         try:
-            async for message in call:
+            if not is_stream:
+                return await method(request, timeout=timeout_s)
+            async for message in method(request, timeout=timeout_s):
                 kind = message.WhichOneof("event")
                 if kind in EVENTS_AHEAD:
                     if on_event is not None:
@@ -298,24 +280,6 @@ class Face:
         if result is None:
             raise InternalError(f"{self._role} rank {rank} ended the call without a result")
         return result
-
-    async def _call(
-        self,
-        rank: int,
-        channel: MeshChannel,
-        path: str,
-        request: Message,
-        timeout_s: float | None = None,
-    ) -> Any:
-        response_type = _response_type(path)
-        try:
-            return await channel.unary_unary(
-                path,
-                request_serializer=type(request).SerializeToString,
-                response_deserializer=response_type.FromString,
-            )(request, timeout=timeout_s)
-        except RolemeshError as error:
-            raise self._of_rank(rank, error) from error
 
     def _of_rank(self, rank: int, error: RolemeshError) -> RolemeshError:
         who = f"{self._role} rank {rank}"
@@ -375,14 +339,9 @@ def _method_of(request_name: str) -> tuple[str, type[Message], bool]:
     """Path, response type and kind of the method that takes a request."""
     for path, method in rolemesh_methods().items():
         if method.input_type.full_name == request_name:
-            return path, _response_type(path), method.server_streaming
+            response_type = message_factory.GetMessageClass(method.output_type)
+            return path, response_type, method.server_streaming
     raise ValueError(f"no method takes a {request_name}")
-
-
-@functools.cache
-def _response_type(path: str) -> type[Message]:
-    descriptor = rolemesh_methods()[path].output_type
-    return message_factory.GetMessageClass(descriptor)
 
 
 def join_answers(answers: Sequence[Answer]) -> Answer:

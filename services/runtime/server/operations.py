@@ -54,7 +54,8 @@ class Operation:
     started: float = field(default_factory=time.monotonic)
     num_listeners: int = 0
     """Callers that wait for the answer right now."""
-    task: asyncio.Task[Message] | None = None
+    task: asyncio.Task[Message] = field(init=False)
+    """Set at its start."""
     events: list[Message] = field(default_factory=list)
     """Events that the work sent before its answer, in order; kept for repeats."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,7 +89,7 @@ class Operation:
         Args:
             interval_s: After a silence of this many seconds it yields None, for a sign of life.
         """
-        task, sent = task_of(self), 0
+        task, sent = self.task, 0
         while True:
             # Read before the events below: events that came before the end are then not missed.
             is_done, changed = task.done(), self._changed
@@ -103,13 +104,6 @@ class Operation:
                 await asyncio.wait_for(changed.wait(), interval_s)
             except TimeoutError:
                 yield None
-
-
-def task_of(operation: Operation) -> asyncio.Task[Message]:
-    """The task of an operation that was started."""
-    if operation.task is None:
-        raise RuntimeError(f"operation {operation.name} has no task: it was not started")
-    return operation.task
 
 
 def identity_of(key: operation_pb2.OperationKey) -> Identity:
@@ -268,10 +262,9 @@ class OperationLedger:
         async def run() -> Message:
             return await work(operation)
 
-        task = asyncio.create_task(run(), name=f"{method} {operation.name}")
-        operation.task = task
+        operation.task = asyncio.create_task(run(), name=f"{method} {operation.name}")
         self._operations[identity] = operation
-        task.add_done_callback(lambda _: self._finished(operation))
+        operation.task.add_done_callback(lambda _: self._finished(operation))
         self._evict()
         return operation
 
@@ -282,16 +275,10 @@ class OperationLedger:
 
     def running(self) -> list[Operation]:
         """Operations in progress, oldest first."""
-        return [
-            operation
-            for operation in self._operations.values()
-            if operation.task is not None and not operation.task.done()
-        ]
+        return [one for one in self._operations.values() if not one.task.done()]
 
     def _finished(self, operation: Operation) -> None:
         task = operation.task
-        if task is None:
-            return
         operation.changed()
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
@@ -311,11 +298,7 @@ class OperationLedger:
         excess = len(self._operations) - self._capacity
         if excess <= 0:
             return
-        answered = [
-            identity
-            for identity, operation in self._operations.items()
-            if operation.task is not None and operation.task.done()
-        ]
+        answered = [identity for identity, one in self._operations.items() if one.task.done()]
         for identity in answered[:excess]:
             del self._operations[identity]
 

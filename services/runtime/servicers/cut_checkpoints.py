@@ -13,7 +13,6 @@ from rolemesh.engine.transport.slot_files import SlotOwner
 from rolemesh.services.runtime.calls.compute import ComputeThread
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
 from rolemesh.services.runtime.ranks.face import Face
-from rolemesh.services.runtime.server.operations import task_of
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import operation_pb2, weights_pb2
 
@@ -89,6 +88,6 @@ def _ask_others(
 
 async def cuts_written(runtime: Runtime) -> None:
     """Returns once no checkpoint is being written."""
-    running = [task_of(one) for one in runtime.ledger.running() if one.method == _METHOD]
+    running = [one.task for one in runtime.ledger.running() if one.method == _METHOD]
     if running:
         await asyncio.wait(running)

@@ -15,9 +15,6 @@ from rolemesh.services.runtime.servicers.cut_checkpoints import cuts_written, ow
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import cuts_pb2, cuts_pb2_grpc, operation_pb2
 
-LIST_METHOD = "/rolemesh.v1.CutService/ListCuts"
-DROP_METHOD = "/rolemesh.v1.CutService/DropCuts"
-
 
 class CutServicer(cuts_pb2_grpc.CutServiceServicer):
     """CutService over a trainer."""
@@ -79,9 +76,7 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
                 for cut in own
             ]
         )
-        if runtime.face is None:
-            return answer
-        return _of_all_ranks([answer, *await runtime.face.tell(LIST_METHOD, request)])
+        return _of_all_ranks([answer, *await runtime.tell_others(request)])
 
     async def DropCuts(
         self, request: cuts_pb2.DropCutsRequest, context: Context
@@ -99,8 +94,7 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
         # A checkpoint that the coordinator still waits for is not lost with its cut.
         await cuts_written(runtime)
         await runtime.compute.run(drop)
-        if runtime.face is not None:
-            await runtime.face.tell(DROP_METHOD, request)
+        await runtime.tell_others(request)
         return cuts_pb2.DropCutsResponse()
 
     def _owner(self, run_id: str) -> SlotOwner:

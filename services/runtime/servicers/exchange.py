@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from rolemesh.engine.weights.exchange import ExchangeEnd
 from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.transfer import TransferMismatchError
 from rolemesh.rpc.errors import PreconditionError, UnsupportedError
+from rolemesh.rpc.together import all_ended
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.experience.published_weights import dtype_of
 from rolemesh.services.runtime.ranks.face import join_answers
@@ -118,11 +118,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
         face = self._runtime.face
         if face is None:
             return [await own]
-        mine, others = await asyncio.gather(own, face.beside(request), return_exceptions=True)
-        if isinstance(mine, BaseException):
-            raise mine
-        if isinstance(others, BaseException):
-            raise others
+        mine, others = await all_ended([own, face.beside(request)])
         return [mine, *others]
 
 

@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.message import Message
 
 from rolemesh.engine.layout.manifest import DtypeName
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
 from rolemesh.engine.weights.published import Publication
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 SERVICE_NAME = "rolemesh.v1.WeightsService"
 """Full name of the service."""
-
-CHECKSUMS_METHOD = "/rolemesh.v1.WeightsService/GetChecksums"
 
 
 class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
@@ -73,8 +72,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
     ) -> weights_pb2.GetChecksumsResponse:
         """See weights.proto."""
         own = await self._checksums(request.holder)
-        if self._runtime.face is not None:
-            own.other_ranks.extend(await self._runtime.face.tell(CHECKSUMS_METHOD, request))
+        own.other_ranks.extend(await self._runtime.tell_others(request))
         return own
 
     async def _checksums(
@@ -242,6 +240,17 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             ),
             report=call.report({}, 0),
         )
+
+
+async def checksums_of_sampler(
+    backend: RolloutBackend, runtime: Runtime
+) -> weights_pb2.GetChecksumsResponse:
+    """Of the weights that this rank's sampler holds."""
+    # The version too: by the time that the loop goes on, there may be another.
+    checksums, version = await runtime.compute.run(
+        lambda: (backend.weight_checksums(), backend.policy_version)
+    )
+    return weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)
 
 
 def _whole_parameters(trainer: Trainer) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -51,7 +51,11 @@ class BusyThread:
 async def test_the_version_is_that_of_the_hashed_weights(servicer: Any, asked: int) -> None:
     holder = Holder()
     role = SimpleNamespace(name="role", backend=holder, trainer=holder)
-    runtime = SimpleNamespace(face=None, compute=BusyThread(holder))
+
+    async def no_others(request: object) -> list[Any]:
+        return []
+
+    runtime = SimpleNamespace(tell_others=no_others, compute=BusyThread(holder))
     request = weights_pb2.GetChecksumsRequest(holder=asked)
     answer = await servicer(role, runtime).GetChecksums(request, None)
     assert answer.policy_version == HASHED
