@@ -96,28 +96,22 @@ class RewardSources:
         """Takes the sources: at least one, each with its own name."""
         self._sources = tuple(sources)
         self._loop = LoopThread("outside-rewards", "reward")
+        self._own = [source for source in sources if isinstance(source, OwnSource)]
         outside = [source for source in sources if isinstance(source, OutsideSource)]
+        self._outside = outside
         self.may_drop = any(isinstance(source.on_failure, DropGroupSpec) for source in outside)
         """Whether rows may be left without a reward."""
         self.asks_outside = bool(outside)
         """Whether one of the sources is outside."""
         self.tells_sources = bool(outside) or len(sources) > 1
         """Whether there are metrics for each source."""
-        own = [
-            column
-            for source in sources
-            if isinstance(source, OwnSource)
-            for column in source.reward.columns
-        ]
+        own = [column for source in self._own for column in source.reward.columns]
         self.columns: tuple[str, ...] = tuple(
             dict.fromkeys((*own, *(TRAJECTORY_COLUMNS if outside else ())))
         )
         """Columns of the experience that are read."""
-        first = sources[0]
-        is_alone = len(sources) == 1 and isinstance(first, OwnSource) and first.weight == 1.0
-        self.full_score = (
-            first.reward.full_score if is_alone and isinstance(first, OwnSource) else None
-        )
+        is_alone = len(sources) == len(self._own) == 1 and sources[0].weight == 1.0
+        self.full_score = self._own[0].reward.full_score if is_alone else None
         """Reward of a trajectory that is right in full; None when there is no such thing."""
 
     def open(self) -> None:
@@ -127,9 +121,8 @@ class RewardSources:
             OutsideRewardError: One of them cannot work; all are closed again.
         """
         try:
-            for source in self._sources:
-                if isinstance(source, OutsideSource):
-                    self._loop.run(source.reward.open(), OPEN_S)
+            for source in self._outside:
+                self._loop.run(source.reward.open(), OPEN_S)
         except BaseException:
             self.close()
             raise
@@ -155,25 +148,18 @@ class RewardSources:
             return await self._loop.run_async(_judgement(source.reward, rows))
 
         async def score() -> None:
-            for source in self._sources:
-                if isinstance(source, OwnSource):
-                    scores = await call.compute(source.reward.score, batch, call.progress)
-                    values[source.name] = checked(scores, num_rows)
+            for source in self._own:
+                scores = await call.compute(source.reward.score, batch, call.progress)
+                values[source.name] = checked(scores, num_rows)
             with call.phase(ASK):
                 await self._all_done(tasks, call)
 
-        tasks = {
-            source.name: asyncio.ensure_future(ask(source))
-            for source in self._sources
-            if isinstance(source, OutsideSource)
-        }
+        tasks = {source.name: asyncio.ensure_future(ask(source)) for source in self._outside}
         await together([*tasks.values(), score()])
         metrics: dict[str, float] = {}
         notes: list[str] = []
         failed_B = torch.zeros(num_rows, dtype=torch.bool)
-        for source in self._sources:
-            if not isinstance(source, OutsideSource):
-                continue
+        for source in self._outside:
             judgement = tasks[source.name].result()
             values[source.name], dropped_B = _after_failures(source, judgement, prompt_ids)
             if judgement.failures:
@@ -208,24 +194,21 @@ class RewardSources:
 
     def _troubles(self) -> str:
         """What keeps sources from an answer, for people; empty where nothing does."""
-        outside = [source for source in self._sources if isinstance(source, OutsideSource)]
-        troubles = [(source.name, source.reward.trouble()) for source in outside]
+        troubles = [(source.name, source.reward.trouble()) for source in self._outside]
         return "; ".join(f"reward {name} {trouble}" for name, trouble in troubles if trouble)
 
     async def take_part(self, batch: Experience, call: Call) -> None:
         """Does the work of a rank whose output does not count: its share of our own models."""
-        for source in self._sources:
-            if isinstance(source, OwnSource):
-                await call.compute(source.reward.score, batch, call.progress)
+        for source in self._own:
+            await call.compute(source.reward.score, batch, call.progress)
 
     def close(self) -> None:
         """Ends all requests, connections and processes. Not on the loop."""
-        for source in self._sources:
-            if isinstance(source, OutsideSource) and self._loop.is_running:
-                try:
-                    self._loop.run(source.reward.close(), CLOSE_S)
-                except TimeoutError:
-                    logger.warning("outside reward %s did not close in time", source.name)
+        for source in self._outside if self._loop.is_running else ():
+            try:
+                self._loop.run(source.reward.close(), CLOSE_S)
+            except TimeoutError:
+                logger.warning("outside reward %s did not close in time", source.name)
         self._loop.close(CLOSE_S)
 
     def _total(self, values: dict[str, torch.Tensor], is_judged_B: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,6 @@ class RewardCache:
         self._capacity = capacity
         self._rewards: OrderedDict[bytes, float | None] = OrderedDict()
 
-    def __len__(self) -> int:
-        """Rows remembered."""
-        return len(self._rewards)
-
     @property
     def is_on(self) -> bool:
         """Whether it remembers anything."""
@@ -41,8 +37,6 @@ class RewardCache:
 
     def put(self, key: bytes, reward: float | None) -> None:
         """Keeps a reward. If the cache is full, the least recently used one is dropped."""
-        if not self.is_on:
-            return
         self._rewards[key] = reward
         self._rewards.move_to_end(key)
         while len(self._rewards) > self._capacity:

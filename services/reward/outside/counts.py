@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from rolemesh.services.reward.outside.base import OutsideRewardError
 
 
 class RequestObserver(Protocol):
@@ -37,10 +42,40 @@ class RequestCounts:
     queue_peak: int = 0
     """Largest number of waiting requests so far."""
 
-    def enter_queue(self) -> None:
-        """A request begins to wait."""
+    @contextlib.asynccontextmanager
+    async def place(self, places: asyncio.Semaphore) -> AsyncIterator[None]:
+        """Waits until one more request may be in flight, which it is in the block."""
         self.waiting += 1
         self.queue_peak = max(self.queue_peak, self.waiting)
+        try:
+            await places.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            places.release()
+
+    @contextlib.contextmanager
+    def request(self, name: str, observer: RequestObserver | None) -> Iterator[None]:
+        """Counts the request that the block makes, unless it is cancelled.
+
+        Args:
+            name: Name of the reward.
+            observer: Is told how the request ended.
+        """
+        started, outcome = time.monotonic(), "cancelled"
+        try:
+            yield
+            outcome = "ok"
+            self.seconds.append(time.monotonic() - started)
+        except OutsideRewardError as error:
+            outcome = type(error).__name__
+            self.errors += 1
+            raise
+        finally:
+            if outcome != "cancelled" and observer is not None:
+                observer.reward_request(name, outcome, time.monotonic() - started)
 
     def metrics(self) -> dict[str, float]:
         """The counts as scalars; latencies only if a request was answered."""

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 import tenacity
@@ -29,7 +28,7 @@ from rolemesh.services.reward.outside.base import (
     RewardTimeoutError,
     RewardUnavailableError,
 )
-from rolemesh.services.reward.outside.breaker import CircuitBreaker
+from rolemesh.services.reward.outside.breaker import CircuitBreaker, Replica
 from rolemesh.services.reward.outside.cache import RewardCache
 from rolemesh.services.reward.outside.counts import RequestCounts, RequestObserver
 
@@ -59,35 +58,6 @@ class _Unanswered:
     """Of the try that comes next, or is on its way."""
     error: OutsideRewardError
     """What the last one came to."""
-
-
-class _Replica:
-    """One place that serves the reward."""
-
-    def __init__(self, client: RewardClient, breaker: CircuitBreaker) -> None:
-        self.client = client
-        self.breaker = breaker
-        self.in_flight = 0
-        self.trial: asyncio.Task[Judgement] | None = None
-        """The request that tries it again, while the breaker is open."""
-        self.last_error: OutsideRewardError | None = None
-
-    def begin(self, request: Coroutine[Any, Any, Judgement]) -> asyncio.Task[Judgement]:
-        """Sends a request. It counts as busy from now on, not only when the task begins to run."""
-        self.in_flight += 1
-        is_trial = self.breaker.begin()
-        task = asyncio.create_task(request)
-
-        def end(task: asyncio.Task[Judgement]) -> None:
-            self.in_flight -= 1
-            if is_trial:
-                self.trial = None
-                self.breaker.given_up()  # where it was cancelled; else the breaker knows
-
-        if is_trial:
-            self.trial = task
-        task.add_done_callback(end)
-        return task
 
 
 class EndpointReward(OutsideReward):
@@ -127,7 +97,7 @@ class EndpointReward(OutsideReward):
         self._unanswered: dict[object, _Unanswered] = {}
         """Requests that have failed and are tried again."""
         self._replicas = [
-            _Replica(client, CircuitBreaker(spec.breaker_failures, spec.breaker_pause_s, clock))
+            Replica(client, CircuitBreaker(spec.breaker_failures, spec.breaker_pause_s, clock))
             for client in clients
         ]
         self._cache = RewardCache(spec.cache_rows)
@@ -172,7 +142,7 @@ class EndpointReward(OutsideReward):
             request = functools.partial(self._with_tries, [rows[i] for i in batch], counts)
             # Before it waits for its place: requests are known by their order.
             ask = kept(self._name, [sent[i] for i in batch], self._spec.on_failure, request)
-            async with self._place(counts):
+            async with counts.place(self._places):
                 if failures and isinstance(self._spec.on_failure, FailSpec):
                     # The step has failed already, so further tries would only take time.
                     failures.update(dict.fromkeys(batch, next(iter(failures.values()))))
@@ -258,7 +228,7 @@ class EndpointReward(OutsideReward):
             sleep=self._sleep,
             reraise=True,
         )
-        failed: _Replica | None = None
+        failed: Replica | None = None
         request = object()
         try:
             async for attempt in tries:
@@ -281,21 +251,8 @@ class EndpointReward(OutsideReward):
             self._unanswered.pop(request, None)
         return judgement
 
-    @contextlib.asynccontextmanager
-    async def _place(self, counts: RequestCounts) -> AsyncIterator[None]:
-        """Waits until one more request may be in flight."""
-        counts.enter_queue()
-        try:
-            await self._places.acquire()
-        finally:
-            counts.waiting -= 1
-        try:
-            yield
-        finally:
-            self._places.release()
-
     async def _hedged(
-        self, first: _Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
+        self, first: Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
     ) -> Judgement:
         """Returns the first answer; if it takes long, a second equal request is sent, too."""
         pending = {first.begin(self._ask(first, rows, left_s, counts))}
@@ -318,38 +275,29 @@ class EndpointReward(OutsideReward):
             await asyncio.gather(*pending, return_exceptions=True)
 
     async def _ask(
-        self, replica: _Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
+        self, replica: Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
     ) -> Judgement:
         """Sends it once, to one replica."""
-        started = time.monotonic()
-        outcome = "cancelled"
         timeout_s = max(0.0, min(self._spec.timeout_s, left_s))
         try:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    judgement = await replica.client.ask(rows)
-            except TimeoutError:
-                raise RewardTimeoutError(
-                    replica.client.endpoint,
-                    expected=f"an answer within {timeout_s:.3g} s",
-                    found="none",
-                    remedy="give timeout_s more, batch_size less, or make the reward faster",
-                ) from None
+            with counts.request(self._name, self._observer):
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        judgement = await replica.client.ask(rows)
+                except TimeoutError:
+                    raise RewardTimeoutError(
+                        replica.client.endpoint,
+                        expected=f"an answer within {timeout_s:.3g} s",
+                        found="none",
+                        remedy="give timeout_s more, batch_size less, or make the reward faster",
+                    ) from None
         except OutsideRewardError as error:
-            outcome = type(error).__name__
-            counts.errors += 1
             replica.last_error = error
             # An answer, even a wrong one, is a sign of life.
             (replica.breaker.failed if error.may_pass else replica.breaker.succeeded)()
             raise
-        else:
-            outcome = "ok"
-            counts.seconds.append(time.monotonic() - started)
-            replica.breaker.succeeded()
-            return judgement
-        finally:
-            if outcome != "cancelled" and self._observer is not None:
-                self._observer.reward_request(self._name, outcome, time.monotonic() - started)
+        replica.breaker.succeeded()
+        return judgement
 
     async def _trials(self, left_s: float) -> None:
         """If no replica may be asked, waits for the request that tries one again.
@@ -363,7 +311,7 @@ class EndpointReward(OutsideReward):
                     trials, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
                 )
 
-    def _least_busy(self, but: _Replica | None) -> _Replica:
+    def _least_busy(self, but: Replica | None) -> Replica:
         """Chooses the replica to ask, if possible another one than `but`.
 
         Raises:

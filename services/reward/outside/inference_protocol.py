@@ -13,19 +13,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 INFER_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 
 _Field = descriptor_pb2.FieldDescriptorProto
-_TYPES = {
-    "string": _Field.TYPE_STRING,
-    "bytes": _Field.TYPE_BYTES,
-    "bool": _Field.TYPE_BOOL,
-    "int32": _Field.TYPE_INT32,
-    "int64": _Field.TYPE_INT64,
-    "uint32": _Field.TYPE_UINT32,
-    "uint64": _Field.TYPE_UINT64,
-    "float": _Field.TYPE_FLOAT,
-    "double": _Field.TYPE_DOUBLE,
-}
 
-# name, number, type; "*" before a type: repeated; a type that is no scalar is a message.
+# name, number, type; "*" before a type: repeated; a type is a message of the table, or a scalar.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "InferTensorContents": (
         ("bool_contents", 1, "*bool"),
@@ -80,10 +69,10 @@ def _message_classes() -> dict[str, Any]:
             field.label = (
                 _Field.LABEL_REPEATED if type_name.startswith("*") else _Field.LABEL_OPTIONAL
             )
-            if bare in _TYPES:
-                field.type = _TYPES[bare]
-            else:
+            if bare in _MESSAGES:
                 field.type, field.type_name = _Field.TYPE_MESSAGE, f".inference.{bare}"
+            else:
+                field.type = _Field.Type.Value(f"TYPE_{bare.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, Any
 
 from rolemesh.engine.sandbox import frames
@@ -43,29 +42,6 @@ class FunctionFailedError(OutsideRewardError):
             self.args = (f"{self}\n{traceback}",)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FunctionLimits:
-    """Limits of a worker process."""
-
-    call_s: float
-    """Most seconds of one call."""
-    cpu_s: float
-    """Most seconds of processor time of one call, all threads together."""
-    memory_bytes: int | None
-    """Address space; None: no limit."""
-    output_bytes: int
-    """Most bytes that one call may print."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FunctionAnswer:
-    """Answer of a function to a batch."""
-
-    rewards: tuple[float | None, ...]
-    """One reward for each row; None: does not apply."""
-    metrics: Mapping[str, float]
-
-
 class FunctionProcess:
     """A process with the function loaded, which makes one call at a time.
 
@@ -74,17 +50,18 @@ class FunctionProcess:
     in doubt, the process is ended, and the caller needs a new one.
     """
 
-    def __init__(self, spec: PythonRewardSpec, limits: FunctionLimits, sandbox: Sandbox) -> None:
-        """Takes the function's name, form and rights, its limits, and what confines it."""
+    def __init__(self, spec: PythonRewardSpec, sandbox: Sandbox) -> None:
+        """Takes the function's name, form, rights and limits, and what confines it."""
         self._spec = spec
         self._function = spec.function
-        self._limits = limits
+        self._cpu_s = spec.timeout_s if spec.cpu_s is None else spec.cpu_s
+        """Most seconds of processor time of one call, all threads together."""
         self._sandbox = sandbox
         self._view: View | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._output: asyncio.Task[None] | None = None
-        self._printed = Output(spec.function, limits.output_bytes)
+        self._printed = Output(spec.function, spec.max_output_bytes)
         self._calls = 0
 
     @property
@@ -133,8 +110,8 @@ class FunctionProcess:
             raise
         order = {
             "function": self._function,
-            "form": self._spec.form,
-            "memory_bytes": self._limits.memory_bytes,
+            "form": spec.form,
+            "memory_bytes": None if spec.memory_mib is None else spec.memory_mib << 20,
             "sandbox": None if self._view is None else self._sandbox.order(self._view),
         }
         answer = await self._exchange(order, LOAD_TIMEOUT_S, "for its import")
@@ -143,16 +120,21 @@ class FunctionProcess:
             raise self._error_of(answer)
         return str(answer.get("form"))
 
-    async def call(self, rows: Sequence[Mapping[str, Any]], step: int | None) -> FunctionAnswer:
+    async def call(
+        self, rows: Sequence[Mapping[str, Any]], step: int | None
+    ) -> tuple[list[float | None], dict[str, float]]:
         """Judges rows, each with prompt, completion, completion_ids, answer and metadata.
+
+        Returns:
+            A reward for each row, None where it does not apply; and metrics by name.
 
         Raises:
             FunctionFailedError: The function gave no rewards.
         """
         self._calls += 1
-        message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s, "call": self._calls}
+        message = {"rows": rows, "step": step, "cpu_s": self._cpu_s, "call": self._calls}
         self._printed.begin_call()
-        answer = await self._exchange(message, self._limits.call_s, "for a call")
+        answer = await self._exchange(message, self._spec.timeout_s, "for a call")
         if answer.get("call") != self._calls:
             # A message too many, and each later call would get the rewards of the one before it.
             await self.end()
@@ -228,7 +210,7 @@ class FunctionProcess:
         """The error that says why the process closed its connection."""
         if self._printed.is_too_much:
             return self._failed(
-                f"more than {self._limits.output_bytes} bytes printed in one call",
+                f"more than {self._spec.max_output_bytes} bytes printed in one call",
                 "print less, or raise max_output_bytes",
             )
         process = self._process
@@ -246,7 +228,7 @@ class FunctionProcess:
         elif code >= 0:
             found, remedy = f"an exit with code {code}", "a function must return or raise"
         elif code == -signal.SIGXCPU:
-            found = f"more than {self._limits.cpu_s:g} s of processor time used in one call"
+            found = f"more than {self._cpu_s:g} s of processor time used in one call"
             remedy = "make the function cheaper, or raise cpu_s"
         else:
             found = f"its process killed by signal {-code} ({signal.Signals(-code).name})"
@@ -307,8 +289,10 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-def _checked(answer: Mapping[str, Any], num_rows: int) -> FunctionAnswer:
-    """The answer of a worker; ValueError when it has another shape."""
+def _checked(
+    answer: Mapping[str, Any], num_rows: int
+) -> tuple[list[float | None], dict[str, float]]:
+    """Rewards and metrics in the answer of a worker; ValueError when it has another shape."""
     rewards, metrics = answer.get("rewards"), answer.get("metrics")
     if not isinstance(rewards, list) or len(rewards) != num_rows:
         raise ValueError(f"no {num_rows} rewards")
@@ -318,9 +302,9 @@ def _checked(answer: Mapping[str, Any], num_rows: int) -> FunctionAnswer:
     if not all(type(value) is float or type(value) is int for value in numbers):
         raise ValueError("what is no number")
     try:
-        return FunctionAnswer(
-            rewards=tuple(None if value is None else float(value) for value in rewards),
-            metrics={name: float(value) for name, value in metrics.items()},
+        return (
+            [None if value is None else float(value) for value in rewards],
+            {name: float(value) for name, value in metrics.items()},
         )
     except OverflowError as error:
         raise ValueError("a number beyond those of float64") from error

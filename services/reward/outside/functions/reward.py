@@ -6,7 +6,6 @@ import asyncio
 import functools
 import json
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from rolemesh.services.reward.outside.base import (
     current_step,
 )
 from rolemesh.services.reward.outside.counts import RequestCounts, RequestObserver
-from rolemesh.services.reward.outside.functions.process import FunctionLimits, FunctionProcess
+from rolemesh.services.reward.outside.functions.process import FunctionProcess
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +57,6 @@ class FunctionReward(OutsideReward):
         self._spec = spec
         self._sandbox = sandbox
         self._observer = observer
-        self._limits = FunctionLimits(
-            call_s=spec.timeout_s,
-            cpu_s=spec.timeout_s if spec.cpu_s is None else spec.cpu_s,
-            memory_bytes=None if spec.memory_mib is None else spec.memory_mib << 20,
-            output_bytes=spec.max_output_bytes,
-        )
         self._places = asyncio.Semaphore(spec.concurrency)
         self._idle: list[FunctionProcess] = []
         self._all: set[FunctionProcess] = set()
@@ -110,49 +103,36 @@ class FunctionReward(OutsideReward):
         sent = [json.dumps(row).encode() for row in plain]
         # Before it waits for its place: calls are known by their order.
         ask = kept(self._name, sent, self._spec.on_failure, functools.partial(self._call, plain))
-        counts.enter_queue()
-        try:
-            await self._places.acquire()
-        finally:
-            counts.waiting -= 1
-        started, outcome = time.monotonic(), "cancelled"
-        try:
+        async with counts.place(self._places):
             if failed and isinstance(self._spec.on_failure, FailSpec):
                 # The step has failed already, so further calls would change nothing.
                 return failed[0]
-            judgement = await ask()
-            outcome = "ok"
-            counts.seconds.append(time.monotonic() - started)
-            return judgement
-        except OutsideRewardError as error:
-            outcome = type(error).__name__
-            counts.errors += 1
-            failed.append(error)
-            return error
-        finally:
-            self._places.release()
-            if self._observer is not None and outcome != "cancelled":
-                self._observer.reward_request(self._name, outcome, time.monotonic() - started)
+            try:
+                with counts.request(self._name, self._observer):
+                    return await ask()
+            except OutsideRewardError as error:
+                failed.append(error)
+                return error
 
     async def _call(self, rows: list[dict[str, Any]]) -> Judgement:
         process = await self._ready()
         try:
-            answer = await process.call(rows, current_step.get())
+            rewards, metrics = await process.call(rows, current_step.get())
         finally:
             if process.is_open:
                 self._idle.append(process)
             else:
                 self._all.discard(process)
         endpoint = f"python:{self._spec.function}"
-        rewards = checked_rewards(
-            answer.rewards,
+        checked = checked_rewards(
+            rewards,
             len(rows),
             endpoint,
             minimum=self._spec.minimum,
             maximum=self._spec.maximum,
             takes_none=True,
         )
-        return Judgement(rewards=rewards, metrics=checked_metrics(answer.metrics, endpoint))
+        return Judgement(rewards=checked, metrics=checked_metrics(metrics, endpoint))
 
     async def _ready(self) -> FunctionProcess:
         """An idle process that lives, or a new one."""
@@ -166,7 +146,7 @@ class FunctionReward(OutsideReward):
         return await self._start()
 
     async def _start(self) -> FunctionProcess:
-        process = FunctionProcess(self._spec, self._limits, self._sandbox)
+        process = FunctionProcess(self._spec, self._sandbox)
         self._all.add(process)
         try:
             form = await process.start()
