@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
@@ -14,7 +12,7 @@ from fastapi import FastAPI
 from rolemesh.coordinator.api.http.events import EventStreams
 from rolemesh.coordinator.api.http.tls import tls_context
 from rolemesh.engine.specs.urls import is_loopback
-from rolemesh.rpc.bounded_http import bounded_protocol
+from rolemesh.rpc.bounded_http import QuietServer, bounded_protocol
 from rolemesh.rpc.limits import MAX_CONNECTIONS, REQUEST_HEAD_S
 
 STOP_S = 5.0
@@ -24,20 +22,15 @@ STUCK_READER_S = 60.0
 """A connection whose other end reads nothing for this long is closed."""
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """The process that serves has its own handlers of signals."""
-        yield
-
-
 class HttpServer:
     """A server that runs.
 
     Owner: the loop that serve_http was called on.
     """
 
-    def __init__(self, server: _Server, serving: asyncio.Task[None], streams: EventStreams) -> None:
+    def __init__(
+        self, server: QuietServer, serving: asyncio.Task[None], streams: EventStreams
+    ) -> None:
         self._server = server
         self._serving = serving
         self._streams = streams
@@ -94,7 +87,7 @@ async def serve_http(
     config.load()
     config.ssl = None if certificate is None else tls_context(certificate)
     listener = _bind(host, port, stuck_reader_s, needs_loopback=app.state.needs_loopback)
-    server = _Server(config)
+    server = QuietServer(config)
     serving = asyncio.create_task(server.serve([listener]))
     while not server.started:
         await asyncio.wait((serving,), timeout=0.005)

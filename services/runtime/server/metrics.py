@@ -13,7 +13,7 @@ import psutil
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
 
-from rolemesh.rpc.bounded_http import bounded_protocol
+from rolemesh.rpc.bounded_http import QuietServer, bounded_protocol
 from rolemesh.rpc.limits import MAX_CONNECTIONS, REQUEST_HEAD_S
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -126,14 +126,6 @@ class ServiceMetrics:
             self.resident_bytes.set(process.memory_info().rss)
 
 
-class _QuietServer(uvicorn.Server):
-    """uvicorn on the loop of the service, which handles the signals itself."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class MetricsPage:
     """Serves /metrics on the service's loop."""
 
@@ -161,7 +153,7 @@ class MetricsPage:
             timeout_graceful_shutdown=1,
         )
         self._listener = listener
-        self._server = _QuietServer(config)
+        self._server = QuietServer(config)
         self._task: asyncio.Task[None] | None = None
 
     @property

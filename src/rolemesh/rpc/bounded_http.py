@@ -1,10 +1,22 @@
-"""Protocol of HTTP servers that wait so long for a head; uvicorn's own waits without end."""
+"""HTTP servers that wait so long for a head and leave signals alone; uvicorn's own do neither."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn on the loop of a process that handles its signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the handlers as they are."""
+        yield
 
 
 def bounded_protocol(head_s: float) -> type[H11Protocol]:
