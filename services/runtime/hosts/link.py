@@ -14,7 +14,7 @@ from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.address import host_and_port, host_of
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
-from rolemesh.rpc.identity import Identity, IdentityError
+from rolemesh.rpc.identity import CLOSED, NOT_TRUSTED, Identity, IdentityError
 from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.services.runtime.hosts.door import AgentDoor
 from rolemesh.services.runtime.hosts.meeting import LOST_S, HostMeeting
@@ -42,12 +42,6 @@ MAX_FAILURE_CHARACTERS = 1000
 
 _COMPONENTS = ("rolemesh", "torch")
 """Whose versions have to be equal on all hosts."""
-
-_NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
-"""What gRPC says of a server whose certificate is not the mesh's."""
-
-_CLOSED = "Socket closed"
-"""What it says of one that does not take the client's."""
 
 
 class HostsError(RuntimeError):
@@ -180,7 +174,7 @@ class HostLink:
             except RolemeshError as error:
                 if self._meeting is not None and self._meeting.failure:
                     raise HostsError(self._meeting.failure) from error
-                if _NOT_TRUSTED in error.message:
+                if NOT_TRUSTED in error.message:
                     raise HostsError(
                         f"host {config.host_rank} and the agent at {config.meet} do not trust each "
                         f"other's certificates ({error.message}): give both an identity of the "
@@ -192,7 +186,7 @@ class HostLink:
                     ) from error
                 why = error.message
             await asyncio.sleep(JOIN_S)
-        if _CLOSED in why:
+        if CLOSED in why:
             why += ". An agent that closes connections may not trust this one's certificate"
         raise HostsError(
             f"host {config.host_rank} has not met the others at {config.meet} within "

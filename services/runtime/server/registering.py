@@ -20,7 +20,7 @@ from rolemesh.rpc.errors import (
     RolemeshError,
     UnavailableError,
 )
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.identity import CLOSED, NOT_TRUSTED, Identity
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import registry_pb2, registry_pb2_grpc
 
@@ -44,12 +44,6 @@ PLACE_WAIT_S = 30.0
 
 _PASSING = (UnavailableError, DeadlineError, CallCancelledError, InternalError)
 """Coordinators come and go with their runs, and their stores go away for a while."""
-
-_NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
-"""What gRPC says of a server whose certificate is not the mesh's."""
-
-_CLOSED = "Socket closed"
-"""What it says of one that does not take the client's."""
 
 
 class Registering:
@@ -155,14 +149,14 @@ class Registering:
         where = f"register_at is {self._config.register_at!r}"
         told = f"{where}: {error.message}"
         is_final = not isinstance(error, _PASSING)
-        if _NOT_TRUSTED in error.message:
+        if NOT_TRUSTED in error.message:
             is_final = True
             told = (
                 f"{where}, whose certificate is not of this service's mesh ({error.message}): give "
                 "the member_port of a coordinator of the same authority, or an identity of its "
                 "authority (--identity)"
             )
-        elif _CLOSED in error.message:
+        elif CLOSED in error.message:
             told += (
                 ". A coordinator that closes connections may not trust this service's certificate, "
                 "or the port is not its member_port"

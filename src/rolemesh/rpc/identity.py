@@ -33,6 +33,12 @@ SERVER_NAME = "rolemesh"
 """DNS name in the certificates of all servers of a mesh. Addresses of services change, and prove
 nothing: that the authority has signed this name does."""
 
+NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
+"""What gRPC says of a server whose certificate is not the mesh's."""
+
+CLOSED = "Socket closed"
+"""What it says of one that does not take the client's."""
+
 _MAX_BYTES = 64 << 10
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----\n.+?\n-----END \1-----\n?", re.DOTALL)
 
