@@ -29,14 +29,8 @@ class ComputeThread:
     def __init__(self, name: str = "compute") -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._busy = threading.Event()
         self._is_closed = False
         self._thread.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a function is running."""
-        return self._busy.is_set()
 
     async def run(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Runs fn(*args, **kwargs) on the thread, within the caller's context variables.
@@ -62,12 +56,10 @@ class ComputeThread:
             function, future = job
             if not future.set_running_or_notify_cancel():
                 continue
-            self._busy.set()
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
             finally:
-                self._busy.clear()
                 # An idle thread must not keep a batch or a traceback alive.
                 del job, function, future
