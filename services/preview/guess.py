@@ -194,17 +194,13 @@ def _prompt_column(
     if question.prompt is not None:
         _check_there(question.prompt, columns, "--prompt")
         return question.prompt, _meaning(question.prompt, records)
+    usable = [
+        column for column in columns if all(_is_prompt(record.get(column)) for record in records)
+    ]
     for names, meaning in ((PROMPT_NAMES, "prompt"), (CONVERSATION_NAMES, "messages")):
         for column in _called(names, columns):
-            if all(
-                _is_text(record.get(column)) or _are_turns(record.get(column)) for record in records
-            ):
+            if column in usable:
                 return column, "messages" if meaning == "messages" else _meaning(column, records)
-    usable = [
-        column
-        for column in columns
-        if all(_is_text(record.get(column)) or _are_turns(record.get(column)) for record in records)
-    ]
     if len(usable) == 1:
         return usable[0], _meaning(usable[0], records)
     raise DataInvalidError(
@@ -248,8 +244,8 @@ def _check_there(column: str, columns: Sequence[str], option: str) -> None:
         )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or _are_turns(value)
 
 
 def _is_answer(value: Any) -> bool:
