@@ -99,31 +99,44 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return awaited.begun_at_once(handler, self._unary(full_method, behavior, read))
 
     def _unary(self, full_method: str, behavior: Any, read: _Read | None) -> Any:
+        async def answer(request: Any, context: awaited.Context, span: Span) -> Any:
+            response = await behavior(request, context)
+            _note_result(span, response)
+            return response
+
+        return self._answering(full_method, read, answer)
+
+    def _streaming(self, full_method: str, behavior: Any, read: _Read | None) -> Any:
+        async def answer(request: Any, context: awaited.Context, span: Span) -> None:
+            responses = behavior(request, context)
+            if inspect.isawaitable(responses):
+                responses = await responses
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    _note_result(span, response)
+                    await _send(full_method, context.write(response))
+
+        return self._answering(full_method, read, answer)
+
+    def _answering(
+        self,
+        full_method: str,
+        read: _Read | None,
+        answer: Callable[[Any, awaited.Context, Span], Awaitable[Any]],
+    ) -> Any:
+        """Gives `answer` the request of a caller who may call, or the stream of them."""
+
+        # Not a generator: grpc.aio would iterate over it, and leave it open when a write fails.
         async def serve(requests: Any, context: awaited.Context) -> Any:
             with self._serving(full_method, context) as (call, outcome, span):
                 try:
-                    request = await self._let_in(full_method, context, call, span, requests, read)
-                    response = await behavior(request, context)
-                    _note_result(span, response)
-                    return response
-                except Exception as error:
-                    await self._abort(full_method, context, call, outcome, span, error)
-
-        return serve
-
-    def _streaming(self, full_method: str, behavior: Any, read: _Read | None) -> Any:
-        # Not a generator: grpc.aio would iterate over it, and leave it open when a write fails.
-        async def serve(requests: Any, context: awaited.Context) -> None:
-            with self._serving(full_method, context) as (call, outcome, span):
-                try:
-                    request = await self._let_in(full_method, context, call, span, requests, read)
-                    responses = behavior(request, context)
-                    if inspect.isawaitable(responses):
-                        responses = await responses
-                    async with contextlib.aclosing(responses):
-                        async for response in responses:
-                            _note_result(span, response)
-                            await _send(full_method, context.write(response))
+                    self._check_caller(full_method, context)
+                    self._check_deadline(full_method, call)
+                    if read is None:
+                        return await answer(requests, context, span)
+                    request = checked(await read(context))
+                    _note_operation(span, request)
+                    return await answer(request, context, span)
                 except Exception as error:
                     await self._abort(full_method, context, call, outcome, span, error)
 
@@ -147,24 +160,6 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             except (asyncio.CancelledError, GeneratorExit):
                 outcome[0] = "CANCELLED"
                 raise
-
-    async def _let_in(
-        self,
-        full_method: str,
-        context: awaited.Context,
-        call: CallContext,
-        span: Span,
-        requests: Any,
-        read: _Read | None,
-    ) -> Any:
-        """The request of a caller who may call; the stream of them, where no `read` reads one."""
-        self._check_caller(full_method, context)
-        self._check_deadline(full_method, call)
-        if read is None:
-            return requests
-        request = checked(await read(context))
-        _note_operation(span, request)
-        return request
 
     def _check_caller(self, full_method: str, context: awaited.Context) -> None:
         if not self._has_identity:
