@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, Split
 from rolemesh.rpc.errors import InvalidRequestError
@@ -20,15 +21,15 @@ _SPLITS: dict[int, Split] = {
 _NO_METADATA = "{}"
 
 
-class AskedPrompts(Protocol):
+@dataclass(frozen=True, slots=True)
+class AskedPrompts:
     """Prompts of one generation."""
 
-    @property
-    def count(self) -> int:
-        """How many they are, before samples are counted."""
-
-    def of(self, prompts: PromptSet, tokenizer: Any) -> tuple[Sequence[Prompt], Sequence[int]]:
-        """The prompts, and the ids of those that stand in the batch before them."""
+    count: int
+    """How many they are, before samples are counted."""
+    of: Callable[[PromptSet, Any], tuple[Sequence[Prompt], Sequence[int]]]
+    """Makes of data and tokenizer the prompts, and the ids of those that stand in the batch before
+    them."""
 
 
 def asked_prompts(request: rollout_pb2.GenerateRequest, samples_per_prompt: int) -> AskedPrompts:
@@ -39,46 +40,34 @@ def asked_prompts(request: rollout_pb2.GenerateRequest, samples_per_prompt: int)
     """
     if request.WhichOneof("input") == "given":
         _check_given(request.given.prompts, samples_per_prompt)
-        return _Given(request.given.prompts)
+        return AskedPrompts(len(request.given.prompts), partial(_given, request.given.prompts))
     if request.prompts.split not in _SPLITS:
         raise InvalidRequestError(
             "prompts.split is not set: give SPLIT_TRAIN or SPLIT_HELD_OUT",
             reason="SPLIT_INVALID",
         )
     check_slice(request.prompts, "prompts", samples_per_prompt)
-    return _Positions(request.prompts)
+    return AskedPrompts(request.prompts.count, partial(_positions, request.prompts))
 
 
-@dataclass(frozen=True, slots=True)
-class _Positions:
-    asked: rollout_pb2.PromptSlice
-
-    @property
-    def count(self) -> int:
-        return self.asked.count
-
-    def of(self, prompts: PromptSet, tokenizer: Any) -> tuple[Sequence[Prompt], Sequence[int]]:
-        asked, split = self.asked, _SPLITS[self.asked.split]
-        earlier: list[int] = []
-        if asked.HasField("batch_start") and asked.batch_start < asked.start:
-            before = prompts.rows(split, asked.batch_start, asked.start - asked.batch_start)
-            earlier = [prompt_id for prompt_id, _ in before]
-        return prompts.slice(split, asked.start, asked.count), earlier
+def _positions(
+    asked: rollout_pb2.PromptSlice, prompts: PromptSet, tokenizer: Any
+) -> tuple[Sequence[Prompt], Sequence[int]]:
+    split = _SPLITS[asked.split]
+    earlier: list[int] = []
+    if asked.HasField("batch_start") and asked.batch_start < asked.start:
+        before = prompts.rows(split, asked.batch_start, asked.start - asked.batch_start)
+        earlier = [prompt_id for prompt_id, _ in before]
+    return prompts.slice(split, asked.start, asked.count), earlier
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    prompts: Sequence[rollout_pb2.GivenPrompt]
-
-    @property
-    def count(self) -> int:
-        return len(self.prompts)
-
-    def of(self, prompts: PromptSet, tokenizer: Any) -> tuple[Sequence[Prompt], Sequence[int]]:
-        return [
-            _rendered(f"given.prompts[{place}]", given, prompts, tokenizer)
-            for place, given in enumerate(self.prompts)
-        ], ()
+def _given(
+    given: Sequence[rollout_pb2.GivenPrompt], prompts: PromptSet, tokenizer: Any
+) -> tuple[Sequence[Prompt], Sequence[int]]:
+    return [
+        _rendered(f"given.prompts[{place}]", one, prompts, tokenizer)
+        for place, one in enumerate(given)
+    ], ()
 
 
 def _check_given(prompts: Sequence[rollout_pb2.GivenPrompt], samples_per_prompt: int) -> None:
