@@ -378,15 +378,10 @@ def join_reports(reports: Sequence[experience_pb2.CallReport]) -> experience_pb2
     slowest: dict[str, experience_pb2.PhaseTime] = {}
     for report in reports:
         for phase in report.phases:
-            known = slowest.setdefault(phase.phase, phase)
-            if _nanoseconds(phase) > _nanoseconds(known):
-                slowest[phase.phase] = phase
+            known = slowest.get(phase.phase, phase)
+            slowest[phase.phase] = max(known, phase, key=lambda one: one.duration.ToNanoseconds())
         for transport, num_bytes in report.fetched_bytes.items():
             joined.fetched_bytes[transport] += num_bytes
         joined.memory.extend(report.memory)
     joined.phases.extend(slowest.values())
     return joined
-
-
-def _nanoseconds(phase: experience_pb2.PhaseTime) -> int:
-    return phase.duration.ToNanoseconds()
