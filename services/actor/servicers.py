@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import grpc
 from torch.utils.hooks import RemovableHandle
 
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.layout.manifest import DtypeName, Parameter
+from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
@@ -88,14 +90,8 @@ class ActorRole(ModelRole, SamplingRole):
             progress(f"load {spec.rollout.type}", 2, 3)
             self._load_sampler(spec.rollout, model, mesh, numerics)
         progress("ready", 3, 3)
-        return InitializeResult(
-            policy_version=result.policy_version,
-            num_parameters=result.num_parameters,
-            facts={
-                **self._source.facts,
-                "rollout": "none" if spec.rollout is None else spec.rollout.type,
-            },
-        )
+        sampler = "none" if spec.rollout is None else spec.rollout.type
+        return replace(result, facts={**self._source.facts, "rollout": sampler})
 
     def _load_sampler(
         self, spec: RolloutSpec, model: CausalLm, mesh: RankMesh, numerics: Numerics
@@ -189,13 +185,8 @@ class ActorRole(ModelRole, SamplingRole):
     def plan_exchange(self, peer: TrainLayout, dtype: DtypeName) -> Plan:
         """What travels to a rollout service of a layout."""
         trainer = self.trainer
-        train, shape = trainer.mesh.layout.train, trainer.model.shape
-        manifest = (
-            {name: Parameter(tuple(one.shape), "float32") for name, one in trainer.named_weights()}
-            if train.world_size == 1 or shape is None
-            else shape.manifest("float32")
-        )
-        return exchange_plan(manifest, shape, train, peer, dtype)
+        train = trainer.mesh.layout.train
+        return exchange_plan(self.manifest, trainer.model.shape, train, peer, dtype)
 
     def start_over(self) -> None:
         """Drops gradients, published weights and exchanges."""
@@ -213,29 +204,21 @@ class ActorRole(ModelRole, SamplingRole):
         if self._rest is not None:
             self._rest.remove()
             self._rest = None
-        if self._backend is not None:
-            self._backend.close()
-            self._backend = None
-        if self._resharder is not None:
-            self._resharder.close()
-            self._resharder = None
-        if self._lent is not None:
-            self._lent.close()
-            self._lent = None
-        self._source = None
+        for part in (self._backend, self._resharder, self._lent):
+            if part is not None:
+                part.close()
+        self._backend = self._resharder = self._lent = self._source = None
         super().close()
 
 
 class ActorWeightsServicer(WeightsServicer):
     """WeightsService that also knows the sampler's weights."""
 
-    def __init__(self, role: ActorRole, runtime: Runtime) -> None:
-        super().__init__(role, runtime)
-        self._actor = role
+    _role: ActorRole
 
     async def _checksums(
         self, holder: weights_pb2.WeightsHolder.ValueType
     ) -> weights_pb2.GetChecksumsResponse:
         if holder != weights_pb2.WEIGHTS_HOLDER_SAMPLER:
             return await super()._checksums(holder)
-        return await checksums_of_sampler(self._actor.backend, self._runtime)
+        return await checksums_of_sampler(self._role.backend, self._runtime)

@@ -14,7 +14,7 @@ from rolemesh.engine.specs import CriticSpec
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
@@ -54,12 +54,8 @@ class CriticRole(ModelRole):
         )
 
 
-class ValueServicer(value_pb2_grpc.ValueServiceServicer):
+class ValueServicer(RoleServicer[CriticRole], value_pb2_grpc.ValueServiceServicer):
     """ValueService over the critic's trainer."""
-
-    def __init__(self, role: CriticRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     def ComputeValues(
         self, request: value_pb2.ComputeValuesRequest, context: Context

@@ -10,7 +10,6 @@ from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import ReferenceSpec
-from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import (
     InitializeResult,
     ProgressCallback,
@@ -36,11 +35,7 @@ class ReferenceRole(Role):
     @property
     def policy(self) -> RankModel:
         """The policy; raises NOT_INITIALIZED before Initialize."""
-        if self._policy is None:
-            raise PreconditionError(
-                "the reference holds no run yet: call Initialize first", reason="NOT_INITIALIZED"
-            )
-        return self._policy
+        return self.initialized(self._policy)
 
     def initialize(
         self, spec: ReferenceSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import grpc
@@ -39,8 +40,9 @@ from rolemesh.services.reward.outside.answers import Answers, current_answers
 from rolemesh.services.reward.outside.base import OutsideRewardError, current_step
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
+from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime, Share
 from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.cut_checkpoints import owner_of_cuts
 from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
@@ -120,11 +122,7 @@ class RewardRole(ModelRole):
             [OwnSource(name=spec.source.type, weight=1.0, reward=self._learner)]
         )
         progress("load reward", 1, 1)
-        return InitializeResult(
-            policy_version=result.policy_version,
-            num_parameters=result.num_parameters,
-            facts={**facts, **self._data.facts},
-        )
+        return replace(result, facts={**facts, **self._data.facts})
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rewards, training, weights and data; without a trainer only rewards are served."""
@@ -192,12 +190,8 @@ class RewardRole(ModelRole):
         return part
 
 
-class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+class RewardServicer(RoleServicer[RewardRole], reward_pb2_grpc.RewardServiceServicer):
     """RewardService over a reward source."""
-
-    def __init__(self, role: RewardRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     def ComputeReward(
         self,
@@ -217,8 +211,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 )
             share, columns = await self._share(request.experience, call)
             if sources.asks_outside and share.counts:
-                config, key = self._runtime.config, request.key
-                owner = SlotOwner(key.run_id, self._role.name, config.rank, config.world_size)
+                key = request.key
+                owner = owner_of_cuts(self._role, self._runtime, key.run_id)
                 current_answers.set(await call.compute(self._role.answers_of, owner, key))
             batch = await self._runtime.pull(request.experience, columns, call, rows=share.rows)
             ids = batch["prompt_ids"].values if sources.may_drop else None

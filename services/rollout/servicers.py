@@ -26,7 +26,6 @@ from rolemesh.engine.weights.published import (
     target_layout,
 )
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, UnsupportedError
-from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.rollout.deliveries import Deliveries
 from rolemesh.services.rollout.updates import WeightUpdates
 from rolemesh.services.runtime.calls.role import (
@@ -35,7 +34,8 @@ from rolemesh.services.runtime.calls.role import (
     Role,
     add_servicers,
 )
-from rolemesh.services.runtime.calls.runtime import Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Context, RoleServicer, Runtime
+from rolemesh.services.runtime.experience.published_weights import parameter_specs
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.exchange import ExchangeServicer
 from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
@@ -242,24 +242,15 @@ def _not_served(instead: str) -> Any:
     return refuse
 
 
-class SamplerWeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
+class SamplerWeightsServicer(RoleServicer[RolloutRole], weights_pb2_grpc.WeightsServiceServicer):
     """Says what the sampler holds. It is not trained, so nothing is kept, loaded or published."""
-
-    def __init__(self, role: RolloutRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: Context
     ) -> weights_pb2.GetManifestResponse:
         """See weights.proto."""
         return weights_pb2.GetManifestResponse(
-            parameters=[
-                weights_pb2.ParameterSpec(
-                    name=name, shape=parameter.shape, dtype=data_type_of(parameter.dtype)
-                )
-                for name, parameter in self._role.manifest.items()
-            ],
+            parameters=parameter_specs(self._role.manifest),
             policy_version=self._role.policy_version(),
         )
 

@@ -133,7 +133,7 @@ async def test_of_two_runs_that_want_a_silent_run_s_service_one_gets_it() -> Non
         assert len(refused) == 1
         assert isinstance(refused[0], PreconditionError | UnavailableError), refused
         assert server.runtime.hold.run_id == ("two" if isinstance(results[0], Exception) else "one")
-        assert server.runtime.hold.is_initialized
+        assert server.runtime.hold.part is not None
 
 
 async def test_a_drain_that_outlasts_its_call_still_frees_the_service() -> None:

@@ -87,22 +87,13 @@ class RunHold:
         self._heard_at = -math.inf
         self._giving_back: asyncio.Task[None] | None = None
 
-    @property
-    def is_initialized(self) -> bool:
-        """Whether the service holds its part of a run."""
-        return self.part is not None
-
     def check_initialized(self, run_id: str) -> None:
         """Refuses work before Initialize, or for another run.
 
         Raises:
             PreconditionError: NOT_INITIALIZED or RUN_MISMATCH.
         """
-        if not self.is_initialized:
-            raise PreconditionError(
-                f"the {self._role.name} holds no run yet: call Initialize first",
-                reason="NOT_INITIALIZED",
-            )
+        self._role.initialized(self.part)
         self.check_is_of(run_id)
 
     def check_is_of(self, run_id: str) -> None:
@@ -156,7 +147,7 @@ class RunHold:
             return worker_pb2.WORKER_STATE_BUSY
         if self.is_asleep:
             return worker_pb2.WORKER_STATE_ASLEEP
-        if self.is_initialized:
+        if self.part is not None:
             return worker_pb2.WORKER_STATE_READY
         return worker_pb2.WORKER_STATE_IDLE
 
@@ -198,11 +189,10 @@ class RunHold:
         """
         while self.run_id not in ("", run_id):
             # Anew after each wait: a third run may have been quicker.
-            if by_face:
-                await self.give_back(0.0, self.run_id)
-            else:
-                await self._take_over(run_id)
-        if self.is_initialized:
+            if not by_face:
+                self._check_holder_is_silent(run_id)
+            await self.give_back(0.0, self.run_id)
+        if self.part is not None:
             await self.forget()
         self.run_id = run_id
         self.failure = ""
@@ -222,11 +212,11 @@ class RunHold:
         """Notes an unforeseen error of work: it may have left something half done."""
         # INTERNAL is what another rank of this service says of an error that it did not foresee.
         is_of_rank = isinstance(error, InternalError) and FAILED_RANK in error.metadata
-        if self.is_initialized and (is_of_rank or not is_expected(error)):
+        if self.part is not None and (is_of_rank or not is_expected(error)):
             self.failure = f"{operation.name} failed: {describe(error).message}"
 
-    async def _take_over(self, run_id: str) -> None:
-        """Ends the hold of a run whose coordinator is silent; refuses while it may be alive."""
+    def _check_holder_is_silent(self, run_id: str) -> None:
+        """Refuses another run while the coordinator of the one that holds it may be alive."""
         silence_s = self.silence_s
         if silence_s < HOLDER_SILENCE_S:
             raise PreconditionError(
@@ -240,7 +230,6 @@ class RunHold:
             "run %s takes the %s over from run %s, whose coordinator has been silent for %.0f s",
             *(run_id, self._role.name, self.run_id, silence_s),
         )
-        await self.give_back(0.0, self.run_id)
 
     async def withdraw(self, run_id: str) -> bool:
         """Gives up the Initialize of a run that still waits for another run to lose the service.
@@ -257,7 +246,7 @@ class RunHold:
                 # A call is there from its first turn of the loop on: looked for anew until it is.
                 if operation in self.calls:
                     self.calls[operation].abandon()
-            await asyncio.wait({operation.task for operation in waiting}, timeout=0.1)
+            await asyncio.wait({one.task for one in waiting}, timeout=0.1)
         return was_waiting and run_id != self.run_id
 
     async def finish_work(self, timeout_s: float, run_id: str | None = None) -> bool:
@@ -270,9 +259,7 @@ class RunHold:
         running = self._running_of(run_id)
         if not running:
             return True
-        _, unfinished = await asyncio.wait(
-            {operation.task for operation in running}, timeout=timeout_s
-        )
+        _, unfinished = await asyncio.wait({one.task for one in running}, timeout=timeout_s)
         self._give_up(self._running_of(run_id))
         return not unfinished
 
@@ -314,7 +301,7 @@ class RunHold:
         await attach_others()
         while older := self._older_than(run_id, epoch):
             self._give_up(older)
-            await asyncio.wait({operation.task for operation in older})
+            await asyncio.wait({one.task for one in older})
         self._check_whole()
         await self._compute.run(self._role.start_over)
         self._store.close()
@@ -374,7 +361,7 @@ class RunHold:
         await self._give_back_others()
         # Given up, but on the compute thread until its next sign of progress.
         while running := self._running_of(run_id):
-            await asyncio.wait({operation.task for operation in running})
+            await asyncio.wait({one.task for one in running})
         await self.forget()
         logger.info("run %s no longer holds the %s", holder or "(none)", self._role.name)
 

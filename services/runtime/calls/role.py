@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import grpc
 import torch
@@ -15,7 +15,10 @@ import torch
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import RoleSpec
+from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.ranks.device import rank_device
+
+T = TypeVar("T")
 
 
 class ProgressCallback(Protocol):
@@ -92,6 +95,15 @@ class Role(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees what initialize made. May be called before it, or twice."""
+
+    def initialized(self, part: T | None) -> T:
+        """The part, or NOT_INITIALIZED when Initialize has not made it yet."""
+        if part is None:
+            raise PreconditionError(
+                f"the {self.name} holds no run yet: call Initialize first",
+                reason="NOT_INITIALIZED",
+            )
+        return part
 
     def devices(self) -> list[str]:
         """Devices in use, for people."""

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -34,9 +35,11 @@ from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.services.runtime.server.metrics import ServiceMetrics
 from rolemesh.v1 import experience_pb2, operation_pb2
 
-__all__ = ["Call", "Context", "Runtime"]
+__all__ = ["Call", "Context", "RoleServicer", "Runtime"]
 
 logger = logging.getLogger(__name__)
+
+RoleT = TypeVar("RoleT")
 
 LAST_CALLS_S = 120.0
 """How long calls in progress may take on a channel that is given up for others: as a Fetch may."""
@@ -314,3 +317,11 @@ class Runtime(KeyedCalls):
             await channel.close()
         for closing in tuple(self._closing):
             closing.cancel()
+
+
+class RoleServicer(Generic[RoleT]):
+    """Base of servicers over what a role holds; each adds the methods of its service."""
+
+    def __init__(self, role: RoleT, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime

@@ -116,15 +116,18 @@ def reference_to(
         run_id=run_id,
         policy_version=publication.policy_version,
         dtype=data_type_of(dtype),
-        parameters=[
-            weights_pb2.ParameterSpec(
-                name=name, shape=parameter.shape, dtype=data_type_of(parameter.dtype)
-            )
-            for name, parameter in manifest.items()
-        ],
+        parameters=parameter_specs(manifest),
         layout=fields,
         addresses=addresses,
     )
+
+
+def parameter_specs(manifest: Manifest) -> list[weights_pb2.ParameterSpec]:
+    """Parameters as messages name them; `manifest_of` is the way back."""
+    return [
+        weights_pb2.ParameterSpec(name=name, shape=one.shape, dtype=data_type_of(one.dtype))
+        for name, one in manifest.items()
+    ]
 
 
 def manifest_of(ref: weights_pb2.WeightsRef) -> Manifest:

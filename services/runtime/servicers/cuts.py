@@ -9,19 +9,15 @@ from google.protobuf.message import Message
 from rolemesh.engine.train.cut_slots import RestoredCut, whole_cuts
 from rolemesh.engine.transport.slot_files import SlotOwner
 from rolemesh.engine.transport.slots import remove_slots
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer
 from rolemesh.services.runtime.server.operations import identity_of
 from rolemesh.services.runtime.servicers.cut_checkpoints import cuts_written, owner_of_cuts
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import cuts_pb2, cuts_pb2_grpc, operation_pb2
 
 
-class CutServicer(cuts_pb2_grpc.CutServiceServicer):
+class CutServicer(RoleServicer[ModelRole], cuts_pb2_grpc.CutServiceServicer):
     """CutService over a trainer."""
-
-    def __init__(self, role: ModelRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     def SaveCut(
         self, request: cuts_pb2.SaveCutRequest, context: Context

@@ -11,7 +11,7 @@ from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind
 from rolemesh.engine.experience import Experience
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer
 from rolemesh.services.runtime.servicers.prompt_slices import check_slice
 from rolemesh.v1 import data_pb2, data_pb2_grpc, experience_pb2, rollout_pb2
 
@@ -38,12 +38,8 @@ class ReadingRole(Protocol):
         """
 
 
-class DataServicer(data_pb2_grpc.DataServiceServicer):
+class DataServicer(RoleServicer[ReadingRole], data_pb2_grpc.DataServiceServicer):
     """DataService over a role's data."""
-
-    def __init__(self, role: ReadingRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     def ReadBatch(
         self, request: data_pb2.ReadBatchRequest, context: Context

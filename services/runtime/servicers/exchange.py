@@ -17,7 +17,7 @@ from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.transfer import TransferMismatchError
 from rolemesh.rpc.errors import PreconditionError, UnsupportedError
 from rolemesh.rpc.together import all_ended
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime
 from rolemesh.services.runtime.experience.published_weights import dtype_of
 from rolemesh.services.runtime.ranks.face import join_answers
 from rolemesh.services.runtime.servicers.exchange_ends import Exchanges, logger, watched
@@ -41,12 +41,8 @@ class ExchangingRole(Protocol):
         """
 
 
-class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
+class ExchangeServicer(RoleServicer[ExchangingRole], exchange_pb2_grpc.ExchangeServiceServicer):
     """ExchangeService of a service that takes weights."""
-
-    def __init__(self, role: ExchangingRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     async def OfferExchange(
         self, request: exchange_pb2.OfferExchangeRequest, context: Context

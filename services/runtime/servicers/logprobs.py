@@ -13,7 +13,7 @@ from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.references import row_tokens
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer
 from rolemesh.v1 import experience_pb2, logprob_pb2, logprob_pb2_grpc
 
 
@@ -25,12 +25,8 @@ class PolicyHolder(Protocol):
         """The model; raises NOT_INITIALIZED before Initialize."""
 
 
-class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
+class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServiceServicer):
     """LogprobService over a policy."""
-
-    def __init__(self, role: PolicyHolder, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     def ComputeLogprobs(
         self, request: logprob_pb2.ComputeLogprobsRequest, context: Context

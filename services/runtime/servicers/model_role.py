@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rolemesh.engine.layout.manifest import Manifest
 from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.randomness import seed_random_state
 from rolemesh.engine.transport.slot_files import SlotOwner
 from rolemesh.engine.transport.slots import remove_slots
-from rolemesh.rpc.errors import PreconditionError
+from rolemesh.engine.weights.sharded_tensors import tensors_manifest
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.published_weights import PublishedWeights
 from rolemesh.services.runtime.ranks.device import rank_device
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from rolemesh.engine.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class ModelRole(Role):
@@ -49,15 +48,6 @@ class ModelRole(Role):
         """The trainer; raises NOT_INITIALIZED before Initialize."""
         return self.initialized(self._trainer)
 
-    def initialized(self, part: T | None) -> T:
-        """The part, or NOT_INITIALIZED when Initialize has not made it yet."""
-        if part is None:
-            raise PreconditionError(
-                f"the {self.name} holds no run yet: call Initialize first",
-                reason="NOT_INITIALIZED",
-            )
-        return part
-
     def train_with(
         self, model: TrainedModel, optimizer: OptimizerSpec, run_seed: int
     ) -> InitializeResult:
@@ -74,6 +64,14 @@ class ModelRole(Role):
             policy_version=self._trainer.policy_version,
             num_parameters=num_parameters(model),
         )
+
+    @property
+    def manifest(self) -> Manifest:
+        """All of the trainer's parameters, whatever part of them this rank holds."""
+        shape = self.trainer.model.shape
+        if self.trainer.mesh.world.size == 1 or shape is None:
+            return tensors_manifest(dict(self.trainer.named_weights()))
+        return shape.manifest("float32")
 
     def policy_version(self) -> int:
         """Version of the weights; 0 before Initialize."""

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
-from pydantic import ValidationError
 
 from rolemesh.engine.data.prompts import PromptSet, load_prompts
 from rolemesh.engine.experience import Experience
@@ -35,7 +34,7 @@ from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError, UnsupportedError
 from rolemesh.rpc.references import merge_parts, shards_of
 from rolemesh.services.runtime.calls.role import ProgressCallback
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
+from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime, Share
 from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.server.errors import describe
@@ -191,12 +190,8 @@ class SamplingRole(ABC):
         )
 
 
-class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+class RolloutServicer(RoleServicer[SamplingRole], rollout_pb2_grpc.RolloutServiceServicer):
     """RolloutService over a role's sampler."""
-
-    def __init__(self, role: SamplingRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Context
@@ -307,8 +302,6 @@ def _sampling(request: rollout_pb2.GenerateRequest) -> SamplingSpec:
             greedy=sampling.greedy,
         )
         check_block_rows(request.block_rows, spec)
-    except ValidationError as error:
+    except ValueError as error:  # also of pydantic
         raise InvalidRequestError(describe(error).message, reason="SAMPLING_INVALID") from error
-    except ValueError as error:
-        raise InvalidRequestError(str(error), reason="SAMPLING_INVALID") from error
     return spec

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -16,30 +16,23 @@ from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
 from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.errors import CapacityError, InvalidRequestError
-from rolemesh.rpc.tensors import data_type_of
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime
 from rolemesh.services.runtime.experience.published_weights import (
     answer_fetch,
     dtype_of,
+    parameter_specs,
     reference_to,
 )
 from rolemesh.services.runtime.servicers.cut_checkpoints import write_cut
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
 
-if TYPE_CHECKING:
-    from rolemesh.engine.train.trainer import Trainer
-
 SERVICE_NAME = "rolemesh.v1.WeightsService"
 """Full name of the service."""
 
 
-class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
+class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceServicer):
     """WeightsService over a trainer."""
-
-    def __init__(self, role: ModelRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers all methods; FetchWeights by hand, since it writes its own bytes."""
@@ -58,13 +51,9 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         self, request: weights_pb2.GetManifestRequest, context: Context
     ) -> weights_pb2.GetManifestResponse:
         """See weights.proto."""
-        trainer = self._role.trainer
         return weights_pb2.GetManifestResponse(
-            parameters=[
-                weights_pb2.ParameterSpec(name=name, shape=shape, dtype=data_type_of(dtype))
-                for name, shape, dtype in _whole_parameters(trainer)
-            ],
-            policy_version=trainer.policy_version,
+            parameters=parameter_specs(self._role.manifest),
+            policy_version=self._role.trainer.policy_version,
         )
 
     async def GetChecksums(
@@ -251,14 +240,3 @@ async def checksums_of_sampler(
         lambda: (backend.weight_checksums(), backend.policy_version)
     )
     return weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)
-
-
-def _whole_parameters(trainer: Trainer) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Name, global shape and dtype of each parameter, whatever part of it this rank holds."""
-    shape = trainer.model.shape
-    if trainer.mesh.world.size == 1 or shape is None:
-        for name, tensor in trainer.named_weights():
-            yield name, tuple(tensor.shape), str(tensor.dtype)
-    else:
-        for name, parameter in shape.manifest("float32").items():
-            yield name, parameter.shape, f"torch.{parameter.dtype}"
