@@ -41,11 +41,12 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
             request_deserializer=weights_pb2.FetchWeightsRequest.FromString,
             response_serializer=None,
         )
-        # gRPC takes the first handler that knows a method.
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE_NAME, {"FetchWeights": handler}),)
-        )
+        own = {"FetchWeights": handler}
+        # Of a method's handlers gRPC takes the registered one that came last; versions that know
+        # none of these take the generic one that came first.
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, own),))
         weights_pb2_grpc.add_WeightsServiceServicer_to_server(self, server)
+        server.add_registered_method_handlers(SERVICE_NAME, own)
 
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: Context
@@ -130,13 +131,6 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
             ) from error
         self._role.published.put(run_id, publication)
         return publication
-
-    async def FetchWeights(
-        self, request: weights_pb2.FetchWeightsRequest, context: Context
-    ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
-        """See weights.proto. `add_to` registers `fetch_weights` in its place."""
-        async for message in self.fetch_weights(request, context):
-            yield weights_pb2.FetchWeightsResponse.FromString(message)
 
     async def fetch_weights(
         self, request: weights_pb2.FetchWeightsRequest, context: object
