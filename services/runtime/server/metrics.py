@@ -70,7 +70,7 @@ class ServiceMetrics:
 
     @contextmanager
     def call(self, full_method: str) -> Iterator[list[str]]:
-        """Counts a call; the block appends the name of the status code to the list."""
+        """Counts a call; the block puts its status code's name in the place of the list's "OK"."""
         labels = {**self._labels, "method": full_method}
         outcome = ["OK"]
         in_flight = self._in_flight.labels(**labels)
