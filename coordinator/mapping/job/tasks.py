@@ -244,29 +244,3 @@ class Timeline:
         own = sum(seconds[index] for index in self._ahead)
         rest = [end for index, end in enumerate(ends) if index not in self._ahead]
         return max(own, max(rest, default=0.0) + beside)
-
-
-class StageCosts:
-    """The paper's cost of a placement: d_cost of Algorithm 1 (arXiv 2409.19256).
-
-    Stages come one after another: generation, preparation, training. In a stage the tasks of one
-    pool add up, and the slowest pool counts. It knows nothing of what waits for what.
-    """
-
-    def __init__(self, step: Step, pools: Mapping[str, int]) -> None:
-        """As `Timeline`."""
-        self._places = [(_stage(task), pools.get(task.role, task.role)) for task in step.tasks]
-
-    def period(self, seconds: Sequence[float]) -> float:
-        """Seconds of a step."""
-        sums: dict[int, dict[object, float]] = {}
-        for (stage, pool), duration in zip(self._places, seconds, strict=True):
-            of_stage = sums.setdefault(stage, {})
-            of_stage[pool] = of_stage.get(pool, 0.0) + duration
-        return sum(max(of_stage.values()) for of_stage in sums.values())
-
-
-def _stage(task: Task) -> int:
-    if task.kind is TaskKind.UPDATE:
-        return 2
-    return 0 if task.kind in (TaskKind.GENERATE, TaskKind.PUBLISH, TaskKind.TAKE) else 1

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from rolemesh.coordinator.mapping.job.tasks import Timeline
 from rolemesh.coordinator.mapping.search.pool_costs import PoolCosts
 from rolemesh.coordinator.mapping.simulators.costs import Option
 
 EQUAL = 1 + 1e-9
 """Costs that are closer than this are equal: what was found first stays."""
-
-
-class Objective(Protocol):
-    """What is to be small: seconds of a step, from those of its tasks."""
-
-    def period(self, seconds: Sequence[float]) -> float:
-        """Must not shrink when an entry grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +35,7 @@ class Chosen:
         self,
         pools: Sequence[PoolCosts],
         sizes: Sequence[int],
-        objective: Objective,
+        timeline: Timeline,
         seconds: list[float],
     ) -> None:
         """Prepares.
@@ -50,10 +43,10 @@ class Chosen:
         Args:
             pools: Of the placement.
             sizes: Devices of each, for which each pool has a bound.
-            objective: What is to be small.
+            timeline: Says what a step takes, which is to be small.
             seconds: Of tasks that no pool decides; 0 for all others.
         """
-        self._pools, self._sizes, self._objective = pools, sizes, objective
+        self._pools, self._sizes, self._timeline = pools, sizes, timeline
         # Each role at its fastest, until its turn comes.
         self._seconds = seconds
         for pool, size in zip(pools, sizes, strict=True):
@@ -82,7 +75,7 @@ class Chosen:
 
     def _choose(self, turn: int) -> None:
         if turn == len(self._turns):
-            self._cutoff = self._objective.period(self._seconds)
+            self._cutoff = self._timeline.period(self._seconds)
             options = tuple(
                 tuple(self._chosen[number, index] for index in range(len(pool.roles)))
                 for number, pool in enumerate(self._pools)
@@ -110,7 +103,7 @@ class Chosen:
 
     def _is_better(self, places: Sequence[int], seconds: Sequence[float]) -> bool:
         self._set(places, seconds)
-        return self._objective.period(self._seconds) * EQUAL < self._cutoff
+        return self._timeline.period(self._seconds) * EQUAL < self._cutoff
 
     def _set(self, places: Sequence[int], seconds: Sequence[float]) -> None:
         for place, value in zip(places, seconds, strict=True):

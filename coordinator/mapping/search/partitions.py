@@ -1,9 +1,8 @@
-"""Set partitions and allocations: placements of Algorithm 1 (arXiv 2409.19256, section 6)."""
+"""Set partitions: the placements of Algorithm 1 (arXiv 2409.19256, section 6)."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 Sets = tuple[tuple[str, ...], ...]
 """Roles by pool; pools in the order of their first roles."""
@@ -28,23 +27,3 @@ def set_partitions(roles: Sequence[str]) -> list[Sets]:
     return sorted(
         partitions, key=lambda sets: (len(sets), [[order[role] for role in one] for one in sets])
     )
-
-
-def allocations(total: int, least: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to give every device to one of several pools, each at least what it needs.
-
-    With a least of 1 each these are C(N - 1, k - 1) compositions, the paper's bound.
-    """
-    if len(least) == 1:
-        if total >= least[0]:
-            yield (total,)
-        return
-    rest = sum(least[1:])
-    for first in range(least[0], total - rest + 1):
-        for others in allocations(total - first, least[1:]):
-            yield (first, *others)
-
-
-def kind_choices(pools: int, kinds: int) -> Iterator[tuple[int, ...]]:
-    """All ways to put each pool on one kind of device."""
-    return itertools.product(range(kinds), repeat=pools)

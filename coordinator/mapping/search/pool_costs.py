@@ -115,13 +115,6 @@ class PoolCosts:
         starts = [sizes[0] if sizes else None for sizes, _ in self._tables]
         return None if None in starts else max(one for one in starts if one is not None)
 
-    def lacking(self) -> str | None:
-        """The first role that has no layout here at all."""
-        for role, (sizes, _) in zip(self.roles, self._tables, strict=True):
-            if not sizes:
-                return role
-        return None
-
     def sizes(self, most: int) -> list[int]:
         """Numbers of devices, up to so many, at which a role can do something else.
 

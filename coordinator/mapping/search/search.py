@@ -11,19 +11,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rolemesh.coordinator.mapping.job.job import ConstraintError, Job
-from rolemesh.coordinator.mapping.job.tasks import Step, TaskKind, Timeline
+from rolemesh.coordinator.mapping.job.tasks import TaskKind, Timeline
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
-from rolemesh.coordinator.mapping.search.choosing import EQUAL, Chosen, Objective
-from rolemesh.coordinator.mapping.search.partitions import Sets, kind_choices, set_partitions
+from rolemesh.coordinator.mapping.search.choosing import EQUAL, Chosen
+from rolemesh.coordinator.mapping.search.partitions import Sets, set_partitions
 from rolemesh.coordinator.mapping.search.pool_costs import PoolCosts
 from rolemesh.coordinator.mapping.simulators.costs import Option, RoleCosts
-
-MakeObjective = Callable[[Step, Mapping[str, int]], Objective]
-"""Takes the step, and the number of its pool by role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +63,12 @@ class Search:
     Owner: one thread.
     """
 
-    def __init__(
-        self, job: Job, groups: Sequence[DeviceGroup], objective: MakeObjective = Timeline
-    ) -> None:
+    def __init__(self, job: Job, groups: Sequence[DeviceGroup]) -> None:
         """Prepares.
 
         Args:
             job: What is placed.
             groups: The cluster: groups of equal devices.
-            objective: What is to be small.
 
         Raises:
             ConstraintError: Its wishes contradict each other, or there is no device.
@@ -85,7 +79,6 @@ class Search:
         self.job, self.groups = replace(job, step=step), tuple(groups)
         self._names = tuple(role.name for role in job.roles)
         job.wishes.check(self._names, tuple(group.device.name for group in groups))
-        self._objective = objective
         self._roles: dict[tuple[str, int], RoleCosts] = {}
         self._pools: dict[tuple[tuple[str, ...], int], PoolCosts] = {}
         self._beside = modelless_seconds(job, groups[0])
@@ -148,7 +141,7 @@ class Search:
         names = [group.device.name for group in self.groups]
         return [
             kinds
-            for kinds in kind_choices(len(sets), len(self.groups))
+            for kinds in itertools.product(range(len(self.groups)), repeat=len(sets))
             if all(
                 on.get(role, names[kind]) == names[kind]
                 for roles, kind in zip(sets, kinds, strict=True)
@@ -161,10 +154,10 @@ class Search:
         bounds = [_Boxes(self, sets, kinds, quiet).root for kinds in self._kinds(sets)]
         return min((one[0] for one in bounds if one is not None), default=math.inf)
 
-    def objective(self, sets: Sets) -> Objective:
-        """Seconds of a step of this partition."""
+    def timeline(self, sets: Sets) -> Timeline:
+        """When the tasks of a step start and end in this partition."""
         pools = {role: number for number, roles in enumerate(sets) for role in roles}
-        return self._objective(self.job.step, pools)
+        return Timeline(self.job.step, pools)
 
     def most(self, roles: tuple[str, ...], kind: int) -> int:
         """Most devices that a pool may have."""
@@ -192,7 +185,7 @@ class _Boxes:
             pool.sizes(search.most(roles, kind))
             for pool, roles, kind in zip(self._pools, sets, kinds, strict=True)
         ]
-        self._objective = search.objective(sets)
+        self._timeline = search.timeline(sets)
         self._seconds = search.beside()
         whole = tuple((0, len(sizes) - 1) for sizes in self._sizes)
         self.root = self._bounded(whole) if all(self._sizes) else None
@@ -250,13 +243,13 @@ class _Boxes:
                 return None
             for task, value in zip(pool.tasks, bound, strict=True):
                 seconds[task] = value
-        return self._objective.period(seconds), tuple(tight)
+        return self._timeline.period(seconds), tuple(tight)
 
     def _compared(self, box: _Box, cutoff: float) -> Placement | None:
         """The cheapest plan of one allocation, where it is cheaper than the cutoff."""
         self._found.plans += 1
         sizes = [one[low] for one, (low, _) in zip(self._sizes, box, strict=True)]
-        chosen = Chosen(self._pools, sizes, self._objective, self._search.beside()).best(cutoff)
+        chosen = Chosen(self._pools, sizes, self._timeline, self._search.beside()).best(cutoff)
         if chosen is None:
             return None
         return Placement(

@@ -1,4 +1,4 @@
-"""The search against trying everything: partitions, allocations, costs and the chosen plan."""
+"""The search against trying everything: partitions, costs and the chosen plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rolemesh.coordinator.mapping.job.job import ConstraintError, Job, Role, Wis
 from rolemesh.coordinator.mapping.job.layouts import Freedom, Layout, layouts
 from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import HYBRIDFLOW, ROLEMESH, System
-from rolemesh.coordinator.mapping.job.tasks import StageCosts, Step, Task, TaskKind, Timeline
+from rolemesh.coordinator.mapping.job.tasks import Step, Task, TaskKind, Timeline
 from rolemesh.coordinator.mapping.job.work import Lengths, Work
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup, group_of
 from rolemesh.coordinator.mapping.machines.devices import DEVICES
-from rolemesh.coordinator.mapping.search.partitions import Sets, allocations, set_partitions
+from rolemesh.coordinator.mapping.search.partitions import Sets, set_partitions
 from rolemesh.coordinator.mapping.search.search import Search
 from rolemesh.coordinator.mapping.simulators import costs as costs_module
 from rolemesh.coordinator.mapping.simulators.costs import Option, RoleCosts, _undominated
@@ -47,29 +47,6 @@ def test_partitions_are_counted_by_bell_numbers() -> None:
         assert len({frozenset(map(frozenset, sets)) for sets in found}) == bell
         assert all(sorted(itertools.chain(*sets)) == roles for sets in found)
         assert [len(sets) for sets in found] == sorted(len(sets) for sets in found)
-
-
-@given(total=st.integers(1, 16), least=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_allocations_are_all_that_brute_force_finds(total: int, least: list[int]) -> None:
-    found = list(allocations(total, least))
-    ranges = [range(one, total + 1) for one in least]
-    assert found == [one for one in itertools.product(*ranges) if sum(one) == total]
-    if set(least) == {1}:
-        assert len(found) == math.comb(total - 1, len(least) - 1)
-
-
-def test_allocations_of_the_paper() -> None:
-    for total, count in ((8, 35), (16, 455)):
-        assert sum(1 for _ in allocations(total, [1] * 4)) == count
-    assert math.comb(127, 3) == 333_375
-
-
-def test_the_papers_cost_adds_in_a_set_takes_the_slowest_set_and_adds_stages() -> None:
-    seconds = [10.0, 1.0, 2.0, 4.0, 5.0, 7.0]
-    split = {"actor": 0, "reference": 0, "critic": 1, "reward": 1}
-    assert StageCosts(step("ppo"), split).period(seconds) == 10 + max(2, 1 + 4) + max(5, 7)
-    together = dict.fromkeys(split, 0)
-    assert StageCosts(step("ppo"), together).period(seconds) == sum(seconds)
 
 
 def test_a_timeline_overlaps_what_the_dataflow_lets_overlap() -> None:
@@ -133,25 +110,11 @@ def brute_finish(step: Step, place: Mapping[str, int]) -> Finish:
     return finish
 
 
-def brute_stages(step: Step, place: Mapping[str, int]) -> Finish:
-    stages = [{"generate": 0, "update": 2}.get(task.method, 1) for task in step.tasks]
-
-    def finish(seconds: Sequence[float]) -> float:
-        sums = [[0.0] * (max(place.values()) + 1) for _ in range(3)]
-        for task, stage in zip(step.tasks, stages, strict=True):
-            sums[stage][place[task.role]] += seconds[task.index]
-        return sum(max(one) for one in sums)
-
-    return finish
-
-
 class Brute:
     """Every plan of a job on some groups of devices."""
 
-    def __init__(
-        self, wanted: Job, groups: Sequence[DeviceGroup], finish: Callable[..., Finish]
-    ) -> None:
-        self.job, self.groups, self.finish = wanted, groups, finish
+    def __init__(self, wanted: Job, groups: Sequence[DeviceGroup]) -> None:
+        self.job, self.groups = wanted, groups
         self.costs = {
             (role.name, kind): RoleCosts(wanted, role, group)
             for role in wanted.roles
@@ -185,7 +148,7 @@ class Brute:
 
     def partition(self, sets: list[list[str]], kinds: tuple[int, ...]) -> float:
         place = {role: number for number, one in enumerate(sets) for role in one}
-        best, finish = math.inf, self.finish(self.job.step, place)
+        best, finish = math.inf, brute_finish(self.job.step, place)
         ranges = [range(1, self.groups[kind].count + 1) for kind in kinds]
         for sizes in itertools.product(*ranges):
             used = [0] * len(self.groups)
@@ -308,14 +271,10 @@ def tiny(algorithm: str, system: System, freedom: Freedom = PLAIN) -> Job:
     return job(algorithm, "tiny", system=system, freedom=freedom, work=WORK)
 
 
-def agree(wanted: Job, groups: Sequence[DeviceGroup], objective: str = "timeline") -> Search:
-    make, finish = {
-        "timeline": (Timeline, brute_finish),
-        "stages": (StageCosts, brute_stages),
-    }[objective]
-    brute = Brute(wanted, groups, finish)
+def agree(wanted: Job, groups: Sequence[DeviceGroup]) -> Search:
+    brute = Brute(wanted, groups)
     best = brute.run()
-    search = Search(wanted, groups, make)
+    search = Search(wanted, groups)
     found = search.run(kept=60)
     assert set(brute.best_of) == set(set_partitions([role.name for role in wanted.roles]))
     for placement in found.placements:
@@ -326,17 +285,14 @@ def agree(wanted: Job, groups: Sequence[DeviceGroup], objective: str = "timeline
         chosen = search.run(kept=1).placements[0]
         assert chosen.period == pytest.approx(best, rel=1e-7)
         place = {role: number for number, one in enumerate(chosen.sets) for role in one}
-        assert finish(wanted.step, place)(chosen.seconds) == pytest.approx(best, rel=1e-7)
+        assert brute_finish(wanted.step, place)(chosen.seconds) == pytest.approx(best, rel=1e-7)
     return search
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("system", [BARE, ASLEEP], ids=["stay", "sleep"])
-@pytest.mark.parametrize("objective", ["timeline", "stages"])
-def test_the_plan_is_the_exhaustive_optimum_on_few_gpus(
-    algorithm: str, system: System, objective: str
-) -> None:
-    agree(tiny(algorithm, system), cluster(3), objective)
+def test_the_plan_is_the_exhaustive_optimum_on_few_gpus(algorithm: str, system: System) -> None:
+    agree(tiny(algorithm, system), cluster(3))
 
 
 @pytest.mark.parametrize(
@@ -399,7 +355,7 @@ def test_no_bound_cuts_the_optimum(seed: int) -> None:
             held = RankBytes(rest=rest, peak=rest + (draw.randint(0, 40) << 20))
             seconds = tuple(float(draw.randint(1, 9)) for _ in wanted.step.of(role.name))
             options[role.name].append(Option(layout, held, seconds))
-    brute = Brute(wanted, groups, brute_finish)
+    brute = Brute(wanted, groups)
     brute.raw = {(name, 0): found for name, found in options.items()}
     brute.is_reduced = False
     best = brute.run()
