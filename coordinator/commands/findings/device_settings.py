@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.commands.findings.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.findings import Finding, ok
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import ActorSpec, ModelSpec, Numerics, RolloutRoleSpec, VllmSpec
@@ -71,7 +71,7 @@ def device_settings(recipe: Recipe, cpu: Device) -> Iterator[Finding]:
             )
             lines += [f"rollout.{line}" for line in described(choices)]
         if lines:
-            yield Finding(level=Level.OK, what=role, text="; ".join(lines))
+            yield ok(role, "; ".join(lines))
 
 
 def _sizes(recipe: Recipe, role: str, model: ModelSpec) -> ModelSizes | None:

@@ -27,7 +27,7 @@ from rolemesh.coordinator.commands.findings.device_settings import (
     cpu_multiplies_bfloat16,
     device_settings,
 )
-from rolemesh.coordinator.commands.findings.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.findings import Finding, enough, fail, ok, warn
 from rolemesh.coordinator.commands.findings.gpu_findings import check_gpus
 from rolemesh.coordinator.commands.findings.placing import start_cautions
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
@@ -81,10 +81,8 @@ def check_python(version: tuple[int, int]) -> Finding:
     """Whether this Python is one that rolemesh runs on."""
     text = f"{version[0]}.{version[1]} ({platform.machine()}, {platform.system()})"
     if f"{version[0]}.{version[1]}" in PYTHON:
-        return Finding(level=Level.OK, what="python", text=text)
-    return Finding(
-        level=Level.FAIL, what="python", text=text, remedy=f"use Python {PYTHON}; 3.11 is tested"
-    )
+        return ok("python", text)
+    return fail("python", text, f"use Python {PYTHON}; 3.11 is tested")
 
 
 def installed_versions() -> dict[str, str]:
@@ -107,13 +105,12 @@ def check_packages(installed: dict[str, str]) -> Iterator[Finding]:
     if "+cpu" in torch:
         yield from _check_companions(installed)
         if "vllm" in installed:
-            yield Finding(
-                level=Level.FAIL,
-                what="torch",
-                text=f"{torch} knows no GPU, and vllm {installed['vllm']} is built for CUDA: an "
-                "index with builds for the CPU was asked first",
-                remedy=f"pip install --force-reinstall --no-deps 'torch{wanted['torch']}' without "
-                "such an index (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS)",
+            yield fail(
+                "torch",
+                f"{torch} knows no GPU, and vllm {installed['vllm']} is built for CUDA: an index "
+                "with builds for the CPU was asked first",
+                f"pip install --force-reinstall --no-deps 'torch{wanted['torch']}' without such an "
+                "index (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS)",
             )
 
 
@@ -128,32 +125,23 @@ def _wanted(extra: str) -> dict[str, SpecifierSet]:
 
 def _check_package(name: str, version: str | None, wanted: SpecifierSet) -> Finding:
     if version is None:
-        return Finding(
-            level=Level.FAIL,
-            what=name,
-            text="not installed",
-            remedy=f"{INSTALL}; without it this environment can coordinate, but serve no role",
-        )
+        remedy = f"{INSTALL}; without it this environment can coordinate, but serve no role"
+        return fail(name, "not installed", remedy)
     # A local version such as 2.13.0+cpu is the same release in another build.
     if Version(Version(version).public) in wanted:
-        return Finding(level=Level.OK, what=name, text=version)
-    return Finding(
-        level=Level.WARN,
-        what=name,
-        text=f"{version}, tested is {wanted}",
-        remedy=f"install {name}{wanted}, or run the tests with what you have",
-    )
+        return ok(name, version)
+    remedy = f"install {name}{wanted}, or run the tests with what you have"
+    return warn(name, f"{version}, tested is {wanted}", remedy)
 
 
 def _check_tasks(version: str | None, wanted: SpecifierSet) -> Finding:
     if version is not None:
         return _check_package("reasoning-gym", version, wanted)
-    return Finding(
-        level=Level.WARN,
-        what="reasoning-gym",
-        text="not installed: data and rewards of type reasoning_gym are refused, and so are the "
-        "prompts of recipes/quickstart-ppo.yaml",
-        remedy="install rolemesh[tasks] (`make setup` in a checkout)",
+    return warn(
+        "reasoning-gym",
+        "not installed: data and rewards of type reasoning_gym are refused, and so are the prompts "
+        "of recipes/quickstart-ppo.yaml",
+        "install rolemesh[tasks] (`make setup` in a checkout)",
     )
 
 
@@ -161,12 +149,11 @@ def _check_companions(installed: dict[str, str]) -> Iterator[Finding]:
     for name in _CUDA_ONLY:
         version = installed.get(name)
         if version is not None and "+cpu" not in version:
-            yield Finding(
-                level=Level.FAIL,
-                what=name,
-                text=f"{version} is built for CUDA, beside a torch for the CPU: "
-                "`import transformers` dies of it",
-                remedy=f"pip uninstall {' '.join(_CUDA_ONLY)} (text needs none of them)",
+            yield fail(
+                name,
+                f"{version} is built for CUDA, beside a torch for the CPU: `import transformers` "
+                "dies of it",
+                f"pip uninstall {' '.join(_CUDA_ONLY)} (text needs none of them)",
             )
 
 
@@ -178,35 +165,30 @@ def usable_cores() -> int:
 def check_memory(total_bytes: int, cores: int) -> Finding:
     """Whether four services fit into memory."""
     gib = total_bytes / 2**30
-    text = f"{gib:.1f} GiB of memory, {cores} cores"
-    if gib >= ENOUGH_MEMORY_GIB:
-        return Finding(level=Level.OK, what="memory", text=text)
-    return Finding(
-        level=Level.WARN,
-        what="memory",
-        text=text,
-        remedy=f"the quickstart wants {ENOUGH_MEMORY_GIB} GiB: end other programs, or run services "
-        "on other machines (services.<role>.address)",
+    return enough(
+        gib >= ENOUGH_MEMORY_GIB,
+        "memory",
+        f"{gib:.1f} GiB of memory, {cores} cores",
+        f"the quickstart wants {ENOUGH_MEMORY_GIB} GiB: end other programs, or run services on "
+        "other machines (services.<role>.address)",
     )
 
 
 def check_shared_memory(folder: Path) -> Finding:
     """Whether experience can move through shared memory."""
     if not folder.is_dir():
-        return Finding(
-            level=Level.WARN,
-            what="shared memory",
-            text=f"there is no {folder}: experience travels through gRPC, which is slower",
-            remedy="nothing must be done; on Linux, mount a tmpfs there",
+        return warn(
+            "shared memory",
+            f"there is no {folder}: experience travels through gRPC, which is slower",
+            "nothing must be done; on Linux, mount a tmpfs there",
         )
     gib = shutil.disk_usage(folder).total / 2**30
     if gib >= ENOUGH_SHM_GIB:
-        return Finding(level=Level.OK, what="shared memory", text=f"{folder} has {gib:.1f} GiB")
-    return Finding(
-        level=Level.WARN,
-        what="shared memory",
-        text=f"{folder} has {gib:.2f} GiB",
-        remedy=f"give it {ENOUGH_SHM_GIB} GiB (docker: --shm-size or shm_size), or lower "
+        return ok("shared memory", f"{folder} has {gib:.1f} GiB")
+    return warn(
+        "shared memory",
+        f"{folder} has {gib:.2f} GiB",
+        f"give it {ENOUGH_SHM_GIB} GiB (docker: --shm-size or shm_size), or lower "
         "services.<role>.experience_capacity_mib",
     )
 
@@ -214,26 +196,19 @@ def check_shared_memory(folder: Path) -> Finding:
 def check_disk(folder: Path) -> Finding:
     """Whether runs have room."""
     gib = shutil.disk_usage(folder).free / 2**30
-    text = f"{gib:.0f} GiB free in {folder.absolute()}"
-    if gib >= ENOUGH_DISK_GIB:
-        return Finding(level=Level.OK, what="disk", text=text)
-    return Finding(
-        level=Level.WARN,
-        what="disk",
-        text=text,
-        remedy="choose another folder with --out, or keep fewer checkpoints (run.checkpoint.keep)",
+    return enough(
+        gib >= ENOUGH_DISK_GIB,
+        "disk",
+        f"{gib:.0f} GiB free in {folder.absolute()}",
+        "choose another folder with --out, or keep fewer checkpoints (run.checkpoint.keep)",
     )
 
 
 def check_sandbox() -> Finding:
     """Which sandbox this host has for reward functions and environments of users."""
     found = find_sandbox("auto")
-    return Finding(
-        level=Level.WARN if found.lacks else Level.OK,
-        what="sandbox",
-        text=f"for functions of yours: {found}",
-        remedy="install bubblewrap (apt-get install bubblewrap)" if found.lacks else "",
-    )
+    remedy = "install bubblewrap (apt-get install bubblewrap)"
+    return enough(not found.lacks, "sandbox", f"for functions of yours: {found}", remedy)
 
 
 def check_loopback() -> Finding:
@@ -244,25 +219,17 @@ def check_loopback() -> Finding:
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 pass
     except OSError as error:
-        return Finding(
-            level=Level.FAIL,
-            what="ports",
-            text=f"no connection over 127.0.0.1: {error}",
-            remedy="services talk over loopback: allow it in the firewall or sandbox",
-        )
+        remedy = "services talk over loopback: allow it in the firewall or sandbox"
+        return fail("ports", f"no connection over 127.0.0.1: {error}", remedy)
     # gRPC reads the lower-case names alone.
     names = ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy")
     known = {name: os.environ[name] for name in names if os.environ.get(name)}
     proxies = [name for name in names[:3] if name in known]
     excluded = known.get("no_grpc_proxy", known.get("no_proxy", ""))
     if proxies and "127.0.0.1" not in excluded:
-        return Finding(
-            level=Level.WARN,
-            what="ports",
-            text=f"loopback works, but {proxies[0]} is set without an exception for it",
-            remedy="export no_proxy=127.0.0.1,localhost",
-        )
-    return Finding(level=Level.OK, what="ports", text="loopback works")
+        text = f"loopback works, but {proxies[0]} is set without an exception for it"
+        return warn("ports", text, "export no_proxy=127.0.0.1,localhost")
+    return ok("ports", "loopback works")
 
 
 async def check_store(spec: StoreSpec) -> Finding:
@@ -270,13 +237,12 @@ async def check_store(spec: StoreSpec) -> Finding:
     try:
         with tempfile.TemporaryDirectory(prefix="rolemesh-doctor-") as folder:
             async with open_store(spec, Path(folder)):
-                return Finding(level=Level.OK, what="store", text=f"{spec.type} store answers")
+                return ok("store", f"{spec.type} store answers")
     except (StateStoreError, ValueError, OSError) as error:
-        return Finding(
-            level=Level.FAIL,
-            what="store",
-            text=str(error),
-            remedy="use a Redis or Valkey of your own: --set store.type=redis "
+        return fail(
+            "store",
+            str(error),
+            "use a Redis or Valkey of your own: --set store.type=redis "
             "--set store.url=redis://127.0.0.1:6379/0",
         )
 
@@ -284,12 +250,11 @@ async def check_store(spec: StoreSpec) -> Finding:
 def check_quickstart(model: Path) -> Finding:
     """Whether the quickstart's model has been prepared."""
     if (model / "config.json").is_file():
-        return Finding(level=Level.OK, what="model", text=f"{model} is there")
-    return Finding(
-        level=Level.WARN,
-        what="model",
-        text=f"{model.absolute()} is not there, which recipes/quickstart-ppo.yaml names",
-        remedy=f"`make quickstart`, or python -m rolemesh.quickstart.smollm2 --out {model}",
+        return ok("model", f"{model} is there")
+    return warn(
+        "model",
+        f"{model.absolute()} is not there, which recipes/quickstart-ppo.yaml names",
+        f"`make quickstart`, or python -m rolemesh.quickstart.smollm2 --out {model}",
     )
 
 
@@ -297,15 +262,11 @@ def check_gpu_memory(recipe: Recipe | None, gpus: HostGpus) -> Iterator[Finding]
     """Whether a recipe uses the GPUs of this host, and fits on them as far as arithmetic says."""
     if recipe is None:
         if gpus.unusable:
-            yield Finding(
-                level=Level.WARN, what="gpu", text=f"not used: {gpus.unusable}", remedy=INSTALL
-            )
+            yield warn("gpu", f"not used: {gpus.unusable}", INSTALL)
         return
     with contextlib.suppress(ValueError):  # which check_recipe reports
         for caution in start_cautions(recipe, gpus, services_in(recipe)):
-            yield Finding(
-                level=Level.WARN, what="gpu memory", text=caution.text, remedy=caution.remedy
-            )
+            yield warn("gpu memory", caution.text, caution.remedy)
 
 
 def check_recipe(recipe: Recipe) -> list[Finding]:
@@ -317,6 +278,5 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
         cpu = Device("cpu", multiplies_bfloat16=cpu_multiplies_bfloat16())
         settings = list(device_settings(recipe, cpu))
     except ValueError as error:
-        return [Finding(level=Level.FAIL, what="recipe", text=str(error))]
-    found = f"{recipe.run.name}: its files are there"
-    return [Finding(level=Level.OK, what="recipe", text=found), *settings]
+        return [fail("recipe", str(error))]
+    return [ok("recipe", f"{recipe.run.name}: its files are there"), *settings]

@@ -42,6 +42,26 @@ class Finding:
         }
 
 
+def ok(what: str, text: str) -> Finding:
+    """Nothing is to be done."""
+    return Finding(level=Level.OK, what=what, text=text)
+
+
+def warn(what: str, text: str, remedy: str) -> Finding:
+    """A run is possible, but not as it should be."""
+    return Finding(level=Level.WARN, what=what, text=text, remedy=remedy)
+
+
+def fail(what: str, text: str, remedy: str = "") -> Finding:
+    """A run is not possible."""
+    return Finding(level=Level.FAIL, what=what, text=text, remedy=remedy)
+
+
+def enough(is_enough: bool, what: str, text: str, remedy: str) -> Finding:
+    """Nothing is to be done where there is enough, e.g. of memory."""
+    return ok(what, text) if is_enough else warn(what, text, remedy)
+
+
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.SKIP: "yellow", Level.FAIL: "red"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from rolemesh.coordinator.commands.findings.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.findings import Finding, ok, warn
 
 OLDEST_DRIVERS = {12: 525, 13: 580}
 """First branch of NVIDIA's driver that runs programs for a major version of CUDA; within one, the
@@ -24,7 +24,7 @@ async def check_gpus(installed: dict[str, str]) -> list[Finding]:
     """What nvidia-smi shows, and where there are GPUs what moves weights between them."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return [Finding(level=Level.OK, what="gpu", text="none (no nvidia-smi): roles use the CPU")]
+        return [ok("gpu", "none (no nvidia-smi): roles use the CPU")]
     process = await asyncio.create_subprocess_exec(
         program,
         "--query-gpu=index,name,memory.total,driver_version",
@@ -40,16 +40,10 @@ async def check_gpus(installed: dict[str, str]) -> list[Finding]:
         output = f"no answer within {_NVIDIA_SMI_TIMEOUT_S} s".encode()
     text = output.decode(errors="replace").strip()
     if process.returncode != 0:
-        return [
-            Finding(
-                level=Level.WARN,
-                what="gpu",
-                text=f"nvidia-smi fails: {text}",
-                remedy="fix the driver, or use pools with devices: [cpu]",
-            )
-        ]
+        remedy = "fix the driver, or use pools with devices: [cpu]"
+        return [warn("gpu", f"nvidia-smi fails: {text}", remedy)]
     lines = text.splitlines()
-    gpus = [Finding(level=Level.OK, what="gpu", text=line) for line in lines]
+    gpus = [ok("gpu", line) for line in lines]
     drivers = [line.rpartition(",")[2].strip() for line in lines[:1]]
     too_old = [check_driver(driver, torch_cuda(), installed) for driver in drivers]
     return [*gpus, *(finding for finding in too_old if finding), check_nccl(installed)]
@@ -88,13 +82,8 @@ def check_driver(driver: str, cuda: str, installed: dict[str, str]) -> Finding |
             "tried; docs/installing.md says what is known). NVIDIA's cuda-compat libraries may do "
             "as well on GPUs of data centres; nvidia-smi does not show them"
         )
-    return Finding(
-        level=Level.WARN,
-        what="driver",
-        text=f"{driver} is too old: torch is built for CUDA {cuda}, which wants driver {oldest} or "
-        "newer",
-        remedy=remedy,
-    )
+    text = f"{driver} is too old: torch is built for CUDA {cuda}, which wants driver {oldest}"
+    return warn("driver", f"{text} or newer", remedy)
 
 
 def _for_cuda_12(installed: dict[str, str]) -> str:
@@ -122,20 +111,15 @@ def check_nccl(installed: dict[str, str]) -> Finding:
     cupy = next((name for name in sorted(installed) if name.startswith("cupy-cuda")), "")
     nccl = next((name for name in sorted(installed) if name.startswith("nvidia-nccl-cu")), "")
     if not cupy:
-        return Finding(
-            level=Level.WARN,
-            what="nccl",
-            text="cupy is not installed: ranks on GPUs exchange weights by torch, which is slower",
-            remedy="install rolemesh[gpu], or cupy of the same CUDA version as torch",
+        return warn(
+            "nccl",
+            "cupy is not installed: ranks on GPUs exchange weights by torch, which is slower",
+            "install rolemesh[gpu], or cupy of the same CUDA version as torch",
         )
     found = f"{cupy} {installed[cupy]}, "
     found += f"{nccl} {installed[nccl]}" if nccl else "NCCL not from a Python package"
     cuda, other = cupy.removeprefix("cupy-cuda")[:2], nccl.removeprefix("nvidia-nccl-cu")[:2]
     if nccl and cuda != other:
-        return Finding(
-            level=Level.WARN,
-            what="nccl",
-            text=f"{found}: made for different versions of CUDA",
-            remedy=f"install cupy-cuda{other}x, as torch's NCCL",
-        )
-    return Finding(level=Level.OK, what="nccl", text=found)
+        remedy = f"install cupy-cuda{other}x, as torch's NCCL"
+        return warn("nccl", f"{found}: made for different versions of CUDA", remedy)
+    return ok("nccl", found)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from rolemesh.coordinator.algorithms.registry import roles_in, unused_roles
-from rolemesh.coordinator.commands.findings.findings import Finding, Level
+from rolemesh.coordinator.commands.findings.findings import Finding, Level, enough, fail, ok, warn
 from rolemesh.coordinator.commands.findings.placing import start_cautions
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -78,16 +78,14 @@ async def recipe_findings(
         if recipe.run.directory is not None:
             check_directory_is_free(recipe.run.directory)
     except ValueError as error:
-        yield _fail("recipe", str(error))
+        yield fail("recipe", str(error))
         # A graph may lack a section too, but data cannot be read without their files.
-        async for finding in _graph(recipe):
-            yield finding
+        yield await _graph(recipe)
         return
-    yield _ok("recipe", f"{recipe.run.name}: valid, and its files are there")
-    async for finding in _graph(recipe):
-        yield finding
+    yield ok("recipe", f"{recipe.run.name}: valid, and its files are there")
+    yield await _graph(recipe)
     for role in unused_roles(recipe):
-        yield _warn(
+        yield warn(
             "recipe",
             f"the section {role} is not used by algorithm {recipe.algorithm.type!r}",
             f"take the section {role} out, or take another algorithm",
@@ -96,21 +94,20 @@ async def recipe_findings(
     async for finding in _preview(recipe, services, timeout_s, counts):
         yield finding
     for caution in cautions(recipe, counts.get("train"), counts.get("held_out")):
-        yield _warn("sizes", caution.text, caution.remedy)
+        yield warn("sizes", caution.text, caution.remedy)
     for caution in start_cautions(recipe, gpus, services):
-        yield _warn("gpu", caution.text, caution.remedy)
+        yield warn("gpu", caution.text, caution.remedy)
     for finding in (*_evaluation(recipe, counts), *_sizes(recipe, services)):
         yield finding
 
 
-async def _graph(recipe: Recipe) -> AsyncIterator[Finding]:
+async def _graph(recipe: Recipe) -> Finding:
     try:
         nodes = await plan_step(recipe)
     except ValueError as error:
-        yield _fail("algorithm", str(error))
-        return
+        return fail("algorithm", str(error))
     calls = " -> ".join(node.name for node in nodes)
-    yield _ok("algorithm", f"{recipe.algorithm.type}: {calls or 'a client makes the steps'}")
+    return ok("algorithm", f"{recipe.algorithm.type}: {calls or 'a client makes the steps'}")
 
 
 async def _preview(
@@ -164,7 +161,7 @@ async def _preview(
             await process.wait()
     if is_whole and process.returncode:
         last = (await errors).decode(errors="replace").strip().rpartition("\n")[2]
-        yield _fail("data", f"the process that reads the data failed: {last}")
+        yield fail("data", f"the process that reads the data failed: {last}")
 
 
 def _rewards(recipe: Recipe, services: Mapping[str, str | None]) -> list[WeightedRewardSpec]:
@@ -237,7 +234,7 @@ def _told(
     """The findings in one line of the process."""
     match told["type"]:
         case "error" if told["what"] == "packages":
-            yield _warn("data", f"not looked at: {told['text']}", INSTALL)
+            yield warn("data", f"not looked at: {told['text']}", INSTALL)
         case "error":
             what = {"functions": "own functions"}.get(told["what"], told["what"])
             role = "actor"
@@ -245,21 +242,21 @@ def _told(
                 role = recipe.services_of("rollout")[0]
             address = services.get(role)
             if address is None:
-                yield _fail(what, told["text"])
+                yield fail(what, told["text"])
             else:
-                yield _warn(
+                yield warn(
                     what,
                     f"not looked at: {told['text']}",
                     f"the {role} at {address} reads its own disk: run the check there",
                 )
         case "functions":
-            yield _ok("own functions", f"loaded {', '.join(told['names'])}")
+            yield ok("own functions", f"loaded {', '.join(told['names'])}")
         case "environment":
-            yield _ok("environment", f"{told['name']} begins an episode with the first prompt")
+            yield ok("environment", f"{told['name']} begins an episode with the first prompt")
         case "data":
             yield from _data(recipe, told)
         case "prompt":
-            yield _ok("prompt", _shown_prompt(told))
+            yield ok("prompt", _shown_prompt(told))
         case "lengths":
             yield from _lengths(recipe, told)
         case "reward":
@@ -268,10 +265,10 @@ def _told(
 
 def _data(recipe: Recipe, told: Mapping[str, Any]) -> Iterator[Finding]:
     left_out = f", {told['filtered']} left out for their length" if told["filtered"] else ""
-    yield _ok("data", f"{told['train']} rows to train on, {told['held_out']} held out{left_out}")
+    yield ok("data", f"{told['train']} rows to train on, {told['held_out']} held out{left_out}")
     sources = [] if recipe.reward is None else named_sources(recipe.reward.source)
     if told["unanswered"] and any(isinstance(s.source, ArithmeticRewardSpec) for s in sources):
-        yield _fail(
+        yield fail(
             "data",
             f"{told['unanswered']} rows have no expected answer (the first: "
             f"{told['first_unanswered']}), which the reward 'arithmetic' compares with",
@@ -302,43 +299,41 @@ def _lengths(recipe: Recipe, told: Mapping[str, Any]) -> Iterator[Finding]:
     if limit > wanted:
         remedy += f", or set actor.data.max_prompt_tokens to {limit - wanted} to leave them out"
     if told["no_room"]:
-        yield _fail(
+        yield fail(
             "lengths",
             f"{told['no_room']} of {told['prompts']} prompts have rollout.max_model_len ({limit}) "
             f"tokens or more ({longest}); the run does not start with them",
             remedy,
         )
     if told["less_room"]:
-        yield _warn(
+        yield warn(
             "lengths",
             f"{told['less_room']} of {told['prompts']} prompts are longer than {bound} ({longest})"
             ": their completions are cut sooner",
             remedy,
         )
     if not told["no_room"] and not told["less_room"]:
-        yield _ok("lengths", f"all {told['prompts']} prompts fit into {bound}")
+        yield ok("lengths", f"all {told['prompts']} prompts fit into {bound}")
 
 
 def _reward(services: Mapping[str, str | None], told: Mapping[str, Any]) -> Finding:
     if "error" not in told:
         shown = "None (it does not apply)" if told["reward"] is None else f"{told['reward']:g}"
         text = f"{told['name']} gives {shown} to the first prompt with {told['completion'][:60]!r}"
-        return _ok("reward", text)
+        return ok("reward", text)
     remedy = "`rolemesh reward check --recipe` tries it at length"
     address = services.get("reward")
     if address is not None:
         remedy += f"; the reward service at {address} may reach what this machine cannot"
-    level = Level.FAIL if address is None else Level.WARN
-    return Finding(
-        level=level, what="reward", text=f"{told['name']}: {told['error']}", remedy=remedy
-    )
+    found = fail if address is None else warn
+    return found("reward", f"{told['name']}: {told['error']}", remedy)
 
 
 def _evaluation(recipe: Recipe, counts: Mapping[str, Any]) -> Iterator[Finding]:
     wanted, have = recipe.run.evaluation.num_prompts, counts.get("held_out")
     if have is None or not can_evaluate(recipe, roles_in(recipe)) or wanted <= have:
         return
-    yield _fail(
+    yield fail(
         "evaluation",
         f"run.evaluation.num_prompts is {wanted}, but {have} prompts are held out: the run does "
         "not start",
@@ -351,7 +346,7 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
     """Memory and disk, as far as they follow from the sizes of models."""
     found = footprint_of(recipe, services)
     for folder in found.unknown:
-        yield _warn(
+        yield warn(
             "memory",
             f"{folder} holds no *.safetensors that can be read here, so memory and disk do not "
             "count this model",
@@ -370,7 +365,7 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
             "take a smaller model, lower rollout.kv_cache_gib, or set run.recovery.cuts to false",
         )
     for name, size in found.device_memory.items():
-        yield _ok(
+        yield ok(
             "gpu memory",
             f"{name}: about {gib(size)} on each GPU; an estimate of weights, gradients and "
             "optimizer, without sampler and activations",
@@ -399,17 +394,4 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
 
 def _against(what: str, text: str, needed: int, available: int, noun: str, remedy: str) -> Finding:
     """A finding about bytes that are needed, of which some are available."""
-    text = f"{text}; {noun} are {gib(available)}"
-    return _ok(what, text) if needed <= available else _warn(what, text, remedy)
-
-
-def _ok(what: str, text: str) -> Finding:
-    return Finding(level=Level.OK, what=what, text=text)
-
-
-def _warn(what: str, text: str, remedy: str) -> Finding:
-    return Finding(level=Level.WARN, what=what, text=text, remedy=remedy)
-
-
-def _fail(what: str, text: str, remedy: str = "") -> Finding:
-    return Finding(level=Level.FAIL, what=what, text=text, remedy=remedy)
+    return enough(needed <= available, what, f"{text}; {noun} are {gib(available)}", remedy)
