@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from rolemesh.coordinator.commands.processes import PreviewError, told_by
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.mapping.calibration.calibration import (
@@ -34,14 +31,9 @@ from rolemesh.coordinator.run.folders.folder import NoRunError
 from rolemesh.coordinator.run.folders.recorded_steps import recorded_run
 from rolemesh.coordinator.run.services.host_gpus import host_gpus
 from rolemesh.coordinator.run.tuning.calibrations import default_place
-from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(add_completion=False)
-
-
-class MeasuringError(RuntimeError):
-    """The process that measures could not work; says why."""
 
 
 @app.command()
@@ -102,7 +94,7 @@ def calibrate(
         UnknownFamilyError,
     ) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
-    except MeasuringError as error:
+    except PreviewError as error:
         fail(str(error), EXIT_FAILED, error, as_json=as_json)
     except OSError as error:
         text = f"{error.filename} cannot be written ({error.strerror}): name a file with --out"
@@ -134,7 +126,10 @@ def _measured(kind: str, threads: int) -> tuple[list[Primitive], Machine]:
                 + ": calibrate on one that has, or give --gpu cpu"
             )
     primitives = []
-    for told in _told("cuda" if kind == "gpu" else "cpu", threads):
+    module, device = "rolemesh.services.preview.primitives", "cuda" if kind == "gpu" else "cpu"
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    environment |= {} if kind == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
+    for told in told_by(module, device, str(threads), work="measures", environment=environment):
         what = told.pop("type")
         if what == "primitive":
             primitives.append(Primitive(**told))
@@ -143,39 +138,7 @@ def _measured(kind: str, threads: int) -> tuple[list[Primitive], Machine]:
         else:
             date = datetime.datetime.now(datetime.UTC).date().isoformat()
             return primitives, Machine(**told, date=date)
-    raise MeasuringError("the process that measures ended early: `rolemesh doctor` looks at torch")
-
-
-def _told(kind: str, threads: int) -> Iterator[dict[str, Any]]:
-    environment: Mapping[str, str] = {
-        **child_environment(os.environ),
-        "PYTHONSAFEPATH": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(threads),
-        **({"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {}),
-    }
-    # A file takes its errors: a pipe that nothing reads meanwhile could fill up.
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rolemesh.services.preview.primitives", kind, str(threads)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-        )
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                yield json.loads(line)
-            if process.wait():
-                errors.seek(0)
-                last = errors.read().strip().rpartition("\n")[2]
-                raise MeasuringError(f"the process that measures failed: {last}")
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    raise PreviewError("the process that measures ended early: `rolemesh doctor` looks at torch")
 
 
 def _show(

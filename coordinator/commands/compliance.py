@@ -12,13 +12,12 @@ import yaml
 from rich.console import Console
 
 from rolemesh.coordinator.commands.terminal.console import JsonConsole
-from rolemesh.coordinator.commands.terminal.ending import EXIT_INTERRUPTED, refuse
+from rolemesh.coordinator.commands.terminal.ending import EXIT_FAILED, EXIT_INTERRUPTED, refuse
+from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.compliance.check import Finding
 from rolemesh.coordinator.compliance.contract import ALL_ROLES
 from rolemesh.coordinator.compliance.report import print_checks, print_findings, summarise
 from rolemesh.coordinator.compliance.suite import SuiteInputError, checks_of, run_suite
-
-EXIT_BROKEN = 1
 
 app = typer.Typer(add_completion=False)
 
@@ -55,7 +54,7 @@ def compliance(
         ),
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the checks and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Holds a server to the contract of its role. Exit code 0: all that it MUST do, it does."""
     if role not in ALL_ROLES:
@@ -96,7 +95,7 @@ def compliance(
     else:
         print_findings(console, findings, url, role)
     if any(finding.is_failure for finding in findings):
-        raise typer.Exit(EXIT_BROKEN)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _section(path: Path, role: str) -> Mapping[str, Any]:

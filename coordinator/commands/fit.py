@@ -14,12 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rolemesh.coordinator.commands.findings.placing import load_placed
-from rolemesh.coordinator.commands.memory_question import (
-    EstimateError,
-    add_answer,
-    asked,
-    question_of,
-)
+from rolemesh.coordinator.commands.memory_question import add_answer, question_of
+from rolemesh.coordinator.commands.processes import PreviewError, told_by
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
@@ -84,13 +80,20 @@ def fit(
         for kind, asking in question_of(loaded).items()
     }
     try:
-        for answer in asked(question):
+        answers = told_by(
+            "rolemesh.services.preview.memory",
+            work="estimates memory",
+            # Nothing is computed on a device.
+            environment={"CUDA_VISIBLE_DEVICES": ""},
+            question=json.dumps(question),
+        )
+        for answer in answers:
             if answer["type"] == "error":
                 raise RecipeError(f"{answer['role']}: {answer['text']}")
             add_answer(found, loaded, answer)
     except RecipeError as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
-    except EstimateError as error:
+    except PreviewError as error:
         fail(str(error), EXIT_FAILED, error, as_json=as_json)
     results = [pool_memory(loaded, name, found, gpus.bytes_each) for name in pools]
     if as_json:

@@ -1,12 +1,7 @@
-"""Asks a process of the engine's side what the roles of a recipe hold on their GPUs."""
+"""What the process that estimates memory is asked of a recipe, and its answers by role."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +9,6 @@ from typing import Any
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.pool_memory import RoleFound
-from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.engine.specs import OwnFunctionSpec, RewardSpec, VllmSpec
 
 _KINDS = {"actor": "policy", "reference": "policy", "critic": "critic"}
@@ -26,48 +20,9 @@ _LEAST_ROW_TOKENS = 512
 """Row for recipes that do not bound theirs."""
 
 
-class EstimateError(RuntimeError):
-    """The process that estimates could not work; says why."""
-
-
 def question_of(recipe: Recipe) -> dict[str, Any]:
     """What the process is asked: see `services/preview/memory.py`."""
     return {"models": list(_models(recipe)), "samplers": list(_samplers(recipe))}
-
-
-def asked(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Asks, and gives the answers as they come.
-
-    Raises:
-        EstimateError: The process failed.
-    """
-    environment = {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    # A file takes its errors: a pipe that nothing reads meanwhile could fill up.
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rolemesh.services.preview.memory"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            # The current directory must not shadow a package. Nothing is computed on a device.
-            env={**child_environment(os.environ), **environment},
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(question))
-            process.stdin.close()
-            for line in process.stdout:
-                yield json.loads(line)
-            if process.wait():
-                errors.seek(0)
-                last = errors.read().strip().rpartition("\n")[2]
-                raise EstimateError(f"the process that estimates memory failed: {last}")
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 def add_answer(found: dict[str, RoleFound], recipe: Recipe, answer: Mapping[str, Any]) -> None:

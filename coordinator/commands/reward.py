@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rolemesh.coordinator.commands.processes import become
 from rolemesh.coordinator.commands.terminal.ending import refuse
+from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import OutsideRewardSpec, named_sources
-from rolemesh.engine.specs.variables import OWN_SECRETS
-
-_MODULE = "rolemesh.services.reward.outside.check"
 
 app = typer.Typer(help="Rewards from outside.", no_args_is_help=True, add_completion=False)
 
@@ -56,7 +54,7 @@ def check(
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Of each request, in s; the source's.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Calls rewards with sample rows and says what is wrong. Exit code 0: nothing is."""
     loaded = _loaded(recipe or [])
@@ -74,13 +72,7 @@ def check(
     arguments = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     if as_json:
         arguments.append("--json")
-    # They are the coordinator's, and what is run here may be a user's function.
-    for name in OWN_SECRETS:
-        os.environ.pop(name, None)
-    # The current directory must not shadow a package.
-    os.environ["PYTHONSAFEPATH"] = "1"
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", _MODULE, *arguments, "--", *wanted])
+    become("rolemesh.services.reward.outside.check", *arguments, "--", *wanted)
 
 
 def _loaded(files: list[Path]) -> Recipe | None:

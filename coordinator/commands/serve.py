@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 from typing import Annotated
 
 import typer
 
+from rolemesh.coordinator.commands.processes import become
 from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.run.checks.installation import check_roles_run
-from rolemesh.engine.specs.variables import OWN_SECRETS
 
 app = typer.Typer(add_completion=False)
 
@@ -41,13 +40,7 @@ def serve(
         check_roles_run()
     except ValueError as error:
         refuse(str(error))
-    # They are the coordinator's, and what is run here may be a user's function.
-    for name in OWN_SECRETS:
-        os.environ.pop(name, None)
-    # The current directory must not shadow a package.
-    os.environ["PYTHONSAFEPATH"] = "1"
     # The same settings as for the services of a run; launch.py gives the reasons.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", f"rolemesh.services.{role}", *context.args])
+    become(f"rolemesh.services.{role}", *context.args)

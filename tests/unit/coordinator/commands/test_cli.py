@@ -17,7 +17,7 @@ HEAVY = ("redis", "numpy", "grpc", "fastapi", "starlette", "uvicorn", "opentelem
 NO_COMMANDS = {
     *("cli", "cluster_options", "console", "device_settings", "diagnosis", "ending", "findings"),
     *("gpu_findings", "hub", "new_recipe", "options"),
-    *("compare_page", "memory_question", "pace", "placing", "plot", "recipe_checks"),
+    *("compare_page", "memory_question", "pace", "placing", "plot", "processes", "recipe_checks"),
     *("remote_run", "run_process"),
 }
 """Modules beside the commands."""
