@@ -188,7 +188,7 @@ def _metrics_page() -> str:
         "metrics of what it did.\n"
     ]
     for topic, metrics in METRICS.items():
-        rows = ((_code(metric.name), _cell(metric.text)) for metric in metrics)
+        rows = ((_code(name), _cell(text)) for name, text in metrics.items())
         parts.append(f"## {topic}\n\n" + _table(("metric", "formula or meaning"), rows))
     return "\n".join(parts)
 
