@@ -24,8 +24,8 @@ from rolemesh.coordinator.mapping.calibration.calibration import (
 )
 from rolemesh.coordinator.mapping.calibration.primitives import Primitive
 from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
-from rolemesh.coordinator.mapping.job.models import UnknownFamilyError
-from rolemesh.coordinator.mapping.machines.devices import DEVICES, UnknownDeviceError, device_of
+from rolemesh.coordinator.mapping.errors import PlanError
+from rolemesh.coordinator.mapping.machines.devices import DEVICES, device_of
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.run.folders.folder import NoRunError
 from rolemesh.coordinator.run.folders.recorded_steps import recorded_run
@@ -86,13 +86,7 @@ def calibrate(
             primitives, machine = list(before.primitives), before.machine
         found = calibrated(device, primitives, runs, kept_out, machine)
         write_atomically(file, json.dumps(found.to_dict(), indent=1) + "\n")
-    except (
-        CalibrationError,
-        NoRunError,
-        RecipeError,
-        UnknownDeviceError,
-        UnknownFamilyError,
-    ) as error:
+    except (RecipeError, PlanError, NoRunError) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
     except PreviewError as error:
         fail(str(error), EXIT_FAILED, error, as_json=as_json)

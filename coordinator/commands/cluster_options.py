@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.mapping.calibration.calibration import Calibration
+from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.coordinator.mapping.job.from_recipe import job_of, one_call_a_role, work_of
 from rolemesh.coordinator.mapping.job.job import Job, Wishes
-from rolemesh.coordinator.mapping.machines.cluster import ClusterError, DeviceGroup, group_of
+from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup, group_of
 from rolemesh.coordinator.mapping.machines.devices import DEVICES, GBIT, device_of
 from rolemesh.coordinator.mapping.report.report import UNMEASURED
 from rolemesh.coordinator.recipe.errors import RecipeError
@@ -60,18 +61,18 @@ def groups_of(
     """The cluster that the options say, as it was measured where it was.
 
     Raises:
-        ClusterError: They contradict each other, or name too few or too many devices.
-        UnknownDeviceError: A kind is not known.
+        PlanError: They contradict each other, name too few or too many devices, or a kind that is
+            not known.
     """
     if len(gpus) != len(kinds):
-        raise ClusterError(
+        raise PlanError(
             f"--gpus is given {len(gpus)} times and --gpu {len(kinds)} times: give both for each "
             "kind"
         )
     groups = []
     for count, kind in zip(gpus, kinds, strict=True):
         if not 0 < count <= _MOST_DEVICES:
-            raise ClusterError(f"--gpus is {count}: give 1 to {_MOST_DEVICES}")
+            raise PlanError(f"--gpus is {count}: give 1 to {_MOST_DEVICES}")
         known = measured.get(kind)
         groups.append(
             group_of(
@@ -83,7 +84,7 @@ def groups_of(
             )
         )
     if len({kind == "cpu" for kind in kinds}) > 1:
-        raise ClusterError("--gpu names cpu and GPUs: a plan is for one or the other")
+        raise PlanError("--gpu names cpu and GPUs: a plan is for one or the other")
     return groups
 
 
@@ -118,7 +119,7 @@ def planned_job(
 
     Raises:
         RecipeError: Its step cannot be planned.
-        UnknownFamilyError: A model of which nothing is known.
+        PlanError: A model of which nothing is known.
     """
     planned = one_call_a_role(recipe)
     work = work_of(planned, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)

@@ -30,16 +30,14 @@ from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_F
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides
 from rolemesh.coordinator.mapping.calibration.calibration import (
     Calibration,
-    CalibrationError,
     Machine,
     calibrated,
 )
 from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
-from rolemesh.coordinator.mapping.job.job import ConstraintError, Wishes
-from rolemesh.coordinator.mapping.job.models import UnknownFamilyError
+from rolemesh.coordinator.mapping.errors import PlanError
+from rolemesh.coordinator.mapping.job.job import Wishes
 from rolemesh.coordinator.mapping.job.templates import templates
-from rolemesh.coordinator.mapping.machines.cluster import ClusterError
-from rolemesh.coordinator.mapping.machines.devices import UnknownDeviceError, device_of
+from rolemesh.coordinator.mapping.machines.devices import device_of
 from rolemesh.coordinator.mapping.report.drawing import svg_timeline, text_timeline
 from rolemesh.coordinator.mapping.report.report import Plan, phases, plan_of
 from rolemesh.coordinator.mapping.report.settings import plan_section, settings_of
@@ -142,15 +140,7 @@ def plan(
         )
         search = Search(job, groups)
         found = search.run()
-    except (
-        RecipeError,
-        CalibrationError,
-        ClusterError,
-        ConstraintError,
-        NoRunError,
-        UnknownDeviceError,
-        UnknownFamilyError,
-    ) as error:
+    except (RecipeError, PlanError, NoRunError) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
     if not found.placements:
         missing: ShortageError = shortage(search)
@@ -204,11 +194,11 @@ def _fitted(
     """The cost model of a kind of device, fitted to the calls of a run that was made on it.
 
     Raises:
-        ClusterError: There are several kinds, and no run says which one it was made on.
-        UnknownDeviceError: The kind is not known.
+        PlanError: There are several kinds, and no run says which one it was made on, or the kind
+            is not known.
     """
     if len(set(kinds)) != 1:
-        raise ClusterError(
+        raise PlanError(
             f"--gpu is {', '.join(kinds)}: a plan from a run is for the one kind of device that "
             "the run was made on; give one"
         )

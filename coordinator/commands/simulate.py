@@ -28,12 +28,9 @@ from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_F
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.mapping.calibration.calibration import CalibrationError
+from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.coordinator.mapping.job.job import Wishes
-from rolemesh.coordinator.mapping.job.models import UnknownFamilyError
 from rolemesh.coordinator.mapping.job.templates import templates
-from rolemesh.coordinator.mapping.machines.cluster import ClusterError
-from rolemesh.coordinator.mapping.machines.devices import UnknownDeviceError
 from rolemesh.coordinator.mapping.report.report import plan_of
 from rolemesh.coordinator.mapping.search.search import Search
 from rolemesh.coordinator.mapping.search.shortage import shortage
@@ -137,13 +134,7 @@ def simulate_command(
             )
             outcome = simulate(made, settings)
             found.append(Simulated(name=name, plan=plan, recipe=made, outcome=outcome))
-    except (
-        RecipeError,
-        CalibrationError,
-        ClusterError,
-        UnknownDeviceError,
-        UnknownFamilyError,
-    ) as error:
+    except (RecipeError, PlanError) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
     except RunError as error:
         fail(f"the simulated run failed: {error}", EXIT_FAILED, error, as_json=as_json)

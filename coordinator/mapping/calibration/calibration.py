@@ -15,6 +15,7 @@ from typing import Any
 from rolemesh.coordinator.mapping.calibration.fitting import FITTABLE, Observation, fitted
 from rolemesh.coordinator.mapping.calibration.primitives import Primitive, measured_peaks
 from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
+from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.coordinator.mapping.machines.coefficients import RATES, Coefficients
 from rolemesh.coordinator.mapping.machines.devices import Device, device_of
 
@@ -29,7 +30,7 @@ _MOVED = 1e-3
 """Share by which a coefficient is changed to see whether any prediction depends on it."""
 
 
-class CalibrationError(ValueError):
+class CalibrationError(PlanError):
     """A record that is none, or nothing to make one of: names the field and what would do."""
 
 

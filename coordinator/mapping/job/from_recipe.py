@@ -119,7 +119,7 @@ def job_of(
 
     Raises:
         RecipeError: A step that cannot be planned, or a role of several models.
-        UnknownFamilyError: A model of which nothing is known.
+        PlanError: A model of which nothing is known.
     """
     ahead = () if isinstance(recipe.schedule.sampler, SyncSamplerSpec) else ("rollout",)
     step = step_of(nodes, samples=work.samples, ahead=ahead)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.coordinator.mapping.job.layouts import Freedom
 from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import ROLEMESH, System
 from rolemesh.coordinator.mapping.job.tasks import Step
 from rolemesh.coordinator.mapping.job.work import Work
-
-
-class ConstraintError(ValueError):
-    """Wishes that no plan can fulfil together: names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,22 +57,22 @@ class Wishes:
         )
 
     def check(self, roles: tuple[str, ...], kinds: tuple[str, ...]) -> None:
-        """Raises ConstraintError where wishes name what there is not, or contradict each other."""
+        """Raises PlanError where wishes name what there is not, or contradict each other."""
         named = [role for pair in (*self.together, *self.apart) for role in pair]
         for role in (*named, *self.devices, *self.on):
             if role not in roles:
-                raise ConstraintError(
+                raise PlanError(
                     f"a wish names the role {role!r}, but the roles with a model are "
                     f"{', '.join(roles)}"
                 )
         for role, kind in self.on.items():
             if kind not in kinds:
-                raise ConstraintError(
+                raise PlanError(
                     f"{role} is to be on {kind!r}, but the cluster has {', '.join(kinds)}"
                 )
         for role, number in self.devices.items():
             if number < 1:
-                raise ConstraintError(f"{role} is to have {number} devices: give at least 1")
+                raise PlanError(f"{role} is to have {number} devices: give at least 1")
         joined = {role: {role} for role in roles}
         for a, b in self.together:
             both = joined[a] | joined[b]
@@ -83,7 +80,7 @@ class Wishes:
                 joined[role] = both
         for a, b in self.apart:
             if b in joined[a]:
-                raise ConstraintError(
+                raise PlanError(
                     f"{a} and {b} are to be apart, and also together"
                     f"{'' if a != b else ' (they are the same role)'}: take one of these wishes "
                     "back"
@@ -91,7 +88,7 @@ class Wishes:
         for a, kind in self.on.items():
             for b in joined[a]:
                 if self.on.get(b, kind) != kind:
-                    raise ConstraintError(
+                    raise PlanError(
                         f"{a} is to be on {kind} and {b} on {self.on[b]}, but they are to be "
                         "together: take one of these wishes back"
                     )

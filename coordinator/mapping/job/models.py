@@ -14,14 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.engine.layout.families import DecoderShape, Head, cut_of, parameter_shape
 
 _EXPERT_FAMILIES = {"mixtral": "llama", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
 """Mixtures of experts, and the dense family whose attention they have."""
-
-
-class UnknownFamilyError(ValueError):
-    """A model whose config.json cannot be read here: says what is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +62,7 @@ class Model:
             num_layers: Layers that are kept; None for all.
 
         Raises:
-            UnknownFamilyError: No such family is known here, or a size is missing.
+            PlanError: No such family is known here, or a size is missing.
         """
         family = str(config.get("model_type"))
         sizes = dict(config)
@@ -80,7 +77,7 @@ class Model:
             shape = DecoderShape.from_config(sizes, head=head)
         except (ValueError, KeyError) as error:
             known = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FAMILIES)
-            raise UnknownFamilyError(
+            raise PlanError(
                 f"config.json of model_type {family!r} cannot be planned with ({error}): families "
                 f"are {', '.join(known)}"
             ) from error
@@ -96,12 +93,12 @@ class Model:
         """Reads config.json of a Hugging Face folder; no weights.
 
         Raises:
-            UnknownFamilyError: There is no config.json, or as from_config.
+            PlanError: There is no config.json, or as from_config.
         """
         try:
             config = json.loads((folder / "config.json").read_text())
         except (OSError, ValueError) as error:
-            raise UnknownFamilyError(
+            raise PlanError(
                 f"{folder} has no config.json that can be read ({error}): a plan needs it, and no "
                 "weights"
             ) from error

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.coordinator.mapping.machines.coefficients import Coefficients
 from rolemesh.coordinator.mapping.machines.devices import Device
-
-
-class ClusterError(ValueError):
-    """Devices that cannot be: names the field, and what would do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +37,7 @@ class DeviceGroup:
             ("network_bandwidth", self.network_bandwidth),
         ):
             if value <= 0:
-                raise ClusterError(
-                    f"{name} of {self.device.name} is {value}: give a number above 0"
-                )
+                raise PlanError(f"{name} of {self.device.name} is {value}: give a number above 0")
 
     def compute_s(self, flops: float) -> float:
         """Seconds of matrix products on one device."""
@@ -139,7 +134,7 @@ def group_of(
     """A group with the usual machine of its device, where nothing else is said.
 
     Raises:
-        ClusterError: A number is not above 0.
+        PlanError: A number is not above 0.
     """
     return DeviceGroup(
         device=device,

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rolemesh.coordinator.mapping.errors import PlanError
+
 GB = 10**9
 GBIT = GB / 8
-
-
-class UnknownDeviceError(ValueError):
-    """A device of which nothing is known here: names those that are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +159,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device_of(name: str) -> Device:
-    """The device of a name; raises UnknownDeviceError where there is none."""
+    """The device of a name; raises PlanError where there is none."""
     if name not in DEVICES:
-        raise UnknownDeviceError(f"{name!r} is no device: give one of {', '.join(DEVICES)}")
+        raise PlanError(f"{name!r} is no device: give one of {', '.join(DEVICES)}")
     return DEVICES[name]

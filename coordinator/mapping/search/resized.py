@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rolemesh.coordinator.mapping.job.from_recipe import job_of, one_call_a_role, work_of
-from rolemesh.coordinator.mapping.job.models import UnknownFamilyError
 from rolemesh.coordinator.mapping.job.tasks import RecordedNode
 from rolemesh.coordinator.mapping.machines.cluster import group_of
 from rolemesh.coordinator.mapping.machines.coefficients import Coefficients
 from rolemesh.coordinator.mapping.machines.devices import Device
 from rolemesh.coordinator.mapping.search.placed import own_layouts, placed_step
 from rolemesh.coordinator.mapping.search.rearranged import Factor
-from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 
 
@@ -59,7 +57,7 @@ class Resized:
             group = group_of(self._cpu, ranks, coefficients=self._coefficients, per_machine=ranks)
             pools = {role: name for name, pool in recipe.pools.items() for role in pool.roles}
             step = placed_step(job, layouts, pools, group)
-        except (RecipeError, UnknownFamilyError, ValueError, OSError):
+        except (ValueError, OSError):
             # A model of which nothing is known, or rows of which no length is: it can be tried.
             return {}
         found: dict[tuple[str, str], float] = {}

@@ -14,7 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rolemesh.coordinator.mapping.job.job import ConstraintError, Job
+from rolemesh.coordinator.mapping.errors import PlanError
+from rolemesh.coordinator.mapping.job.job import Job
 from rolemesh.coordinator.mapping.job.tasks import TaskKind, Timeline
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
 from rolemesh.coordinator.mapping.search.choosing import EQUAL, Chosen
@@ -71,10 +72,10 @@ class Search:
             groups: The cluster: groups of equal devices.
 
         Raises:
-            ConstraintError: Its wishes contradict each other, or there is no device.
+            PlanError: Its wishes contradict each other, or there is no device.
         """
         if not groups:
-            raise ConstraintError("the cluster has no devices: give at least one")
+            raise PlanError("the cluster has no devices: give at least one")
         step = replace(job.step, beside_s=groups[0].coefficients.step_s)
         self.job, self.groups = replace(job, step=step), tuple(groups)
         self._names = tuple(role.name for role in job.roles)

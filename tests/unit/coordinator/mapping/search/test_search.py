@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mapping_jobs import LLAMAS, job, step
 
-from rolemesh.coordinator.mapping.job.job import ConstraintError, Job, Role, Wishes
+from rolemesh.coordinator.mapping.errors import PlanError
+from rolemesh.coordinator.mapping.job.job import Job, Role, Wishes
 from rolemesh.coordinator.mapping.job.layouts import Freedom, Layout, layouts
 from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import HYBRIDFLOW, ROLEMESH, System
@@ -415,5 +416,5 @@ def test_wishes_are_kept() -> None:
     ],
 )
 def test_wishes_that_contradict_each_other_are_named(wishes: Wishes, text: str) -> None:
-    with pytest.raises(ConstraintError, match=text):
+    with pytest.raises(PlanError, match=text):
         Search(replace(tiny("ppo", ASLEEP), wishes=wishes), cluster(4))

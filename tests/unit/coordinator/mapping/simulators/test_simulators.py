@@ -12,11 +12,12 @@ from support.mapping_jobs import LLAMAS, llama, paper_group
 from support.planned_bytes import planned_received
 from support.public_models import CONFIGS
 
+from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.coordinator.mapping.job.layouts import Freedom, Layout, data_sizes, layouts
 from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import HYBRIDFLOW, ROLEMESH, ROLEMESH_FAST, System
 from rolemesh.coordinator.mapping.job.work import Lengths, Work
-from rolemesh.coordinator.mapping.machines.cluster import ClusterError, DeviceGroup, group_of
+from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup, group_of
 from rolemesh.coordinator.mapping.machines.coefficients import Coefficients
 from rolemesh.coordinator.mapping.machines.devices import GB, device_of
 from rolemesh.coordinator.mapping.simulators.generation import (
@@ -76,7 +77,7 @@ def test_latency_is_added_once() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ClusterError, match="count of h100 is 0"):
+    with pytest.raises(PlanError, match="count of h100 is 0"):
         group_of(device_of("h100"), 0)
     with pytest.raises(ValueError, match=r"matmul is 1\.5: give a number above 0 and at most 1"):
         Coefficients(matmul=1.5)
