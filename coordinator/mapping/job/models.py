@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rolemesh.coordinator.mapping.errors import PlanError
-from rolemesh.engine.layout.families import DecoderShape, Head, cut_of, parameter_shape
+from rolemesh.engine.layout.families import DecoderShape, Head, cut_of
 
 _EXPERT_FAMILIES = {"mixtral": "llama", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
 """Mixtures of experts, and the dense family whose attention they have."""
@@ -125,14 +125,8 @@ class Model:
     @cached_property
     def outer_parameters(self) -> int:
         """Those outside the layers: embedding, last norm, head."""
-        shape = self.shape
-        inside = "model.layers."
-        manifest = replace(shape, num_layers=1).manifest("float32")
-        return sum(
-            math.prod(parameter.shape)
-            for name, parameter in manifest.items()
-            if not name.startswith(inside)
-        )
+        manifest = _one_layer(self.shape)
+        return sum(math.prod(sizes) for name, sizes in manifest if not _is_of_layer(name))
 
     @cached_property
     def active_parameters(self) -> int:
@@ -164,7 +158,9 @@ class Model:
         """Parameters of a layer: all, and those of matrices that a token is multiplied with."""
         shape = self.shape
         total = active = 0
-        for name, parameter in _first_layer(shape):
+        for name, parameter in _one_layer(shape):
+            if not _is_of_layer(name):
+                continue
             if self.experts is not None and layer not in self.dense_layers and ".mlp." in name:
                 continue
             total += math.prod(parameter)
@@ -178,28 +174,21 @@ class Model:
         return total + experts.number * one + beside, active + experts.chosen * one + beside
 
 
-def _first_layer(shape: DecoderShape) -> list[tuple[str, tuple[int, ...]]]:
+def _one_layer(shape: DecoderShape) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and sizes of the parameters of a decoder that has one layer."""
     one = replace(shape, num_layers=1)
-    return [
-        (name, parameter_shape(one, name))
-        for name in one.manifest("float32")
-        if name.startswith("model.layers.")
-    ]
+    return [(name, parameter.shape) for name, parameter in one.manifest("float32").items()]
+
+
+def _is_of_layer(name: str) -> bool:
+    return name.startswith("model.layers.")
 
 
 def whole_parameters(shape: DecoderShape) -> tuple[int, int]:
     """Parameters that every tensor slice holds all of: of a layer, and outside the layers."""
-    one = replace(shape, num_layers=1)
-    inside = outside = 0
-    for name in one.manifest("float32"):
-        if cut_of(name) != "whole":
-            continue
-        number = math.prod(parameter_shape(one, name))
-        if name.startswith("model.layers."):
-            inside += number
-        else:
-            outside += number
-    return inside, outside
+    whole = [(name, math.prod(s)) for name, s in _one_layer(shape) if cut_of(name) == "whole"]
+    inside = sum(number for name, number in whole if _is_of_layer(name))
+    return inside, sum(number for _, number in whole) - inside
 
 
 def _experts(family: str, config: Mapping[str, Any]) -> Experts:

@@ -9,6 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+PROCESS_BYTES = 1 << 30
+"""What a process holds on its GPU whatever it computes, asleep too: CUDA's context and kernels
+(about 0.5 GiB on an H100), workspaces of cuBLAS, buffers of NCCL. Not measured here."""
+
+TIGHT = 0.1
+"""Share of a GPU that should be left: allocators lose some to fragments."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
@@ -39,10 +46,9 @@ class System:
     """How weights come from training to sampling: by our planner's bytes; gathered over all ranks
     (DeepSpeed-Chat) or over a training replica (the paper's HybridFlow-V); sent to a second copy on
     other devices (OpenRLHF); not at all."""
-    process_bytes: int = 1 << 30
-    """What a process holds on its device whatever it computes: see `memory.PROCESS_BYTES`."""
-    spare: float = 0.1
-    """Share of a device that a plan leaves free: see `memory.TIGHT`."""
+    process_bytes: int = PROCESS_BYTES
+    spare: float = TIGHT
+    """Share of a device that a plan leaves free."""
 
 
 ROLEMESH = System()

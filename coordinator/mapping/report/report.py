@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rolemesh.coordinator.mapping.job.job import Job
-from rolemesh.coordinator.mapping.job.tasks import TaskKind, Timeline
+from rolemesh.coordinator.mapping.job.tasks import TaskKind
+from rolemesh.coordinator.mapping.search.partitions import pool_numbers
 from rolemesh.coordinator.mapping.search.search import Found, Placement, Search
 from rolemesh.coordinator.mapping.simulators.costs import Option
 
@@ -122,20 +123,15 @@ def plan_of(search: Search, found: Found) -> Plan:
     """The cheapest plan of a search that has found one, and those after it."""
     best = found.placements[0]
     job, groups = search.job, search.groups
-    pools_of = {role: number for number, roles in enumerate(best.sets) for role in roles}
-    timeline = Timeline(job.step, pools_of)
-    ends = timeline.ends(best.seconds)
+    pools_of = pool_numbers(best.sets)
+    ends, busy = search.timeline(best.sets).ends(best.seconds), _busy(search, best)
     firsts = dict.fromkeys(range(len(groups)), 0)
     pools = []
     for number, (roles, kind, size) in enumerate(
         zip(best.sets, best.kinds, best.sizes, strict=True)
     ):
-        busy = sum(
-            seconds
-            for task, seconds in zip(job.step.tasks, best.seconds, strict=True)
-            if pools_of.get(task.role) == number
-        )
-        pools.append(_pool(search, best, number, roles, kind, firsts[kind], busy / best.period))
+        share = busy[number] / best.period
+        pools.append(_pool(search, best, number, roles, kind, firsts[kind], share))
         firsts[kind] += size
     tasks = tuple(
         PlannedTask(
@@ -250,8 +246,7 @@ def _pool(
 def _reason(search: Search, best: Placement, other: Placement) -> str:
     """Why another placement loses: what grew most on its critical path, and idle pools."""
     step = search.job.step
-    pools, path = _path(search, other)
-    _, best_path = _path(search, best)
+    path, best_path = (search.timeline(one.sets).critical(one.seconds) for one in (other, best))
     grown = max(path, key=lambda task: other.seconds[task] - best.seconds[task])
     more = other.seconds[grown] - best.seconds[grown]
     added = [task for task in path if task not in best_path]
@@ -267,10 +262,7 @@ def _reason(search: Search, best: Placement, other: Placement) -> str:
             f"{_devices(other, task.role)} instead of {best.seconds[grown]:.3g} s on "
             f"{_devices(best, task.role)}"
         )
-    busy = [0.0] * len(other.sets)
-    for one, seconds in zip(step.tasks, other.seconds, strict=True):
-        if one.role in pools:
-            busy[pools[one.role]] += seconds
+    busy = _busy(search, other)
     idlest = min(range(len(busy)), key=lambda number: busy[number])
     share = 1 - busy[idlest] / other.period
     if len(busy) > 1 and share > 0.05:
@@ -278,10 +270,14 @@ def _reason(search: Search, best: Placement, other: Placement) -> str:
     return text
 
 
-def _path(search: Search, placement: Placement) -> tuple[dict[str, int], list[int]]:
-    """Pools by role, and the critical path."""
-    pools = {role: number for number, roles in enumerate(placement.sets) for role in roles}
-    return pools, Timeline(search.job.step, pools).critical(placement.seconds)
+def _busy(search: Search, placement: Placement) -> list[float]:
+    """Seconds of a step in which a role of each pool is at work."""
+    pools = pool_numbers(placement.sets)
+    busy = [0.0] * len(placement.sets)
+    for task, seconds in zip(search.job.step.tasks, placement.seconds, strict=True):
+        if task.role in pools:
+            busy[pools[task.role]] += seconds
+    return busy
 
 
 def _devices(placement: Placement, role: str) -> str:

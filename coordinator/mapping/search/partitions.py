@@ -8,6 +8,11 @@ Sets = tuple[tuple[str, ...], ...]
 """Roles by pool; pools in the order of their first roles."""
 
 
+def pool_numbers(sets: Sets) -> dict[str, int]:
+    """Number of its pool, by role."""
+    return {role: number for number, roles in enumerate(sets) for role in roles}
+
+
 def set_partitions(roles: Sequence[str]) -> list[Sets]:
     """All ways to put roles into pools, the coarsest first: Bell(k) of them.
 

@@ -19,7 +19,7 @@ from rolemesh.coordinator.mapping.job.job import Job
 from rolemesh.coordinator.mapping.job.tasks import TaskKind, Timeline
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
 from rolemesh.coordinator.mapping.search.choosing import EQUAL, Chosen
-from rolemesh.coordinator.mapping.search.partitions import Sets, set_partitions
+from rolemesh.coordinator.mapping.search.partitions import Sets, pool_numbers, set_partitions
 from rolemesh.coordinator.mapping.search.pool_costs import PoolCosts
 from rolemesh.coordinator.mapping.simulators.costs import Option, RoleCosts
 
@@ -157,8 +157,7 @@ class Search:
 
     def timeline(self, sets: Sets) -> Timeline:
         """When the tasks of a step start and end in this partition."""
-        pools = {role: number for number, roles in enumerate(sets) for role in roles}
-        return Timeline(self.job.step, pools)
+        return Timeline(self.job.step, pool_numbers(sets))
 
     def most(self, roles: tuple[str, ...], kind: int) -> int:
         """Most devices that a pool may have."""

@@ -13,13 +13,6 @@ from rolemesh.coordinator.mapping.job.layouts import Layout
 from rolemesh.coordinator.mapping.job.models import Model, whole_parameters
 from rolemesh.coordinator.mapping.job.systems import System
 
-PROCESS_BYTES = 1 << 30
-"""What a process holds on its GPU whatever it computes, asleep too: CUDA's context and kernels
-(about 0.5 GiB on an H100), workspaces of cuBLAS, buffers of NCCL. Not measured here."""
-
-TIGHT = 0.1
-"""Share of a GPU that should be left: allocators lose some to fragments."""
-
 _LOGITS_BYTES = 1 << 30
 """Logits that a head computes at a time, in float32 and of all slices
 (`ModelSpec.logprob_chunk_tokens`)."""

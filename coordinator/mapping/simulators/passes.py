@@ -54,17 +54,6 @@ class PassSeconds:
             + self.optimizer
         )
 
-    def scaled(self, number: float) -> PassSeconds:
-        """So many times as much."""
-        return PassSeconds(
-            compute=self.compute * number,
-            slices=self.slices * number,
-            bubble=self.bubble * number,
-            gathers=self.gathers * number,
-            gradients=self.gradients * number,
-            optimizer=self.optimizer * number,
-        )
-
 
 def update_seconds(
     model: Model, layout: Layout, work: Work, group: DeviceGroup, system: System
@@ -84,15 +73,15 @@ def update_seconds(
         # Moments come and go, both ways at the same time.
         optimizer = max(optimizer, group.host_s(own * system.moment_bytes))
     optimizer += group.coefficients.optimizer_s
-    step = PassSeconds(
-        compute=one.compute,
-        slices=one.slices,
-        bubble=one.bubble,
-        gathers=one.gathers,
-        gradients=gradients,
-        optimizer=optimizer,
+    steps = work.rows * work.epochs / rows
+    return PassSeconds(
+        compute=one.compute * steps,
+        slices=one.slices * steps,
+        bubble=one.bubble * steps,
+        gathers=one.gathers * steps,
+        gradients=gradients * steps,
+        optimizer=optimizer * steps,
     )
-    return step.scaled(work.rows * work.epochs / rows)
 
 
 def scoring_seconds(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rolemesh.coordinator.mapping.simulators.memory import PROCESS_BYTES, TIGHT
+from rolemesh.coordinator.mapping.job.systems import PROCESS_BYTES, TIGHT
 from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.placement import PoolSpec
 from rolemesh.coordinator.recipe.schema import Recipe, role_of

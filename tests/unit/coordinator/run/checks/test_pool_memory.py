@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.mapping.simulators.memory import PROCESS_BYTES
+from rolemesh.coordinator.mapping.job.systems import PROCESS_BYTES
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.pool_memory import (
