@@ -104,15 +104,13 @@ def compose(
             loaded = load_recipe(recipe, overrides=settings)
         elif ids is not None and not names_gpus(loaded):
             refuse("--devices is given, but no pool of the recipe names a GPU: give --gpus")
-        given = [f"--set={text}" for text in overrides or ()]
-        given += [] if gpus is None else [f"--gpus={gpus}"]
-        given += [] if devices is None else [f"--devices={devices}"]
+        given = _given(set=overrides, gpus=gpus, devices=devices)
         command = _command(recipe, settings)
         if hosts is None or out is None:
             header = _header([*map(str, recipe), *given])
             files = [(out, compose_file(loaded, command, ids, header))]
         else:
-            given += [f"--hosts={hosts}", *(f"--on={text}" for text in on or ()), f"--out={out}"]
+            given += _given(hosts=hosts, on=on, out=out)
             mesh = ComposeHosts.checked(loaded, hosts.split(","), nodes)
             made_by = shlex.join([*map(str, recipe), *given])
             command += given_addresses(nodes)
@@ -201,17 +199,8 @@ def slurm(
         notice_s=notice,
         setup=setup or (),
     )
-    given = [f"--on={text}" for text in on or ()]
-    given += [] if gpus is None else [f"--gpus={gpus}"]
-    for name, value in (
-        ("partition", partition),
-        ("account", account),
-        ("time", time),
-        ("interface", interface),
-    ):
-        given += [] if value is None else [f"--{name}={value}"]
-    given += [f"--notice={notice}", *(f"--setup={line}" for line in setup or ())]
-    given += [f"--set={text}" for text in overrides or ()]
+    given = _given(on=on, gpus=gpus, partition=partition, account=account, time=time)
+    given += _given(interface=interface, notice=notice, setup=setup, set=overrides)
     try:
         loaded = load_recipe(recipe, overrides=settings)
         nodes = nodes_of(loaded, on or ())
@@ -292,16 +281,9 @@ def kubernetes(
         files = {file.name: file.read_text() for file in recipe}
         if len(files) < len(recipe):
             refuse("RECIPE: two files have one name: give files of different names")
-        given = [*map(str, recipe), f"--image={image}"]
-        for flag, value in (
-            ("coordinator-image", coordinator_image),
-            ("name", name),
-            ("namespace", namespace),
-            ("claim", claim),
-        ):
-            given += [] if value is None else [f"--{flag}={value}"]
-        given += [f"--hosts={text}" for text in hosts or ()]
-        given += ["--gpu"] * gpu + [f"--set={text}" for text in overrides or ()]
+        given = [*map(str, recipe), *_given(image=image, coordinator_image=coordinator_image)]
+        given += _given(name=name, namespace=namespace, claim=claim, hosts=hosts)
+        given += ["--gpu"] * gpu + _given(set=overrides)
         header = _kubernetes_header(loaded, options, given)
         text = kubernetes_manifests(loaded, files, settings, options, header)
     except RecipeError as error:
@@ -362,6 +344,16 @@ def _command(files: list[Path], settings: list[str]) -> list[str]:
     flags = [word for setting in settings for word in ("--set", setting)]
     # A container that is started again goes on with its run.
     return ["train", "--restartable", *(str(file) for file in files), *flags]
+
+
+def _given(**options: str | int | Path | list[str] | None) -> list[str]:
+    """Options of a command line: those that are not None, a list as an option that is repeated."""
+    return [
+        f"--{name.replace('_', '-')}={value}"
+        for name, values in options.items()
+        for value in (values if isinstance(values, list) else [values])
+        if value is not None
+    ]
 
 
 def _header(arguments: list[str]) -> str:

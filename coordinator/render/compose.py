@@ -60,14 +60,15 @@ class _Reset:
     """Marks a key of docker-compose.yml that this file removes."""
 
 
-class _Dumper(yaml.SafeDumper):
+class PlainDumper(yaml.SafeDumper):
     """Writes plain data, without YAML references to equal parts."""
 
     def ignore_aliases(self, data: object) -> bool:
+        """Each part is written out."""
         return True
 
 
-_Dumper.add_representer(_Reset, lambda dumper, _: dumper.represent_sequence("!reset", []))
+PlainDumper.add_representer(_Reset, lambda dumper, _: dumper.represent_sequence("!reset", []))
 
 
 def compose_file(
@@ -129,7 +130,7 @@ def compose_file(
     services["coordinator"] = {"command": list(command)}
     if hosts is not None:
         add_host(services, recipe, hosts, number, _Reset())
-    body = yaml.dump({"services": services}, Dumper=_Dumper, sort_keys=False, width=100)
+    body = yaml.dump({"services": services}, Dumper=PlainDumper, sort_keys=False, width=100)
     return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + "\n" + body
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.coordinator.render.nodes import check_nodes
+from rolemesh.coordinator.render.nodes import address_setting, check_nodes
 from rolemesh.coordinator.render.placement import gpus_of
 from rolemesh.coordinator.render.pods import ROLE_USERS
 
@@ -147,11 +147,8 @@ def _coordinator(recipe: Recipe, hosts: ComposeHosts, here: Mapping[str, str]) -
     }
     for role in recipe.roles:
         addresses = [hosts.address(service) for service in recipe.services_of(role)]
-        name = f"ROLEMESH_SERVICES__{role.upper()}__ADDRESS"
-        if len(addresses) == 1:
-            environment[name] = addresses[0]
-        else:
-            environment[f"{name}ES"] = f"[{', '.join(map(repr, addresses))}]"
+        name, value = address_setting(role, addresses)
+        environment[name] = value
     not_here = {"condition": "service_healthy", "required": False}
     return {
         "environment": environment,

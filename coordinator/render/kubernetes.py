@@ -14,7 +14,7 @@ import yaml
 from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables
-from rolemesh.coordinator.render.compose import granted_settings
+from rolemesh.coordinator.render.compose import PlainDumper, granted_settings
 from rolemesh.coordinator.render.kubernetes_job import (
     MEMBER_PORT,
     SERVICE_PORT,
@@ -46,11 +46,8 @@ _ANSWERS_BYTES = 1 << 30
 _JUDGES = ("reward", "cost")
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes plain data, texts of several lines as blocks, without references to equal parts."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
+class _Dumper(PlainDumper):
+    """The same, with texts of several lines as blocks."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:

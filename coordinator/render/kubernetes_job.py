@@ -7,6 +7,7 @@ from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.kubernetes_options import KubernetesOptions
+from rolemesh.coordinator.render.nodes import address_setting
 from rolemesh.coordinator.render.pods import (
     CONFINED,
     ROLE_USERS,
@@ -70,11 +71,9 @@ def coordinator_manifests(
             f"{base}-{index}.{base}:{SERVICE_PORT}"
             for index in range(len(recipe.services_of(role)))
         ]
-        variable = f"ROLEMESH_SERVICES__{role.upper()}__ADDRESS"
-        if len(addresses) == 1:
-            environment[variable] = addresses[0]
-        else:
-            environment[f"{variable}ES"] = str(addresses)
+        variable, value = address_setting(role, addresses)
+        environment[variable] = value
+        if len(addresses) > 1:
             # Pods have addresses instead.
             settings.append(f"services.{role}.replicas=1")
     # Kubernetes would put a variable in the place of $(NAME).

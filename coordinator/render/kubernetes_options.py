@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.nodes import read_roles
-from rolemesh.coordinator.render.placement import needs_gpu
+from rolemesh.coordinator.render.placement import gpus_wanted
 
 _NAME = re.compile(r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")
 _CLAIM = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")
@@ -41,10 +41,7 @@ def own_pools(recipe: Recipe) -> list[str]:
     """
     pools = []
     for role in recipe.roles:
-        number = recipe.layout(role).world_size * len(recipe.services_of(role))
-        devices = [f"'cuda:{index}'" for index in range(number)]
-        if not needs_gpu(recipe, role):
-            devices = ["cpu"]
+        devices = [f"'cuda:{index}'" for index in range(gpus_wanted(recipe, role))] or ["cpu"]
         pools.append(f"{role}: {{devices: [{', '.join(devices)}], roles: [{role}]}}")
     return [f"pools={{{', '.join(pools)}}}"]
 

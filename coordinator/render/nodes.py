@@ -128,6 +128,12 @@ def given_addresses(nodes: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [word for role in numbered for word in ("--set", f"services.{role}.replicas=1")]
 
 
+def address_setting(role: str, addresses: Sequence[str]) -> tuple[str, str]:
+    """Variable that tells a coordinator where the services of a role are, and its value."""
+    name = f"ROLEMESH_SERVICES__{role.upper()}__ADDRESS"
+    return (name, addresses[0]) if len(addresses) == 1 else (f"{name}ES", str(list(addresses)))
+
+
 def roles_of_nodes(
     recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[list[str], int]]:

@@ -31,6 +31,13 @@ def needs_gpu(recipe: Recipe, role: str) -> bool:
     return any(isinstance(one.source, ClassifierRewardSpec) for one in named_sources(source))
 
 
+def gpus_wanted(recipe: Recipe, role: str) -> int:
+    """GPUs of all services of a role, one a rank; 0 for a role that computes with no model."""
+    if not needs_gpu(recipe, role):
+        return 0
+    return recipe.layout(role).world_size * len(recipe.services_of(role))
+
+
 def names_gpus(recipe: Recipe) -> bool:
     """Whether the recipe's own pools say which GPUs there are."""
     return any(device != "cpu" for pool in recipe.pools.values() for device in pool.devices)
@@ -116,7 +123,7 @@ def _spread_on_hosts(
     models = [role for role in _LAYOUTS if role in roles and needs_gpu(recipe, role)]
     others = [role for role in recipe.roles if role in roles and role not in models]
     services = {role: len(recipe.services_of(role)) for role in models}
-    ranks = {role: recipe.layout(role).world_size * services[role] for role in models}
+    ranks = {role: gpus_wanted(recipe, role) for role in models}
     if len(models) <= num_gpus:
         groups = [[role] for role in models]
     elif num_gpus == 1:

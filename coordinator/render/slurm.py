@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.service_flags import service_flags
-from rolemesh.coordinator.render.nodes import check_nodes, given_addresses
+from rolemesh.coordinator.render.nodes import address_setting, check_nodes, given_addresses
 from rolemesh.coordinator.render.placement import gpus_of
 
 _WORD = re.compile(r"^[\w.,:+@=/-]+$", re.ASCII)
@@ -170,14 +170,9 @@ def _addresses(recipe: Recipe, nodes: Mapping[str, tuple[int, ...]]) -> str:
     """Waits for all services, and says to the coordinator where they are."""
     lines = [f"wait_for {service}\n" for service in nodes]
     for role in recipe.roles:
-        services = recipe.services_of(role)
-        places = [f'$(<"$mesh/{service}.address")' for service in services]
-        variable = f"ROLEMESH_SERVICES__{role.upper()}__ADDRESS"
-        if len(services) == 1:
-            lines.append(f'export {variable}="{places[0]}"\n')
-        else:
-            listed = ", ".join(f"'{place}'" for place in places)
-            lines.append(f'export {variable}ES="[{listed}]"\n')
+        places = [f'$(<"$mesh/{service}.address")' for service in recipe.services_of(role)]
+        variable, value = address_setting(role, places)
+        lines.append(f'export {variable}="{value}"\n')
     return "".join(lines)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.coordinator.render.placement import needs_gpu, spread
+from rolemesh.coordinator.render.placement import gpus_wanted, needs_gpu, spread
 from rolemesh.coordinator.run.checks.cautions import Caution
 from rolemesh.coordinator.run.checks.pool_memory import gpu_cautions
 from rolemesh.coordinator.run.services.host_gpus import HostGpus
@@ -60,7 +60,7 @@ def placement(recipe: Recipe, num_gpus: int) -> list[str]:
     settings = []
     for name in open_pools:
         roles = [role for role in recipe.pools[name].roles if role in recipe.roles]
-        wanted = max((_num_gpus(recipe, role) for role in roles), default=0)
+        wanted = max((gpus_wanted(recipe, role) for role in roles), default=0)
         if wanted > len(free):
             raise RecipeError(
                 f"pools.{name} names no devices and wants {wanted} GPUs, but {len(free)} of "
@@ -98,9 +98,3 @@ def start_cautions(
         )
     if gpus.count:
         yield from gpu_cautions(recipe, own_services, gpus.bytes_each)
-
-
-def _num_gpus(recipe: Recipe, role: str) -> int:
-    if not needs_gpu(recipe, role):
-        return 0
-    return recipe.layout(role).world_size * len(recipe.services_of(role))
