@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rolemesh.coordinator.mapping.job.job import Job, Role
+from rolemesh.coordinator.mapping.job.layouts import Layout
 from rolemesh.coordinator.mapping.job.tasks import TaskKind
-from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
 from rolemesh.coordinator.mapping.report.report import Plan
 from rolemesh.coordinator.mapping.search.search import Search
-from rolemesh.coordinator.mapping.simulators.costs import Option
-from rolemesh.coordinator.mapping.simulators.generation import row_ends
+from rolemesh.coordinator.mapping.simulators.costs import RoleCosts
 from rolemesh.coordinator.mapping.simulators.moves import switch_seconds
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -118,8 +116,9 @@ def timing_of(search: Search, plan: Plan) -> Timing:
             if role.samples:
                 is_split = role.name == "rollout" and len(pool.roles) == 1
                 replicas = 1 if is_split else option.layout.replicas
+                costs = search.costs(role.name, pool.kind)
                 decoding[role.name] = _decoding(
-                    job, role, option, group, planned.sampler_bytes, replicas
+                    costs, option.layout, planned.sampler_bytes, replicas
                 )
     return Timing(
         calls=calls,
@@ -129,9 +128,7 @@ def timing_of(search: Search, plan: Plan) -> Timing:
     )
 
 
-def _decoding(
-    job: Job, role: Role, option: Option, group: DeviceGroup, budget: int, replicas: int
-) -> RowEnds:
+def _decoding(costs: RoleCosts, layout: Layout, budget: int, replicas: int) -> RowEnds:
     """When the rows of a service are finished that has so many replicas of the sampler."""
 
     def ends(lengths: Sequence[float]) -> list[float]:
@@ -139,16 +136,7 @@ def _decoding(
         number = min(replicas, len(lengths))
         for part in range(number):
             own = lengths[part * len(lengths) // number : (part + 1) * len(lengths) // number]
-            found += row_ends(
-                role.model,
-                option.layout,
-                job.work,
-                group,
-                job.system,
-                budget,
-                role.most_rows,
-                own,
-            )
+            found += costs.row_ends(layout, budget, own)
         return found
 
     return ends

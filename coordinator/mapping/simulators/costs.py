@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from rolemesh.coordinator.mapping.simulators.generation import (
     GenerationSeconds,
     NoRoomError,
     generation_seconds,
+    row_ends,
     sampler_bytes,
 )
 from rolemesh.coordinator.mapping.simulators.memory import RankBytes, scored_bytes, trained_bytes
@@ -174,6 +176,25 @@ class RoleCosts:
             except NoRoomError:
                 self._generations[key] = None
         return self._generations[key]
+
+    def row_ends(self, layout: Layout, budget: float, lengths: Sequence[float]) -> list[float]:
+        """Seconds after which each row of one replica of the sampler is finished.
+
+        Args:
+            layout: Of the role.
+            budget: Bytes of each device that the sampler takes, which hold a row at least.
+            lengths: Tokens of each completion.
+        """
+        return row_ends(
+            self.role.model,
+            layout,
+            self._sampled,
+            self.group,
+            self._sampling,
+            budget,
+            self.role.most_rows,
+            lengths,
+        )
 
     def fits(self, option: Option, others_bytes: float) -> bool:
         """Whether the role can work beside what others hold on its devices."""

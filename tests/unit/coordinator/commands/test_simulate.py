@@ -54,6 +54,12 @@ def test_constant_lengths_take_what_the_plan_predicts(recipe: Path) -> None:
     assert one["losses"] == one["recoveries"] == []
 
 
+def test_a_sampler_of_plain_transformers_takes_what_the_plan_predicts(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("type: vllm, ", "type: hf, "))
+    (one,) = told(recipe, "--gpus", "8", "--gpu", "h100", "--steps", "3")
+    assert one["predicted_s"] <= one["period_s"] <= 1.1 * one["predicted_s"]
+
+
 def test_the_same_seed_gives_the_same_output_and_another_one_another(recipe: Path) -> None:
     options = ("--gpus", "8", "--gpu", "h100", "--steps", "3", "--completion-tokens", "100")
     faults = ("--losses", "1", "--stragglers", "0.3", "--start-s", "5", "--json")
