@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rolemesh.coordinator.commands.processes import PreviewError, told_by
+from rolemesh.coordinator.commands.terminal.console import say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.mapping.calibration.calibration import (
@@ -152,7 +153,7 @@ def _show(
     for name, value in coefficients.to_dict().items():
         source = "" if name in found.measured else " (assumed)"
         console.print(f"{name} {value:.4g}{source}", highlight=False)
-    console.print(found.basis(), markup=False, highlight=False, soft_wrap=True)
+    say(console, found.basis())
 
 
 def _add(table: Table, name: str, seconds: float, predicted: float) -> None:

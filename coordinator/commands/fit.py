@@ -16,6 +16,7 @@ from rich.table import Table
 from rolemesh.coordinator.commands.findings.placing import load_placed
 from rolemesh.coordinator.commands.memory_question import add_answer, question_of
 from rolemesh.coordinator.commands.processes import PreviewError, told_by
+from rolemesh.coordinator.commands.terminal.console import say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
@@ -168,9 +169,7 @@ def _show_pool(console: Console, pool: PoolFound) -> None:
     else:
         verdict = f"fits, with {share:.0%} to spare while {pool.worst.what}"
         verdict += " (less than 10% is tight)" if pool.is_tight else ""
-    console.print(f"pools.{pool.pool} {verdict}", markup=False, highlight=False, soft_wrap=True)
-    for line in pool.advice:
-        console.print(f"  -> {line}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"pools.{pool.pool} {verdict}", *(f"  -> {line}" for line in pool.advice))
 
 
 def _gib(size: float) -> str:

@@ -26,6 +26,7 @@ from rolemesh.coordinator.commands.cluster_options import (
     groups_of,
     planned_job,
 )
+from rolemesh.coordinator.commands.terminal.console import say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides
 from rolemesh.coordinator.mapping.calibration.calibration import (
@@ -242,9 +243,6 @@ def _written(
 def _show(
     console: Console, search: Search, result: Plan, settings: list[str], *, explain: bool
 ) -> None:
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     table = Table(title=f"{result.period:.3g} s a step, {result.tokens_per_s:,.0f} tokens/s")
     for heading in ("pool", "devices", "role", "layout p-t-d", "samples", "GiB", "busy"):
         table.add_column(heading, justify="right" if heading in ("GiB", "busy") else "left")
@@ -264,30 +262,25 @@ def _show(
     console.print(table)
     for pool in result.pools:
         say(
+            console,
             f"{pool.name}: at most {pool.most_bytes / 2**30:.1f} of "
-            f"{pool.device_bytes / 2**30:.1f} GiB on a device"
+            f"{pool.device_bytes / 2**30:.1f} GiB on a device",
         )
     parts = ", ".join(f"{name} {s:.3g} s" for name, s in phases(result, search).items())
-    say(f"by phase, overlapping or not: {parts}; devices at work {result.utilisation:.0%}")
+    say(console, f"by phase, overlapping or not: {parts}; devices at work {result.utilisation:.0%}")
     if result.idle_devices:
-        say(f"{result.idle_devices} devices would change nothing")
-    for line in text_timeline(result):
-        say(line)
-    say(f"for {result.rows}")
-    say(f"predicted: {result.basis}")
-    for note in result.notes:
-        say(f"note: {note}")
+        say(console, f"{result.idle_devices} devices would change nothing")
+    say(console, *text_timeline(result), f"for {result.rows}", f"predicted: {result.basis}")
+    say(console, *(f"note: {note}" for note in result.notes))
     if explain:
-        say(f"{result.partitions} placements were looked at; the next best:")
+        say(console, f"{result.partitions} placements were looked at; the next best:")
         for other in result.runners_up:
             pools = ", ".join(
                 f"{'+'.join(roles)} on {size}"
                 for roles, size in zip(other.sets, other.sizes, strict=True)
             )
-            say(f"  {other.period:.3g} s  {pools}: {other.reason}")
-        say("settings:")
-        for setting in settings:
-            say(f"  --set {json.dumps(setting)}")
+            say(console, f"  {other.period:.3g} s  {pools}: {other.reason}")
+        say(console, "settings:", *(f"  --set {json.dumps(setting)}" for setting in settings))
 
 
 def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from rolemesh.coordinator.commands.cluster_options import (
     groups_of,
     planned_job,
 )
+from rolemesh.coordinator.commands.terminal.console import say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.dataflow.collector import collect_seldom
@@ -162,9 +162,4 @@ def _show(found: list[Simulated], steps: int, seed: int) -> None:
     for other in others:
         table.add_row(*other)
     console.print(table)
-    _say(console, notes(found))
-
-
-def _say(console: Console, lines: Iterable[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, *notes(found))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.console import JsonConsole, say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.commands.terminal.options import Json, RunArgument
 from rolemesh.coordinator.dataflow.trace import chrome_trace, path_summary, print_paths
@@ -55,9 +55,4 @@ def trace(
     print_paths(console, shown)
     if len(shown) < len(graphs):
         console.print(f"The newest {len(shown)} of {len(graphs)} steps; the trace has all.")
-    console.print(
-        f"{written}: open it with https://ui.perfetto.dev or chrome://tracing",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"{written}: open it with https://ui.perfetto.dev or chrome://tracing")

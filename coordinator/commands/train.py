@@ -27,7 +27,7 @@ from rolemesh.coordinator.commands.terminal.console import (
     LoggingObserver,
     PlainConsole,
     SturdyConsole,
-    print_summary,
+    say,
 )
 from rolemesh.coordinator.commands.terminal.ending import (
     EXIT_BAD_INPUT,
@@ -36,6 +36,7 @@ from rolemesh.coordinator.commands.terminal.ending import (
     fail,
 )
 from rolemesh.coordinator.commands.terminal.options import AllowRemote, Json, Overrides, Verbose
+from rolemesh.coordinator.commands.terminal.summary import print_summary
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
@@ -263,7 +264,7 @@ def _train_there(
         facts = facts_of(run)
         observer.show(lambda: JsonConsole().write("run", facts))
     else:
-        observer.show(lambda: console.print(told, highlight=False, markup=False, soft_wrap=True))
+        observer.show(lambda: say(console, told))
     return EXIT_INTERRUPTED if is_interrupted else 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.console import JsonConsole, say
 
 
 class Level(enum.IntEnum):
@@ -82,8 +82,6 @@ class FindingsShown:
             return
         mark = f"[{_COLOURS[finding.level]}]{finding.level.name:4}[/]"
         self._console.print(f"{mark}  {finding.what:<15}", end="", highlight=False)
-        self._console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, finding.text)
         if finding.remedy:
-            self._console.print(
-                f"{'':21}-> {finding.remedy}", markup=False, highlight=False, soft_wrap=True
-            )
+            say(self._console, f"{'':21}-> {finding.remedy}")

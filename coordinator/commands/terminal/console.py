@@ -7,13 +7,10 @@ import json
 import logging
 import os
 import re
-import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console, Group
@@ -23,9 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolemesh.coordinator.commands.terminal.pace import Pace, call_left_s, in_words
-from rolemesh.coordinator.dataflow.observer import RECOVERING, RunObserver
-from rolemesh.coordinator.run.folders.summary import RunSummary, told_steps
-from rolemesh.coordinator.run.results.evaluation import Evaluation
+from rolemesh.coordinator.dataflow.observer import RECOVERING, QuietObserver, RunObserver
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +44,6 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 SOMETIMES = {"held_out/score": True, "held_out/loss": False}
 """Metrics that only some steps report, by whether these steps have a reward: always shown then, so
 that headings stay above values."""
-
-LOSS_ROWS = {"loss": "loss", "accuracy": "preference_accuracy", "margin": "preference_margin"}
-"""Words and names of what the summary shows of evaluations that computed a loss."""
 
 PHASES: tuple[tuple[str, str], ...] = (
     ("generate", "gen"),
@@ -174,7 +166,7 @@ class PlainConsole:
         """Nothing is held."""
 
 
-class JsonConsole:
+class JsonConsole(QuietObserver):
     """One JSON object a line on standard output and nothing else."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
@@ -184,9 +176,6 @@ class JsonConsole:
         """Writes an object: its type, the time, and its values."""
         line = {"type": kind, "time": time.time(), **values}
         print(json.dumps(line), file=self._stream, flush=True)
-
-    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
-        """Not shown."""
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """The record under `metrics`."""
@@ -287,6 +276,12 @@ class SturdyConsole(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
+def say(console: Console, *lines: str) -> None:
+    """Prints lines as they are: not broken, and without markup or colours of their own."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 class LoggingObserver:
     """Passes everything on, and writes a line of it into the coordinator's log.
 
@@ -327,112 +322,3 @@ class LoggingObserver:
         except OSError as error:
             self._is_seen = False
             logger.warning("the console is gone (%s): from here on, this log alone tells", error)
-
-
-def print_summary(console: Console, summary: RunSummary) -> None:
-    """Prints the result of a run, and where its files are."""
-    table = Table(title=_headline(summary), title_justify="left", title_style="bold")
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    before, after = summary.held_out_before, summary.held_out_after
-
-    def row(name: str, values: tuple[str | None, str | None]) -> None:
-        if any(value is not None for value in values):
-            table.add_row(name, *(value or "-" for value in values))
-
-    row(
-        "held-out score" + (f" ({before.num_prompts} prompts)" if before else ""),
-        (_score(before), _score(after)),
-    )
-    row(
-        "held-out accuracy",
-        (
-            _with_error(before.metrics, "accuracy") if before else None,
-            _with_error(after.metrics, "accuracy") if after else None,
-        ),
-    )
-    for words, name in LOSS_ROWS.items():
-        number = f" ({before.num_prompts} rows)" if before and name == "loss" else ""
-        row(f"held-out {words}{number}", (_of_loss(before, name), _of_loss(after, name)))
-    first, last = summary.mean_reward_first_steps, summary.mean_reward_last_steps
-    row(
-        "training reward (first and last steps)",
-        (
-            None if first is None else f"{first:.3f}",
-            None if last is None else f"{last:.3f}",
-        ),
-    )
-    if table.row_count:
-        console.print(table)
-        if _score(before) or _score(after):
-            console.print("+- is one standard error.", style="dim")
-    else:
-        console.print(_headline(summary), style="bold")
-    if summary.early_stop:
-        console.print(summary.early_stop, highlight=False, soft_wrap=True)
-    if summary.best:
-        held_out = summary.best.held_out
-        console.print(
-            f"best checkpoint: step {held_out.step}, {summary.best.metric} {held_out.value:.4g}",
-            highlight=False,
-        )
-        if held_out.step != summary.steps:
-            console.print(
-                f"to export it: rolemesh export {shlex.quote(str(summary.directory))} "
-                f"--step {held_out.step} --to FOLDER",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
-    if summary.recoveries:
-        spent_s = sum(one.seconds for one in summary.recoveries)
-        console.print(f"recovered {len(summary.recoveries)} times, in {spent_s:.0f} s")
-    if summary.planned_step_s is not None:
-        told = told_steps(summary.planned_step_s, summary.measured_step_s)
-        console.print(told, highlight=False)
-    total = summary.seconds
-    spent = sorted(summary.seconds_by_phase.items(), key=lambda item: -item[1])
-    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in spent if seconds >= 0.5)
-    console.print(f"{summary.tokens:,} training tokens in {total:.0f} s: {times}", highlight=False)
-    lines = {
-        "model": summary.model_directory,
-        "files": summary.directory,
-        "curves": _tensorboard(summary.directory / "tensorboard"),
-    }
-    for name, text in lines.items():
-        if text is not None:
-            console.print(f"{name:7}{text}", highlight=False, soft_wrap=True)
-
-
-def _tensorboard(directory: Path) -> str:
-    """The command as it can be typed here, even if the environment is not activated."""
-    beside = Path(sys.executable).with_name("tensorboard")
-    if shutil.which("tensorboard"):
-        return f"tensorboard --logdir {directory}"
-    if beside.exists():
-        return f"{beside} --logdir {directory}"
-    return f"{directory} (to see them: pip install tensorboard)"
-
-
-def _score(found: Evaluation | None) -> str | None:
-    if found is None or found.score is None:
-        return None
-    return f"{found.score:.3f} +- {found.standard_error:.3f}"
-
-
-def _of_loss(found: Evaluation | None, name: str) -> str | None:
-    if found is None or found.score is not None or name not in found.metrics:
-        return None
-    return f"{found.metrics[name]:.3f}"
-
-
-def _with_error(metrics: Mapping[str, float], name: str) -> str | None:
-    if f"{name}/mean" not in metrics:
-        return None
-    error = metrics.get(f"{name}/standard_error")
-    return f"{metrics[f'{name}/mean']:.3f}" + (f" +- {error:.3f}" if error is not None else "")
-
-
-def _headline(summary: RunSummary) -> str:
-    return f"{summary.run_id} {summary.state.value}: {summary.steps} of {summary.num_steps} steps"

@@ -18,7 +18,7 @@ NO_COMMANDS = {
     *("cli", "cluster_options", "console", "device_settings", "diagnosis", "ending", "findings"),
     *("gpu_findings", "hub", "new_recipe", "options"),
     *("compare_page", "memory_question", "pace", "placing", "plot", "processes", "recipe_checks"),
-    *("remote_run", "run_process"),
+    *("remote_run", "run_process", "summary"),
 }
 """Modules beside the commands."""
 

@@ -20,8 +20,8 @@ from rolemesh.coordinator.commands.terminal.console import (
     LoggingObserver,
     PlainConsole,
     SturdyConsole,
-    print_summary,
 )
+from rolemesh.coordinator.commands.terminal.summary import print_summary
 from rolemesh.coordinator.dataflow.observer import RECOVERING
 from rolemesh.coordinator.run.folders.summary import RunSummary
 from rolemesh.coordinator.run.results.evaluation import Evaluation
