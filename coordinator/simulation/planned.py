@@ -136,7 +136,7 @@ def _decoding(costs: RoleCosts, layout: Layout, budget: int, replicas: int) -> R
         number = min(replicas, len(lengths))
         for part in range(number):
             own = lengths[part * len(lengths) // number : (part + 1) * len(lengths) // number]
-            found += costs.row_ends(layout, budget, own)
+            found += costs.sampling(layout).row_ends(budget, own)
         return found
 
     return ends

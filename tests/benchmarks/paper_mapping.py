@@ -32,7 +32,7 @@ from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import HYBRIDFLOW
 from rolemesh.coordinator.mapping.job.tasks import Step, Task, TaskKind
 from rolemesh.coordinator.mapping.search.search import Placement, Search
-from rolemesh.coordinator.mapping.simulators.generation import NoRoomError, generation_seconds
+from rolemesh.coordinator.mapping.simulators.generation import NoRoomError, Sampling
 from rolemesh.coordinator.mapping.simulators.memory import scored_bytes, trained_bytes
 from rolemesh.coordinator.mapping.simulators.moves import (
     publish_seconds,
@@ -125,7 +125,7 @@ def generation() -> Iterator[Row]:
         for slices in (1, 2, 4, 8):
             layout = replace(train, generate_tp=slices)
             try:
-                found = generation_seconds(model, layout, work, group, HYBRIDFLOW, budget, 1024)
+                found = Sampling(model, layout, work, group, HYBRIDFLOW, 1024).seconds(budget)
             except NoRoomError:
                 seconds[slices], rows[slices] = None, None
                 continue
@@ -263,9 +263,8 @@ def deepspeed_chat(algorithm: str, size: str, gpus: int) -> float | None:
                 way = replace(layout, generate_tp=slices)
                 budget = usable - sum(rests.values())
                 try:
-                    sampled = generation_seconds(
-                        role.model, way, wanted.work, group, system, budget, 1024
-                    )
+                    sampling = Sampling(role.model, way, wanted.work, group, system, 1024)
+                    sampled = sampling.seconds(budget)
                 except NoRoomError:
                     continue
                 found.append(sampled.total + reshard_seconds(role.model, way, group, system))

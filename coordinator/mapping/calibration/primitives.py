@@ -17,7 +17,7 @@ from rolemesh.coordinator.mapping.job.work import Lengths, Work
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup, group_of
 from rolemesh.coordinator.mapping.machines.coefficients import Coefficients
 from rolemesh.coordinator.mapping.machines.devices import Device
-from rolemesh.coordinator.mapping.simulators.generation import generation_seconds
+from rolemesh.coordinator.mapping.simulators.generation import Sampling
 from rolemesh.coordinator.mapping.simulators.passes import scoring_seconds, update_seconds
 
 Kind = Literal["matmul", "memory", "host", "reduce", "score", "update", "decode"]
@@ -127,7 +127,7 @@ class Primitive:
         rows = sizes["rows"]
         system = plain_transformers(ROLEMESH)
         return lambda one: (
-            generation_seconds(model, layout, work, group(one), system, room, rows).total
+            Sampling(model, layout, work, group(one), system, rows).seconds(room).total
         )
 
 

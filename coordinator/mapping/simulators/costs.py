@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,8 +13,7 @@ from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
 from rolemesh.coordinator.mapping.simulators.generation import (
     GenerationSeconds,
     NoRoomError,
-    generation_seconds,
-    row_ends,
+    Sampling,
     sampler_bytes,
 )
 from rolemesh.coordinator.mapping.simulators.memory import RankBytes, scored_bytes, trained_bytes
@@ -73,10 +71,6 @@ class RoleCosts:
         self.role, self.group = role, group
         self.tasks = job.step.of(role.name)
         self._job = job
-        self._sampled, self._sampling = job.work, job.system
-        if role.is_plain:
-            self._sampled = replace(job.work, shares_prompts=False)
-            self._sampling = plain_transformers(job.system)
         self._generations: dict[tuple[tuple[int, int, int], int], GenerationSeconds | None] = {}
         self.usable_bytes = group.device.memory_bytes * (1 - job.system.spare)
 
@@ -164,37 +158,17 @@ class RoleCosts:
         key = (option.sampling, self.budget(option, others_bytes))
         if key not in self._generations:
             try:
-                self._generations[key] = generation_seconds(
-                    self.role.model,
-                    option.layout,
-                    self._sampled,
-                    self.group,
-                    self._sampling,
-                    key[1],
-                    self.role.most_rows,
-                )
+                self._generations[key] = self.sampling(option.layout).seconds(key[1])
             except NoRoomError:
                 self._generations[key] = None
         return self._generations[key]
 
-    def row_ends(self, layout: Layout, budget: float, lengths: Sequence[float]) -> list[float]:
-        """Seconds after which each row of one replica of the sampler is finished.
-
-        Args:
-            layout: Of the role.
-            budget: Bytes of each device that the sampler takes, which hold a row at least.
-            lengths: Tokens of each completion.
-        """
-        return row_ends(
-            self.role.model,
-            layout,
-            self._sampled,
-            self.group,
-            self._sampling,
-            budget,
-            self.role.most_rows,
-            lengths,
-        )
+    def sampling(self, layout: Layout) -> Sampling:
+        """How the role samples on a layout."""
+        work, system = self._job.work, self._job.system
+        if self.role.is_plain:
+            work, system = replace(work, shares_prompts=False), plain_transformers(system)
+        return Sampling(self.role.model, layout, work, self.group, system, self.role.most_rows)
 
     def fits(self, option: Option, others_bytes: float) -> bool:
         """Whether the role can work beside what others hold on its devices."""

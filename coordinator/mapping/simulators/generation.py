@@ -93,149 +93,123 @@ def sampler_bytes(model: Model, layout: Layout, system: System, most_rows: int) 
     )
 
 
-def generation_seconds(
-    model: Model,
-    layout: Layout,
-    work: Work,
-    group: DeviceGroup,
-    system: System,
-    budget: float,
-    most_rows: int,
-) -> GenerationSeconds:
-    """Samples all completions of a step.
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the completions of a step are sampled: by replicas that share its rows.
 
-    Args:
-        model: The policy.
-        layout: Its ranks; the rows are shared by the replicas of sampling.
-        work: Of the step.
-        group: The devices.
-        system: Its kinds of tensors.
-        budget: Bytes of each device that the sampler may take, weights included.
-        most_rows: Rows that are decoded together at most (max_num_seqs).
-
-    Raises:
-        NoRoomError: The budget does not hold one row.
+    Example: `Sampling(model, Layout(dp=2), work, group, ROLEMESH, 256).seconds(64e9)`.
     """
-    sizes = sampler_bytes(model, layout, system, most_rows)
-    room = budget - sizes.fixed
-    row_bytes = sizes.token * work.longest_row
-    if room < row_bytes or room < 0:
-        raise NoRoomError(math.ceil(row_bytes - room))
-    rows = math.ceil(work.rows / layout.replicas)
-    together = _together(work, sizes.token, room, rows, most_rows)
-    steps, decoded = _slots(work.completions, rows, together)
-    return _seconds(model, layout, work, group, system, sizes.token, rows, together, steps, decoded)
 
+    model: Model
+    layout: Layout
+    work: Work
+    group: DeviceGroup
+    system: System
+    """Its kinds of tensors."""
+    most_rows: int
+    """Rows that are decoded together at most (max_num_seqs)."""
 
-def _together(work: Work, token_bytes: float, room: float, rows: int, most_rows: int) -> int:
-    """Rows that a replica decodes together at most."""
-    # A row that is on its way holds its prompt and, in the mean, half of its completion. Where all
-    # are equally long, as many as fit when they end: more would be put back and begun again.
-    mean_row = max(work.row_tokens, work.prompt_tokens + work.completions.longest / 2)
-    fits = math.floor(room / (token_bytes * mean_row)) if token_bytes else most_rows
-    return max(1, min(rows, most_rows, fits))
+    @property
+    def bytes(self) -> SamplerBytes:
+        """What a sampler takes on each of its devices."""
+        return sampler_bytes(self.model, self.layout, self.system, self.most_rows)
 
+    def seconds(self, budget: float) -> GenerationSeconds:
+        """Where the seconds of all completions go.
 
-def row_ends(
-    model: Model,
-    layout: Layout,
-    work: Work,
-    group: DeviceGroup,
-    system: System,
-    budget: float,
-    most_rows: int,
-    lengths: Sequence[float],
-) -> list[float]:
-    """Seconds after which each row of one replica is finished, by the arithmetic of a plan.
+        Args:
+            budget: Bytes of each device that the sampler may take, weights included.
 
-    Args:
-        model: The policy.
-        layout: Its ranks.
-        work: Of the step: what a row is in the mean.
-        group: The devices.
-        system: Its kinds of tensors.
-        budget: Bytes of each device that the sampler may take, which hold a row at least.
-        most_rows: As in `generation_seconds`.
-        lengths: Tokens of each completion.
-    """
-    sizes = sampler_bytes(model, layout, system, most_rows)
-    together = _together(work, sizes.token, budget - sizes.fixed, len(lengths), most_rows)
-    ends = _filled(lengths, together)
-    steps = math.ceil(max(ends))
-    found = _seconds(
-        model,
-        layout,
-        work,
-        group,
-        system,
-        sizes.token,
-        len(lengths),
-        together,
-        steps,
-        sum(lengths),
-    )
-    step_s = (found.total - found.prompts) / steps
-    return [found.prompts + step_s * math.ceil(end) for end in ends]
+        Raises:
+            NoRoomError: The budget does not hold one row.
+        """
+        sizes = self.bytes
+        room = budget - sizes.fixed
+        row_bytes = sizes.token * self.work.longest_row
+        if room < row_bytes or room < 0:
+            raise NoRoomError(math.ceil(row_bytes - room))
+        rows = math.ceil(self.work.rows / self.layout.replicas)
+        together = self._together(sizes.token, room, rows)
+        steps, decoded = _slots(self.work.completions, rows, together)
+        return self._seconds(sizes.token, rows, together, steps, decoded)
 
+    def row_ends(self, budget: float, lengths: Sequence[float]) -> list[float]:
+        """Seconds after which each row of one replica is finished, by the arithmetic of a plan.
 
-def _seconds(
-    model: Model,
-    layout: Layout,
-    work: Work,
-    group: DeviceGroup,
-    system: System,
-    token_bytes: float,
-    rows: int,
-    together: int,
-    steps: int,
-    decoded: float,
-) -> GenerationSeconds:
-    shape, coefficients = model.shape, group.coefficients
-    stages, slices = layout.generate_pp, layout.generate_tp
-    ranks = stages * slices
-    context = work.prompt_tokens + work.completions.mean / 2
-    running = decoded / steps
-    # Stages work side by side on parts of what runs, each step goes through all of them.
-    batch = running / stages
-    if system.has_kv_cache:
-        computed = batch
-        read = sampler_weights(model, system) / ranks
-        read += batch * context * token_bytes
-    else:
-        # Without keys and values a step computes every row from its first token.
-        computed = batch * context
-        read = sampler_weights(model, system) / ranks
-    flops = model.forward_flops(computed, context) / ranks
-    reads = stages * max(group.read_s(read), group.compute_s(flops))
-    hidden = computed * shape.hidden_size * system.sampled_bytes
-    layers = math.ceil(shape.num_layers / stages)
-    talk = stages * 2 * layers * group.reduce_s(hidden, slices, 1)
-    if stages > 1:
-        stride = group.per_machine if ranks > group.per_machine else slices
-        talk += stages * group.send_s(hidden, stride, slices)
-    host = coefficients.decode_step_s + coefficients.decode_row_s * running
-    host += group.layers_s(shape.num_layers, computed * shape.hidden_size / slices)
-    host += group.read_s(system.cache_copies * running * context * token_bytes)
-    prompts = 0.0
-    if system.has_kv_cache:
-        # The completions of a prompt share its keys and values, where they are sampled together.
-        number = math.ceil(rows / work.samples) if work.shares_prompts else rows
-        tokens = number * work.prompt_tokens
-        products = group.compute_s(model.forward_flops(tokens, work.prompt_tokens / 2) / ranks)
-        passes = max(1, math.ceil(tokens / PASS_TOKENS))
-        sent = tokens * shape.hidden_size * system.sampled_bytes / passes
-        numbers = tokens * shape.hidden_size / slices / passes
-        layer_s = group.layers_s(shape.num_layers, numbers)
-        layer_s += 2 * shape.num_layers * group.reduce_s(sent, slices, 1)
-        prompts = products + passes * layer_s
-    return GenerationSeconds(
-        prompts=prompts,
-        reads=steps * reads,
-        slices=steps * talk,
-        host=steps * host,
-        steps=steps,
-        together=together,
-    )
+        Args:
+            budget: Bytes of each device that the sampler may take, which hold a row at least.
+            lengths: Tokens of each completion.
+        """
+        sizes, rows = self.bytes, len(lengths)
+        together = self._together(sizes.token, budget - sizes.fixed, rows)
+        ends = _filled(lengths, together)
+        steps = math.ceil(max(ends))
+        found = self._seconds(sizes.token, rows, together, steps, sum(lengths))
+        step_s = (found.total - found.prompts) / steps
+        return [found.prompts + step_s * math.ceil(end) for end in ends]
+
+    def _together(self, token_bytes: float, room: float, rows: int) -> int:
+        """Rows that a replica decodes together at most."""
+        # A row that is on its way holds its prompt and, in the mean, half of its completion. Where
+        # all are equally long, as many as fit when they end: more would be put back and begun
+        # again.
+        work = self.work
+        mean_row = max(work.row_tokens, work.prompt_tokens + work.completions.longest / 2)
+        fits = math.floor(room / (token_bytes * mean_row)) if token_bytes else self.most_rows
+        return max(1, min(rows, self.most_rows, fits))
+
+    def _seconds(
+        self, token_bytes: float, rows: int, together: int, steps: int, decoded: float
+    ) -> GenerationSeconds:
+        model, layout, work, system = self.model, self.layout, self.work, self.system
+        group = self.group
+        shape, coefficients = model.shape, group.coefficients
+        stages, slices = layout.generate_pp, layout.generate_tp
+        ranks = stages * slices
+        context = work.prompt_tokens + work.completions.mean / 2
+        running = decoded / steps
+        # Stages work side by side on parts of what runs, each step goes through all of them.
+        batch = running / stages
+        if system.has_kv_cache:
+            computed = batch
+            read = sampler_weights(model, system) / ranks
+            read += batch * context * token_bytes
+        else:
+            # Without keys and values a step computes every row from its first token.
+            computed = batch * context
+            read = sampler_weights(model, system) / ranks
+        flops = model.forward_flops(computed, context) / ranks
+        reads = stages * max(group.read_s(read), group.compute_s(flops))
+        hidden = computed * shape.hidden_size * system.sampled_bytes
+        layers = math.ceil(shape.num_layers / stages)
+        talk = stages * 2 * layers * group.reduce_s(hidden, slices, 1)
+        if stages > 1:
+            stride = group.per_machine if ranks > group.per_machine else slices
+            talk += stages * group.send_s(hidden, stride, slices)
+        host = coefficients.decode_step_s + coefficients.decode_row_s * running
+        host += group.layers_s(shape.num_layers, computed * shape.hidden_size / slices)
+        host += group.read_s(system.cache_copies * running * context * token_bytes)
+        prompts = 0.0
+        if system.has_kv_cache:
+            # The completions of a prompt share its keys and values, where they are sampled
+            # together.
+            number = math.ceil(rows / work.samples) if work.shares_prompts else rows
+            tokens = number * work.prompt_tokens
+            products = group.compute_s(model.forward_flops(tokens, work.prompt_tokens / 2) / ranks)
+            passes = max(1, math.ceil(tokens / PASS_TOKENS))
+            sent = tokens * shape.hidden_size * system.sampled_bytes / passes
+            numbers = tokens * shape.hidden_size / slices / passes
+            layer_s = group.layers_s(shape.num_layers, numbers)
+            layer_s += 2 * shape.num_layers * group.reduce_s(sent, slices, 1)
+            prompts = products + passes * layer_s
+        return GenerationSeconds(
+            prompts=prompts,
+            reads=steps * reads,
+            slices=steps * talk,
+            host=steps * host,
+            steps=steps,
+            together=together,
+        )
 
 
 def sampler_weights(model: Model, system: System) -> float:

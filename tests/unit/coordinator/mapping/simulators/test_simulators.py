@@ -23,8 +23,8 @@ from rolemesh.coordinator.mapping.machines.devices import GB, device_of
 from rolemesh.coordinator.mapping.simulators.generation import (
     GRAPH_BYTES,
     NoRoomError,
+    Sampling,
     _slots,
-    generation_seconds,
     sampler_bytes,
 )
 from rolemesh.coordinator.mapping.simulators.memory import scored_bytes, trained_bytes
@@ -163,7 +163,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
 
 
 def generated(layout: Layout, budget: float, work: Work = WORK, most_rows: int = 256) -> Any:
-    return generation_seconds(SEVEN, layout, work, perfect(), HYBRIDFLOW, budget, most_rows)
+    return Sampling(SEVEN, layout, work, perfect(), HYBRIDFLOW, most_rows).seconds(budget)
 
 
 def test_memory_for_keys_and_values_decides_how_many_rows_run() -> None:
@@ -192,7 +192,7 @@ def test_a_decoding_step_reads_weights_keys_and_values() -> None:
 
 def test_without_keys_and_values_each_step_computes_whole_rows() -> None:
     bare = System(has_kv_cache=False)
-    plain = generation_seconds(SEVEN, Layout(), WORK, perfect(), bare, 80 * GB, 256)
+    plain = Sampling(SEVEN, Layout(), WORK, perfect(), bare, 256).seconds(80 * GB)
     assert plain.total > 10 * generated(Layout(), 80 * GB).total
 
 
@@ -387,9 +387,9 @@ def test_a_head_that_slices_share_is_kept_and_read_by_each() -> None:
     few = Model.from_config(llama(64, 128, 4, 8, 2, 512))
     room = 10 * GB
     four, eight = (
-        generation_seconds(
-            few, Layout(tp=tp, generate_tp=tp), WORK, perfect(), HYBRIDFLOW, room, 256
-        ).reads
+        Sampling(few, Layout(tp=tp, generate_tp=tp), WORK, perfect(), HYBRIDFLOW, 256)
+        .seconds(room)
+        .reads
         for tp in (4, 8)
     )
     # Two for keys and values, of 4 layers with 2 heads, each 8 wide, in bfloat16.
