@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -127,20 +126,12 @@ def planned_job(
         nodes = asyncio.run(plan_step(planned))
     except ValueError as error:
         raise RecipeError(str(error)) from error
-    on_gpus = any(group.device.kind == "gpu" for group in groups)
-    job = job_of(planned, nodes, work, on_gpus=on_gpus, wishes=wishes)
-    most_slices = max(group.per_machine for group in groups)
-    return replace(
-        job,
-        roles=tuple(
-            replace(
-                role,
-                freedom=replace(
-                    role.freedom,
-                    most_slices=most_slices,
-                    offload=role.freedom.offload if offload else (False,),
-                ),
-            )
-            for role in job.roles
-        ),
+    return job_of(
+        planned,
+        nodes,
+        work,
+        on_gpus=any(group.device.kind == "gpu" for group in groups),
+        wishes=wishes,
+        most_slices=max(group.per_machine for group in groups),
+        offload=offload,
     )

@@ -107,6 +107,8 @@ def job_of(
     *,
     on_gpus: bool = True,
     wishes: Wishes | None = None,
+    most_slices: int = 8,
+    offload: bool = True,
 ) -> Job:
     """What a recipe's placement is to be found for.
 
@@ -116,6 +118,8 @@ def job_of(
         work: The rows of a step.
         on_gpus: Whether any of the devices is a GPU.
         wishes: Of the user.
+        most_slices: Tensor slices of a role at most.
+        offload: Whether moments may lie in host memory between steps.
 
     Raises:
         RecipeError: A step that cannot be planned, or a role of several models.
@@ -130,8 +134,12 @@ def job_of(
                 "samples, so that it cannot be planned"
             )
         step = sampled_step(step, has_reference=recipe.reference is not None)
-    trained = trained_models(recipe)
-    roles = [role for name in step.roles if (role := _role(recipe, name, work, trained, on_gpus))]
+    free = Freedom(
+        most_slices=most_slices,
+        recompute=("none", "full") if on_gpus else ("none",),
+        offload=(False, True) if on_gpus and offload else (False,),
+    )
+    roles = [role for name in step.roles if (role := _role(recipe, name, work, free, on_gpus))]
     if not roles:
         raise RecipeError("no role of the recipe has a model, so that nothing is to be placed")
     wishes = wishes or Wishes()
@@ -146,47 +154,40 @@ def job_of(
     )
 
 
-def _role(
-    recipe: Recipe, name: str, work: Work, trained: dict[str, Any], on_gpus: bool
-) -> Role | None:
+def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -> Role | None:
     """A role with a model; None for one that judges by rules, or asks others."""
     section: Any = recipe.section(name)
-    if name == "rollout":
-        model = Model.from_folder(section.model.path, num_layers=None)
-    else:
-        models = models_of(recipe)[name]
-        if len(models) > 1:
-            raise RecipeError(
-                f"{name}.source has {len(models)} models in one role, which is not planned: give "
-                "one, or place it yourself"
-            )
-        if not models:
-            return None
-        spec = models[0]
-        head = "lm_head" if name in ("actor", "reference") else "score"
-        model = Model.from_folder(
-            spec.path,
-            head=head,  # type: ignore[arg-type]
-            num_layers=spec.num_layers,
+    models = models_of(recipe)[name]
+    if len(models) > 1:
+        raise RecipeError(
+            f"{name}.source has {len(models)} models in one role, which is not planned: give one, "
+            "or place it yourself"
         )
+    if not models and name != "rollout":
+        return None
+    # A rollout service has a sampler's model alone, with all layers.
+    spec = models[0] if models else None
+    model = Model.from_folder(
+        section.model.path if spec is None else spec.path,
+        head="lm_head" if name in ("actor", "reference", "rollout") else "score",
+        num_layers=None if spec is None else spec.num_layers,
+    )
     sampler = getattr(section, "rollout", None)
     samples = sampler is not None and not (name == "actor" and recipe.rollout is not None)
-    own_tokens = None if name == "rollout" else models_of(recipe)[name][0].micro_batch_tokens
     longest = int(work.longest_row)
-    tokens = {max(longest, one) for one in (own_tokens, *_PASS_TOKENS) if one is not None}
-    freedom = Freedom(
-        cuts_over_data=(False,) if name == "rollout" else (True, False),
+    sizes = () if spec is None else (spec.micro_batch_tokens, *_PASS_TOKENS)
+    freedom = replace(
+        free,
+        cuts_over_data=(False,) if spec is None else (True, False),
         generate_slices=not isinstance(sampler, HfSpec),
-        same_generation=name == "rollout",
-        micro_batch_tokens=tuple(sorted(tokens)) if name != "rollout" else (longest,),
-        recompute=("none", "full") if on_gpus else ("none",),
-        offload=(False, True) if on_gpus else (False,),
+        same_generation=spec is None,
+        micro_batch_tokens=tuple(sorted({max(longest, one) for one in sizes})) or (longest,),
     )
     given_rows = sampler.max_num_seqs if isinstance(sampler, VllmSpec | HfSpec) else None
     return Role(
         name=name,
         model=model,
-        trains=name in trained,
+        trains=name in trained_models(recipe),
         samples=samples,
         freedom=freedom,
         most_rows=given_rows or (_MOST_ROWS if on_gpus else 64),

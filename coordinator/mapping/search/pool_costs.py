@@ -12,11 +12,10 @@ from collections.abc import Mapping
 
 from rolemesh.coordinator.mapping.job.job import Job
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
-from rolemesh.coordinator.mapping.simulators.costs import INFEASIBLE, Option, RoleCosts
+from rolemesh.coordinator.mapping.simulators.costs import INFEASIBLE, Option, RoleCosts, beats
 from rolemesh.coordinator.mapping.simulators.moves import switch_seconds
 
 Seconds = tuple[float, ...]
-
 
 Way = tuple[Seconds, Option]
 """What a role can do: seconds of each of its tasks, and the layout."""
@@ -166,8 +165,10 @@ class PoolCosts:
         kept: list[Way] = []
         beaten_by: list[Seconds] = []
         for way in sorted(ways, key=lambda one: (one[0], one[1].world_size, one[1].layout)):
-            numbers = way[0] if self.is_separable else (*way[0], *_bytes(way[1]))
-            if not any(_beats(other, numbers) for other in beaten_by):
+            numbers, held = way[0], way[1].bytes
+            if not self.is_separable:
+                numbers = (*numbers, held.rest, held.peak - held.rest)
+            if not any(beats(other, numbers) for other in beaten_by):
                 beaten_by.append(numbers)
                 kept.append(way)
         return kept
@@ -203,11 +204,3 @@ class PoolCosts:
     def places(self, index: int) -> tuple[int, ...]:
         """The role's tasks, by their place in the step."""
         return tuple(self.tasks[place] for place in self._places[self.roles[index]])
-
-
-def _bytes(option: Option) -> tuple[int, int]:
-    return option.bytes.rest, option.bytes.peak - option.bytes.rest
-
-
-def _beats(one: Seconds, other: Seconds) -> bool:
-    return all(a <= b for a, b in zip(one, other, strict=True))

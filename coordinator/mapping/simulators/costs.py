@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -190,6 +191,11 @@ class RoleCosts:
         )
 
 
+def beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether no number of the one is larger than the other's."""
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
 def _undominated(options: list[Option]) -> list[Option]:
     """Options that no other one beats, by devices, in an order that depends on nothing else."""
     kept: list[Option] = []
@@ -200,7 +206,7 @@ def _undominated(options: list[Option]) -> list[Option]:
     for option in ordered:
         numbers = (*option.seconds, option.bytes.rest, option.bytes.peak)
         rivals = by_sampling.setdefault(option.sampling, [])
-        if any(all(a <= b for a, b in zip(rival, numbers, strict=True)) for rival in rivals):
+        if any(beats(rival, numbers) for rival in rivals):
             continue
         rivals.append(numbers)
         kept.append(option)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from support.recorded_folders import CALLS, run_folder
 
 from rolemesh.coordinator.commands.plan import app
 from rolemesh.coordinator.mapping.job import from_recipe
-from rolemesh.coordinator.mapping.job.layouts import Freedom
 from rolemesh.coordinator.mapping.machines.devices import DEVICES
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.planning import plan_step
@@ -169,10 +169,15 @@ def test_the_written_recipe_says_what_was_predicted(recipe: Path) -> None:
 def test_parameters_that_are_not_cut_are_written_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def replicated(**changes: Any) -> Freedom:
-        return Freedom(**{**changes, "cuts_over_data": (False,)})
+    role_of = from_recipe._role
 
-    monkeypatch.setattr(from_recipe, "Freedom", replicated)
+    def replicated(*arguments: Any) -> Any:
+        found = role_of(*arguments)
+        if found is None:
+            return None
+        return replace(found, freedom=replace(found.freedom, cuts_over_data=(False,)))
+
+    monkeypatch.setattr(from_recipe, "_role", replicated)
     path = tmp_path / "planned.yaml"
     tiny = recipe_of(tmp_path, LLAMAS["tiny"])
     told = planned(tiny, "--gpus=2", "--gpu=h100", "--together=actor,critic", "--write", path)
