@@ -42,8 +42,8 @@ from rolemesh.coordinator.run.tuning.calibrations import calibrations_for
 from rolemesh.coordinator.simulation.faults import Faults
 from rolemesh.coordinator.simulation.page import Simulated, notes, rows
 from rolemesh.coordinator.simulation.planned import simulated_recipe, timing_of
-from rolemesh.coordinator.simulation.run import Settings, simulate
-from rolemesh.coordinator.simulation.timing import RowLengths
+from rolemesh.coordinator.simulation.run import simulate
+from rolemesh.coordinator.simulation.timing import RowLengths, Settings
 
 app = typer.Typer(add_completion=False)
 

@@ -10,8 +10,7 @@ from google.protobuf import json_format
 
 from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.coordinator.simulation.answers import columns_of, reference
-from rolemesh.coordinator.simulation.faults import Faults
-from rolemesh.coordinator.simulation.timing import RowLengths, Timing
+from rolemesh.coordinator.simulation.timing import Settings
 from rolemesh.rpc.errors import NotFoundError, PreconditionError
 from rolemesh.v1 import (
     cuts_pb2,
@@ -40,11 +39,8 @@ class CallRecord:
 class Surroundings(Protocol):
     """What a process knows of its mesh."""
 
-    timing: Timing
-    lengths: RowLengths
-    prompt_tokens: float
+    settings: Settings
     estimator_columns: tuple[str, ...]
-    faults: Faults
     calls: list[CallRecord]
     """Gets what it is asked."""
     cuts: dict[str, dict[int, int]]

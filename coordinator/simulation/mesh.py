@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.simulation.channel import SimulatedChannel
-from rolemesh.coordinator.simulation.faults import Faults
 from rolemesh.coordinator.simulation.kept import CallRecord
 from rolemesh.coordinator.simulation.service import SimulatedService
-from rolemesh.coordinator.simulation.timing import RowLengths, Timing
+from rolemesh.coordinator.simulation.timing import Settings
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.identity import Identity
 
@@ -29,19 +28,14 @@ class Loss:
 class SimulatedMesh:
     """The processes of one simulated run. Owner: one event loop.
 
-    Example: `await mesh.restart("critic")` returns the address of a new process, `start_s` later.
+    Example: `await mesh.restart("critic")` returns the address of a new process, which has taken
+    `settings.start_s` to start.
     """
 
     services: Iterable[str]
-    timing: Timing
-    lengths: RowLengths
-    prompt_tokens: float
-    """Of each row."""
+    settings: Settings
     estimator_columns: tuple[str, ...]
     """What the recipe's estimator makes; () where it has none."""
-    start_s: float
-    """From the start of a process until it answers, its models loaded."""
-    faults: Faults = field(default_factory=Faults)
     on_exit: Callable[[str, str], None] = lambda service, reason: None
     """Told of a process that ends by itself, and why, as the launcher tells a run."""
     calls: list[CallRecord] = field(default_factory=list)
@@ -79,17 +73,17 @@ class SimulatedMesh:
     async def restart(self, name: str) -> str:
         """Ends what is left of a service, and returns the address of its next process."""
         self._by_name[name].end()
-        await asyncio.sleep(self.start_s)
+        await asyncio.sleep(self.settings.start_s)
         return self._start(name)
 
     async def lose_processes(self) -> None:
         """Ends processes as the faults say; returns after the last of them."""
         begun = now()
-        for number, at in enumerate(self.faults.loss_times()):
+        for number, at in enumerate(self.settings.faults.loss_times()):
             await asyncio.sleep(begun + at - now())
             alive = sorted(name for name, one in self._by_name.items() if one.is_alive)
             if alive:
-                victim = self.faults.victim(number, alive)
+                victim = self.settings.faults.victim(number, alive)
                 self._by_name[victim].end()
                 self.losses.append(Loss(victim, now()))
                 self.on_exit(victim, f"{victim} ({self._by_name[victim].address}) was lost")

@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,13 @@ from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.training_run import TrainingRun
-from rolemesh.coordinator.simulation.faults import Faults
 from rolemesh.coordinator.simulation.kept import CallRecord
 from rolemesh.coordinator.simulation.mesh import Loss, SimulatedMesh
-from rolemesh.coordinator.simulation.timing import RowLengths, Timing
+from rolemesh.coordinator.simulation.timing import Settings
 from rolemesh.coordinator.simulation.virtual_time import run_virtually
 from rolemesh.coordinator.state.memory import MemoryStateStore
 
 RUN_ID = "simulation"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is simulated of a run, beside its recipe."""
-
-    timing: Timing
-    lengths: RowLengths
-    prompt_tokens: float
-    start_s: float
-    """Seconds from the start of a process until it answers with its models loaded."""
-    faults: Faults = field(default_factory=Faults)
-    watch_s: float = 1.0
-    """Pause between two looks at a service, as `rolemesh train` has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,12 +107,8 @@ async def _simulate(recipe: Recipe, settings: Settings) -> Outcome:
     has_estimator = "advantages" in type(section).model_fields
     mesh = SimulatedMesh(
         services=services,
-        timing=settings.timing,
-        lengths=settings.lengths,
-        prompt_tokens=settings.prompt_tokens,
+        settings=settings,
         estimator_columns=section.parts.advantages.makes() if has_estimator else (),
-        start_s=settings.start_s,
-        faults=settings.faults,
     )
     store, observer = MemoryStateStore(now), _Watching()
     with tempfile.TemporaryDirectory() as folder:

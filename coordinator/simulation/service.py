@@ -106,7 +106,7 @@ class SimulatedService(KeptState):
             case "Sleep" | "Wake":
                 self._check_epoch(request.key)
                 async with self._turn:
-                    await self._until(now() + self.mesh.timing.state_s.get(self.role, 0.0))
+                    await self._until(now() + self.mesh.settings.timing.state_s.get(self.role, 0.0))
                     self.is_asleep = name == "Sleep"
             case "ListCuts":
                 cuts = [cuts_pb2.Cut(step=step) for step in sorted(self.own_cuts)]
@@ -189,31 +189,31 @@ class SimulatedService(KeptState):
     def _seconds(
         self, name: str, method: str, key: operation_pb2.OperationKey, tokens: float
     ) -> float:
-        timing = self.mesh.timing
+        timing = self.mesh.settings.timing
         if name in _STARTS:
             # Loading is a part of the start of a process.
             return 0.0
         if name in ("SaveCut", "RestoreCut", "SaveCheckpoint", "LoadCheckpoint", "Export"):
             return timing.state_s.get(self.role, 0.0)
         seconds = timing.seconds(self.role, method, key.sequence, tokens)
-        seconds *= self.mesh.faults.factor(self.name, key.step)
+        seconds *= self.mesh.settings.faults.factor(self.name, key.step)
         if name == "UpdateWeights":
             self._held_up_s += seconds
         return seconds
 
     async def _generated(self, request: Any) -> AsyncIterator[Any]:
-        key, timing, mesh = request.key, self.mesh.timing, self.mesh
+        key, settings = request.key, self.mesh.settings
         samples = 1 if request.sampling.greedy else request.sampling.samples_per_prompt
         first = request.prompts.start
         lengths = [
             length
             for prompt in range(first, first + request.prompts.count)
-            for length in mesh.lengths.of(prompt, samples)
+            for length in settings.lengths.of(prompt, samples)
         ]
         started, held_up, oldest = now(), self._held_up_s, self.policy_version
-        factor = mesh.faults.factor(self.name, key.step)
-        before = timing.seconds(self.role, "generate", key.sequence, 0.0)
-        ends = [factor * (before + end) for end in timing.decoding[self.role](lengths)]
+        factor = settings.faults.factor(self.name, key.step)
+        before = settings.timing.seconds(self.role, "generate", key.sequence, 0.0)
+        ends = [factor * (before + end) for end in settings.timing.decoding[self.role](lengths)]
 
         async def decoded(end: float) -> None:
             while now() < (moment := started + end + self._held_up_s - held_up):
@@ -223,19 +223,17 @@ class SimulatedService(KeptState):
         starts = range(0, len(lengths), size) if size < len(lengths) else ()
         for start in sorted(starts, key=lambda at: (max(ends[at : at + size]), at)):
             await decoded(max(ends[start : start + size]))
-            rows = self._kept(request, "Generate", lengths[start : start + size], f"/{start}")
+            rows = self._kept(request, lengths[start : start + size], f"/{start}")
             yield rollout_pb2.GeneratedBlock(index=start // size, experience=rows)
         await decoded(max(ends))
-        result = experience_pb2.ExperienceResult(
-            experience=self._kept(request, "Generate", lengths)
-        )
+        result = experience_pb2.ExperienceResult(experience=self._kept(request, lengths))
         result.report.metrics["policy_version/min"] = oldest
-        result.report.num_tokens = round(sum(lengths) + mesh.prompt_tokens * len(lengths))
+        result.report.num_tokens = round(sum(lengths) + settings.prompt_tokens * len(lengths))
         yield result
 
     def _kept(
-        self, request: Any, name: str, lengths: Sequence[float], suffix: str = ""
+        self, request: Any, lengths: Sequence[float], suffix: str = ""
     ) -> experience_pb2.ExperienceRef:
         """Holds rows that were sampled, and names them."""
-        tokens = sum(lengths) + self.mesh.prompt_tokens * len(lengths)
-        return self.hold(request, name, tokens, len(lengths), suffix)
+        tokens = sum(lengths) + self.mesh.settings.prompt_tokens * len(lengths)
+        return self.hold(request, "Generate", tokens, len(lengths), suffix)

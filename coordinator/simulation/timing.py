@@ -1,4 +1,4 @@
-"""Seconds that calls of simulated services take, and how long the rows are that they sample."""
+"""What simulated services do: how long calls take and rows are, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolemesh.coordinator.mapping.job.work import Lengths
+from rolemesh.coordinator.simulation.faults import Faults
 
 RowEnds = Callable[[Sequence[float]], Sequence[float]]
 """Gets the tokens of completions that one service samples together, in the order of rows; gives
@@ -68,3 +69,17 @@ class RowLengths:
             return [quantiles[0]] * samples
         generator = random.Random(f"{self._seed}/lengths/{prompt}")
         return [quantiles[int(generator.random() * len(quantiles))] for _ in range(samples)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is simulated of a run, beside its recipe."""
+
+    timing: Timing
+    lengths: RowLengths
+    prompt_tokens: float
+    start_s: float
+    """Seconds from the start of a process until it answers with its models loaded."""
+    faults: Faults = field(default_factory=Faults)
+    watch_s: float = 1.0
+    """Pause between two looks at a service, as `rolemesh train` has it."""

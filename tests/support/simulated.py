@@ -10,8 +10,8 @@ from support.fake_recipes import PPO, fake_recipe, split_pools
 from rolemesh.coordinator.mapping.job.work import Lengths
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.simulation.faults import Faults
-from rolemesh.coordinator.simulation.run import Outcome, Settings, simulate
-from rolemesh.coordinator.simulation.timing import RowLengths, Timing
+from rolemesh.coordinator.simulation.run import Outcome, simulate
+from rolemesh.coordinator.simulation.timing import RowLengths, Settings, Timing
 
 ROLES = ("actor", "critic", "reference", "reward")
 SECONDS: Mapping[str, float] = {

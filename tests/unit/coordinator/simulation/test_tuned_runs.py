@@ -13,8 +13,8 @@ from support.simulated import ROLES, SECONDS, timing
 
 from rolemesh.coordinator.mapping.job.work import Lengths
 from rolemesh.coordinator.recipe.tuning import key_of
-from rolemesh.coordinator.simulation.run import Outcome, Settings, simulate
-from rolemesh.coordinator.simulation.timing import RowLengths, Timing
+from rolemesh.coordinator.simulation.run import Outcome, simulate
+from rolemesh.coordinator.simulation.timing import RowLengths, Settings, Timing
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, MEAN_TOKENS = 16, 2, 10, 20
 ROW_TOKENS = PROMPT_TOKENS + MEAN_TOKENS
