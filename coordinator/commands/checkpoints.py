@@ -51,7 +51,10 @@ def checkpoints(
                     "wait until it has ended"
                 )
             for step in prune(folder, keep, best_kept(directory)):
-                _tell(as_json, step)
+                if as_json:
+                    JsonConsole().write("removed", {"step": step})
+                else:
+                    print(f"removed the checkpoint of step {step}")
         known = list(kept_checkpoints(folder, verify=verify, best=best_kept(directory)))
     except ValueError as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
@@ -62,13 +65,6 @@ def checkpoints(
         _print(known)
     if any(one.damage for one in known):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _tell(as_json: bool, step: int) -> None:
-    if as_json:
-        JsonConsole().write("removed", {"step": step})
-    else:
-        print(f"removed the checkpoint of step {step}")
 
 
 def _print(known: list[KeptCheckpoint]) -> None:

@@ -18,7 +18,7 @@ from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.commands.terminal.plot import plot
 from rolemesh.coordinator.run.folders.comparison import Comparison, extent, shown
 from rolemesh.coordinator.run.folders.comparison import compare as compared
-from rolemesh.coordinator.run.folders.folder import NoRunError, run_of_id
+from rolemesh.coordinator.run.folders.folder import run_of_id
 from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(add_completion=False)
@@ -56,7 +56,7 @@ def compare(
     try:
         found = compared([Path(run) if Path(run).is_dir() else run_of_id(run) for run in runs])
         chosen = found.chosen(metrics or ())
-    except (ValueError, NoRunError) as error:
+    except ValueError as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
     if out is not None:
         try:

@@ -131,16 +131,7 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[str]], numbers: int 
 
 
 def _runs(found: Comparison) -> _Markup:
-    headings = (
-        "run",
-        "folder",
-        "id",
-        "algorithm",
-        "state",
-        "steps",
-        "recovered",
-        "held out, first",
-    )
+    headings = ("run", "folder", "id", "algorithm", "state", "steps", "recovered")
     rows = [
         (
             _label(found, place),
@@ -156,7 +147,7 @@ def _runs(found: Comparison) -> _Markup:
         )
         for place, run in enumerate(found.runs)
     ]
-    return _table((*headings, "best", "last"), rows)
+    return _table((*headings, "held out, first", "best", "last"), rows)
 
 
 def _label(found: Comparison, place: int) -> _Markup:

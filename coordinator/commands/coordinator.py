@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ from rolemesh.coordinator.api.credentials import read_tokens
 from rolemesh.coordinator.api.doors import check_doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.hub.hub import Hub
-from rolemesh.coordinator.commands.terminal.console import JsonConsole
+from rolemesh.coordinator.commands.terminal.console import JsonConsole, log_to
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED
 from rolemesh.coordinator.commands.terminal.options import (
     AllowRemote,
@@ -174,12 +173,7 @@ def coordinator(
         check_doors(api, None, os.environ)
         directory = data.absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        logging.basicConfig(
-            filename=directory / "coordinator.log",
-            level=logging.INFO,
-            format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
-            force=True,
-        )
+        log_to(directory / "coordinator.log")
         with _held(directory):
             grant = Grant(
                 folders=(directory / "runs", *(folders or ())),

@@ -40,8 +40,8 @@ def samples(
         found = run_files.newest_run() if directory is None else directory
         if not run_files.is_run(found):
             raise run_files.NoRunError(f"{found} holds no run: name the folder of a run")
-        kept = [one for one in _kept(found) if one.held_out or not held_out]
-    except run_files.NoRunError as error:
+        kept = [one for one in read_samples(found) if one.held_out or not held_out]
+    except ValueError as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
     chosen = _of_step(kept, step, is_ordered=best or worst)
     if not chosen:
@@ -57,13 +57,6 @@ def samples(
             JsonConsole().write("sample", one.to_dict())
         else:
             _show(Console(), one)
-
-
-def _kept(directory: Path) -> list[KeptSample]:
-    try:
-        return read_samples(directory)
-    except ValueError as error:
-        raise run_files.NoRunError(str(error)) from error
 
 
 def _of_step(

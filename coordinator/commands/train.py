@@ -27,6 +27,7 @@ from rolemesh.coordinator.commands.terminal.console import (
     LoggingObserver,
     PlainConsole,
     SturdyConsole,
+    log_to,
     say,
 )
 from rolemesh.coordinator.commands.terminal.ending import (
@@ -329,12 +330,7 @@ def _show_summary(summary: RunSummary, shown: _Shown, console: Console) -> None:
 def _log_to(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        logging.basicConfig(
-            filename=path,
-            level=logging.INFO,
-            format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
-            force=True,
-        )
+        log_to(path)
     except OSError as error:
         # The first file of the run: what keeps it from being written keeps all.
         raise InputError(

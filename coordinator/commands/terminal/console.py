@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console, Group
@@ -280,6 +281,16 @@ def say(console: Console, *lines: str) -> None:
     """Prints lines as they are: not broken, and without markup or colours of their own."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def log_to(path: Path) -> None:
+    """Has what the coordinator logs go to a file."""
+    logging.basicConfig(
+        filename=path,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
+        force=True,
+    )
 
 
 class LoggingObserver:
