@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,14 @@ _LAST_WORDS_S = 20.0
 """Longest wait for the process of a run that has ended, before the run is started again."""
 
 
+def _kept_in(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task that a set holds until it has ended, since the loop alone might lose it."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
 class Hub:
     """Makes runs on one store. Owner: one asyncio loop on the main thread of its process.
 
@@ -121,11 +129,9 @@ class Hub:
 
     async def create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
         """Starts a run; see RunCreator."""
-        creation = asyncio.create_task(self._create_run(run_id, recipe, overrides))
-        self._creations.add(creation)
-        creation.add_done_callback(self._creations.discard)
         # When the caller hangs up, no run may be left in the store without a process.
-        await asyncio.shield(creation)
+        creation = self._create_run(run_id, recipe, overrides)
+        await asyncio.shield(_kept_in(self._creations, creation))
 
     async def _create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
         request = {"recipe": recipe, "overrides": list(overrides)}
@@ -159,11 +165,8 @@ class Hub:
 
     async def resume_run(self, run_id: str, overrides: Sequence[str]) -> None:
         """Starts a run that has failed or was stopped again; see RunCreator."""
-        resumption = asyncio.create_task(self._resume_run(run_id, overrides))
-        self._creations.add(resumption)
-        resumption.add_done_callback(self._creations.discard)
         # As with a new run.
-        await asyncio.shield(resumption)
+        await asyncio.shield(_kept_in(self._creations, self._resume_run(run_id, overrides)))
 
     async def _resume_run(self, run_id: str, overrides: Sequence[str]) -> None:
         await self._until_ended(run_id)
@@ -294,9 +297,8 @@ class Hub:
         self, run_id: str, process: RunProcess, child: subprocess.Popen[bytes] | None = None
     ) -> None:
         """Watches over a process of this or, without a child, of an earlier hub."""
-        task = asyncio.create_task(self._until_gone(run_id, process, child), name=f"watch {run_id}")
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
+        watch = _kept_in(self._watches, self._until_gone(run_id, process, child))
+        watch.set_name(f"watch {run_id}")
 
     async def _until_gone(
         self, run_id: str, process: RunProcess, child: subprocess.Popen[bytes] | None
@@ -401,16 +403,11 @@ class Hub:
         # The oldest first.
         for record in reversed(gone):
             if len(self._processes) < self._max_runs:
-                await self._see_to_adopted(record.run_id)
+                async with self._creating:
+                    await self._started_again_or_ended(record.run_id, _GONE, may_go_on=True)
                 continue
             await self._tell_recovering(record, _GONE, "it waits until another run has ended")
-            task = asyncio.create_task(self._when_there_is_room(record.run_id))
-            self._watches.add(task)
-            task.add_done_callback(self._watches.discard)
-
-    async def _see_to_adopted(self, run_id: str) -> None:
-        async with self._creating:
-            await self._started_again_or_ended(run_id, _GONE, may_go_on=True)
+            _kept_in(self._watches, self._when_there_is_room(record.run_id))
 
     async def _when_there_is_room(self, run_id: str) -> None:
         while len(self._processes) >= self._max_runs:
