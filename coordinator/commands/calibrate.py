@@ -88,12 +88,12 @@ def calibrate(
         found = calibrated(device, primitives, runs, kept_out, machine)
         write_atomically(file, json.dumps(found.to_dict(), indent=1) + "\n")
     except (RecipeError, PlanError, NoRunError) as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     except PreviewError as error:
-        fail(str(error), EXIT_FAILED, error, as_json=as_json)
+        fail(str(error), EXIT_FAILED, as_json=as_json)
     except OSError as error:
         text = f"{error.filename} cannot be written ({error.strerror}): name a file with --out"
-        fail(text, EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(text, EXIT_BAD_INPUT, as_json=as_json)
     if as_json:
         print(json.dumps({"file": str(file), **found.to_dict(), "basis": found.basis()}))
         return

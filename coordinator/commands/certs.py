@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail, refuse
+from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.identity import SERVER_NAME, URI_PREFIX, Identity, IdentityError
@@ -104,7 +104,7 @@ def renew(
         try:
             member, hosts, _ = _facts(Identity.read(place))
         except IdentityError as error:
-            fail(str(error), EXIT_BAD_INPUT, error)
+            refuse(str(error))
         _write(authority, place, member, hosts, days)
 
 
@@ -128,7 +128,7 @@ def _authority(directory: Path) -> Authority:
             f"{directory}`"
         )
     except IdentityError as error:
-        fail(str(error), EXIT_BAD_INPUT, error)
+        refuse(str(error))
 
 
 def _place(directory: Path, member: str) -> Path:
@@ -156,6 +156,6 @@ def _write(
     try:
         identity = authority.issue(member, hosts=tuple(hosts), days=days)
     except ValueError as error:
-        fail(str(error), EXIT_BAD_INPUT, error)
+        refuse(str(error))
     write_atomically(place, identity.pem().decode(), is_private=True)
     print(f"wrote {place}: {member}, good until {_facts(identity)[2]}")

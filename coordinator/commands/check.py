@@ -46,7 +46,7 @@ def check(
         gpus = host_gpus()
         loaded = load_placed(recipe, gpus, overrides=overrides or (), environment=os.environ)
     except RecipeError as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     shown = FindingsShown(as_json=as_json)
     asyncio.run(_show(loaded, gpus, timeout, shown))
     if shown.counts[Level.FAIL]:

@@ -40,8 +40,8 @@ def checkpoints(
 ) -> None:
     """Lists the checkpoints of a run, verifies and prunes them. Exit code 1: one is damaged."""
     if not run_files.is_run(directory):
-        error = run_files.NoRunError(f"{directory} holds no run: name the folder of one")
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        text = f"{directory} holds no run: name the folder of one"
+        fail(text, EXIT_BAD_INPUT, as_json=as_json)
     folder = directory / CHECKPOINTS_FOLDER
     try:
         if keep is not None:
@@ -57,7 +57,7 @@ def checkpoints(
                     print(f"removed the checkpoint of step {step}")
         known = list(kept_checkpoints(folder, verify=verify, best=best_kept(directory)))
     except ValueError as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     if as_json:
         for one in known:
             JsonConsole().write("checkpoint", one.to_dict())

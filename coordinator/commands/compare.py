@@ -57,13 +57,13 @@ def compare(
         found = compared([Path(run) if Path(run).is_dir() else run_of_id(run) for run in runs])
         chosen = found.chosen(metrics or ())
     except ValueError as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     if out is not None:
         try:
             write_atomically(out, page(found, in_order(chosen or found.metrics())))
         except OSError as error:
             text = f"--out: {out} cannot be written ({error.strerror})"
-            fail(text, EXIT_FAILED, error, as_json=as_json)
+            fail(text, EXIT_FAILED, as_json=as_json)
     if as_json:
         _write(found, chosen or found.metrics(least=1))
     else:

@@ -22,7 +22,7 @@ from rolemesh.coordinator.api.doors import check_doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.hub.hub import Hub
 from rolemesh.coordinator.commands.terminal.console import JsonConsole, log_to
-from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED
+from rolemesh.coordinator.commands.terminal.ending import EXIT_FAILED, fail, refuse
 from rolemesh.coordinator.commands.terminal.options import (
     AllowRemote,
     Certificate,
@@ -185,11 +185,9 @@ def coordinator(
             )
             asyncio.run(_serve(spec, directory, api, max_runs, grant, as_json))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_BAD_INPUT) from None
+        refuse(str(error))
     except StateStoreError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_FAILED) from None
+        fail(str(error), EXIT_FAILED)
 
 
 def _store_spec(url: str | None, password_file: Path | None) -> EmbeddedStoreSpec | RedisStoreSpec:

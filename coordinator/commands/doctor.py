@@ -32,7 +32,7 @@ def doctor(
         gpus = host_gpus()
         loaded = None if recipe is None else load_placed([recipe], gpus, environment=os.environ)
     except RecipeError as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     shown = FindingsShown(as_json=as_json)
     for finding in asyncio.run(diagnose(loaded, gpus)):
         shown.show(finding)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
+from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.run.folders import folder as run_files
 
 app = typer.Typer(add_completion=False)
@@ -26,7 +26,7 @@ def export(
     try:
         command = run_files.export_command(directory, step, to, dtype)
     except run_files.NoRunError as error:
-        fail(str(error), EXIT_BAD_INPUT, error)
+        refuse(str(error))
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.stdout.flush()
     os.execv(command[0], command)

@@ -73,7 +73,7 @@ def fit(
                 f"--count {len(named)}, or fewer devices"
             )
     except RecipeError as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     found: dict[str, RoleFound] = {}
     on_gpus = {role for name in pools for role in loaded.pools[name].roles}
     question = {
@@ -93,9 +93,9 @@ def fit(
                 raise RecipeError(f"{answer['role']}: {answer['text']}")
             add_answer(found, loaded, answer)
     except RecipeError as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     except PreviewError as error:
-        fail(str(error), EXIT_FAILED, error, as_json=as_json)
+        fail(str(error), EXIT_FAILED, as_json=as_json)
     results = [pool_memory(loaded, name, found, gpus.bytes_each) for name in pools]
     if as_json:
         told = {

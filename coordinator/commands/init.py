@@ -16,7 +16,7 @@ from rolemesh.coordinator.commands.new_recipe import (
     recipe_text,
     tiny_model,
 )
-from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
+from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.installation import check_roles_run
@@ -87,9 +87,9 @@ def init(
         write_atomically(out, text)
         load_recipe([out])
     except (InitError, RecipeError, ValueError) as error:
-        fail(str(error), EXIT_BAD_INPUT, error)
+        refuse(str(error))
     except OSError as error:
-        fail(f"--out {out} cannot be written: {error.strerror}", EXIT_BAD_INPUT, error)
+        refuse(f"--out {out} cannot be written: {error.strerror}")
     for line in found.told(lengths):
         print(line)
     print(f"{out}: written; next:")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_INTERRUPTED, fail
+from rolemesh.coordinator.commands.terminal.ending import EXIT_INTERRUPTED, refuse
 from rolemesh.coordinator.run.folders import folder as run_files
 
 app = typer.Typer(add_completion=False)
@@ -31,6 +31,6 @@ def logs(
         files = run_files.log_files(found, role)
         run_files.print_logs(files, follow=follow)
     except run_files.NoRunError as error:
-        fail(str(error), EXIT_BAD_INPUT, error)
+        refuse(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None

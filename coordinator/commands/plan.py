@@ -43,7 +43,7 @@ from rolemesh.coordinator.mapping.report.drawing import svg_timeline, text_timel
 from rolemesh.coordinator.mapping.report.report import Plan, phases, plan_of
 from rolemesh.coordinator.mapping.report.settings import plan_section, settings_of
 from rolemesh.coordinator.mapping.search.search import Search
-from rolemesh.coordinator.mapping.search.shortage import ShortageError, shortage
+from rolemesh.coordinator.mapping.search.shortage import shortage
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.run.folders.folder import NoRunError
@@ -142,10 +142,9 @@ def plan(
         search = Search(job, groups)
         found = search.run()
     except (RecipeError, PlanError, NoRunError) as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     if not found.placements:
-        missing: ShortageError = shortage(search)
-        fail(str(missing), EXIT_FAILED, missing, as_json=as_json)
+        fail(shortage(search), EXIT_FAILED, as_json=as_json)
     result = replace(plan_of(search, found), basis=basis_of(gpu, measured))
     settings = settings_of(loaded, result)
     predicted_s = 0.0
@@ -166,10 +165,10 @@ def plan(
             write_atomically(svg, svg_timeline(result, f"{loaded.run.name}: predicted step"))
     except RecipeError as error:
         # The plan's own keys do not fit the recipe: ours to mend, so all that is known is said.
-        fail(f"the planned recipe is refused: {error}", EXIT_FAILED, error, as_json=as_json)
+        fail(f"the planned recipe is refused: {error}", EXIT_FAILED, as_json=as_json)
     except OSError as error:
         text = f"{error.filename} cannot be written ({error.strerror}): name a file elsewhere"
-        fail(text, EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(text, EXIT_BAD_INPUT, as_json=as_json)
     if as_json:
         run = None
         if made is not None:

@@ -42,7 +42,7 @@ def samples(
             raise run_files.NoRunError(f"{found} holds no run: name the folder of a run")
         kept = [one for one in read_samples(found) if one.held_out or not held_out]
     except ValueError as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     chosen = _of_step(kept, step, is_ordered=best or worst)
     if not chosen:
         refuse(_none(found, kept, step))

@@ -110,8 +110,7 @@ def simulate_command(
             if not placed.placements:
                 if schedules:
                     continue
-                missing = shortage(search)
-                fail(str(missing), EXIT_FAILED, missing, as_json=as_json)
+                fail(shortage(search), EXIT_FAILED, as_json=as_json)
             plan = replace(plan_of(search, placed), basis=basis_of(gpu, measured))
             made = simulated_recipe(
                 variant,
@@ -135,12 +134,12 @@ def simulate_command(
             outcome = simulate(made, settings)
             found.append(Simulated(name=name, plan=plan, recipe=made, outcome=outcome))
     except (RecipeError, PlanError) as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     except RunError as error:
-        fail(f"the simulated run failed: {error}", EXIT_FAILED, error, as_json=as_json)
+        fail(f"the simulated run failed: {error}", EXIT_FAILED, as_json=as_json)
     if not found:
         text = "no schedule fits these devices: see `rolemesh plan`"
-        fail(text, EXIT_FAILED, ValueError(text), as_json=as_json)
+        fail(text, EXIT_FAILED, as_json=as_json)
     if as_json:
         print(json.dumps({"seed": seed, "simulated": [one.to_dict() for one in found]}))
         return

@@ -36,7 +36,7 @@ def trace(
         found = run_files.newest_run() if directory is None else directory
         graphs = run_files.read_graphs(found, step)
     except run_files.NoRunError as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     written = found / "trace.json" if out is None else out
     nodes = [node for graph in graphs for node in graph]
     try:
@@ -45,7 +45,7 @@ def trace(
         text = (
             f"--out {written} cannot be written ({error.strerror}): name a file in another folder"
         )
-        fail(text, EXIT_BAD_INPUT, error, as_json=as_json)
+        fail(text, EXIT_BAD_INPUT, as_json=as_json)
     if as_json:
         for graph in graphs:
             JsonConsole().write("critical_path", path_summary(graph))

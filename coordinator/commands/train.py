@@ -167,15 +167,15 @@ def train(
             connect = _connecting(loaded, coordinator, authority, identity, allow_remote)
             code = _train_there(loaded, coordinator, connect, run_id, as_json=as_json)
     except (RecipeError, InputError, ResumeError, run_files.NoRunError) as error:
-        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json, verbose=verbose)
+        fail(str(error), EXIT_BAD_INPUT, as_json=as_json, trace_of=error if verbose else None)
     except InterruptedEarlyError as error:
-        fail(str(error), EXIT_INTERRUPTED, error, as_json=as_json, verbose=verbose)
+        fail(str(error), EXIT_INTERRUPTED, as_json=as_json, trace_of=error if verbose else None)
     except (RunError, LaunchError, StateStoreError, RolemeshError) as error:
-        fail(str(error), _exit_code(error), error, as_json=as_json, verbose=verbose)
+        fail(str(error), _exit_code(error), as_json=as_json, trace_of=error if verbose else None)
     except Exception as error:
         logging.getLogger(__name__).critical("unexpected", exc_info=error)
         text = f"a fault of rolemesh itself: {type(error).__name__}: {error} (--verbose says where)"
-        fail(text, EXIT_FAILED, error, as_json=as_json, verbose=verbose)
+        fail(text, EXIT_FAILED, as_json=as_json, trace_of=error if verbose else None)
     finally:
         _let_go_of_dead_streams()
     raise typer.Exit(code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -34,12 +34,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {
-            "level": self.level.name,
-            "what": self.what,
-            "text": self.text,
-            "remedy": self.remedy,
-        }
+        return {**asdict(self), "level": self.level.name}
 
 
 def ok(what: str, text: str) -> Finding:

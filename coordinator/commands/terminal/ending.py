@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 
 
 def fail(
-    text: str, code: int, error: Exception, *, as_json: bool = False, verbose: bool = False
+    text: str, code: int, *, as_json: bool = False, trace_of: Exception | None = None
 ) -> NoReturn:
     """Ends the command with a code, and says why."""
     with contextlib.suppress(OSError):
@@ -26,15 +26,14 @@ def fail(
         if as_json:
             JsonConsole().write("error", {"text": text, "exit_code": code})
     with contextlib.suppress(OSError):
-        if verbose:
+        if trace_of is not None:
             import traceback
 
-            traceback.print_exception(error)
+            traceback.print_exception(trace_of)
         print(f"error: {text}", file=sys.stderr)
     raise typer.Exit(code)
 
 
 def refuse(text: str) -> NoReturn:
     """Ends the command because of a wrong input of the user."""
-    print(f"error: {text}", file=sys.stderr)
-    raise typer.Exit(EXIT_BAD_INPUT)
+    fail(text, EXIT_BAD_INPUT)

@@ -15,16 +15,12 @@ _MOST_DEVICES = 1024
 """Devices up to which a fitting layout is looked for."""
 
 
-class ShortageError(ValueError):
-    """No plan fits; says what each role lacks."""
-
-
-def shortage(search: Search) -> ShortageError:
-    """Says why a search has found nothing."""
+def shortage(search: Search) -> str:
+    """Why a search has found nothing: what each role lacks, or all of them together."""
     job, groups = search.job, search.groups
     texts = [text for role in job.roles if (text := _role_lacks(search, role))]
     if texts:
-        return ShortageError("; ".join(texts))
+        return "; ".join(texts)
     wishes = job.wishes
     names = tuple(role.name for role in job.roles)
     least = math.inf
@@ -45,16 +41,16 @@ def shortage(search: Search) -> ShortageError:
         least = min(least, sum(sizes))
     total = sum(group.count for group in groups)
     if least < math.inf and least > total:
-        return ShortageError(
+        return (
             f"the placement that is wished needs {least:g} devices, and there are {total}: "
             f"{least - total:g} more, or let roles share devices"
         )
     if not job.system.sleeps or any(group.device.kind == "cpu" for group in groups):
-        return ShortageError(
+        return (
             "each role fits by itself, but those that would share devices do not fit together, and "
             f"{total} are too few to keep them apart: give more devices, or smaller models"
         )
-    return ShortageError(
+    return (
         f"no placement fits the {total} devices with what is wished: give more devices, or take "
         "wishes back"
     )
