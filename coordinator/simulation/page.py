@@ -26,6 +26,9 @@ class Simulated:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
         outcome = self.outcome
+        recoveries = [one.to_dict() for one in outcome.recoveries]
+        for one in recoveries:
+            del one["restarted"]
         return {
             "schedule": self.name,
             "predicted_s": self.plan.period,
@@ -36,7 +39,7 @@ class Simulated:
             "busy": dict(outcome.busy),
             "lost_s": outcome.lost_s,
             "losses": [asdict(loss) for loss in outcome.losses],
-            "recoveries": [asdict(one) for one in outcome.recoveries],
+            "recoveries": recoveries,
             "staleness_max": outcome.staleness,
             "calls": outcome.calls,
         }

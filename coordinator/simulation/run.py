@@ -17,6 +17,7 @@ from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.run.reporting.events import Recovered
 from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.simulation.kept import CallRecord
@@ -26,17 +27,6 @@ from rolemesh.coordinator.simulation.virtual_time import run_virtually
 from rolemesh.coordinator.state.memory import MemoryStateStore
 
 RUN_ID = "simulation"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recovery:
-    """How the run got over a loss."""
-
-    step: int
-    """Steps made before."""
-    cause: str
-    seconds: float
-    lost_steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +46,7 @@ class Outcome:
     lost_s: float
     """Seconds that services spent on calls that broke, or were made again."""
     losses: tuple[Loss, ...]
-    recoveries: tuple[Recovery, ...]
+    recoveries: tuple[Recovered, ...]
     staleness: float
     """Most steps that weights which sampled were behind those that trained."""
     calls: int
@@ -142,10 +132,7 @@ async def _simulate(recipe: Recipe, settings: Settings) -> Outcome:
         busy=_busy(counted, services, total),
         lost_s=lost_s,
         losses=tuple(mesh.losses),
-        recoveries=tuple(
-            Recovery(step=one.step, cause=one.cause, seconds=one.seconds, lost_steps=one.lost_steps)
-            for one in summary.recoveries
-        ),
+        recoveries=summary.recoveries,
         staleness=max((r.get("staleness/max", 0.0) for r in observer.records), default=0.0),
         calls=len(mesh.calls),
         tuning=summary.tuning,
