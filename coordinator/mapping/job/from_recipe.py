@@ -114,7 +114,7 @@ def job_of(
 
     Args:
         recipe: The recipe, as `one_call_a_role` gives it.
-        nodes: The graph of a step, as `run.planning.plan_step` makes it of that.
+        nodes: The graph of a step, as `run.checks.planning.plan_step` makes it of that.
         work: The rows of a step.
         on_gpus: Whether any of the devices is a GPU.
         wishes: Of the user.

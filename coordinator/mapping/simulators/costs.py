@@ -37,7 +37,7 @@ class Option:
     """A layout of a role, and what follows from it wherever the role stands.
 
     `seconds` has an entry for each task of the role; that of a generation is 0 here, since it
-    depends on the memory that other roles leave (`RoleCosts.generation_s`).
+    depends on the memory that other roles leave (`RoleCosts.generation`).
     """
 
     layout: Layout
