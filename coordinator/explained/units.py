@@ -28,7 +28,6 @@ _BY_SECTION: Mapping[str, str] = {
     "PythonRewardSpec.concurrency": "processes",
     "OptimizerSpec.warmup_steps": "optimizer steps",
     "RewardFallSpec.below": "reward",
-    "EvaluationSpec.samples_per_prompt": "completions",
     "RunSpec.samples": "trajectories",
     "AdaptiveKlSpec.target": "nats a trajectory",
     "SyncSamplerSpec.batch_size": "prompts",
