@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, TypeAlias, cast
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.timestamp_pb2 import Timestamp
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -29,8 +32,10 @@ from rolemesh.v1 import (
     registry_pb2_grpc,
 )
 
-_Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
+METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].methods
+
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Method: TypeAlias = Callable[[Any, _Context], Awaitable[Any]]
 
 
 def _check_deadline(context: _Context) -> None:
@@ -44,192 +49,62 @@ def _check_deadline(context: _Context) -> None:
 def _answering(method: _Method) -> _Method:
     """Ends a call with a status of the catalogue if its method fails."""
 
-    @functools.wraps(method)
-    async def answer(self: Any, request: Any, context: _Context) -> Any:
+    async def answer(request: Any, context: _Context) -> Any:
         try:
             _check_deadline(context)
-            return await method(self, checked(request), context)
+            return await method(checked(request), context)
         except Exception as error:
             await refuse(context, error)
 
-    return cast(_Method, answer)
+    return answer
 
 
-class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Every method is the operation of the same name; see coordinator.proto."""
+def _coordinator_servicer(operations: StoreOperations) -> Any:
+    """Serves each method by the operation of the same name; see coordinator.proto."""
 
-    def __init__(self, operations: StoreOperations) -> None:
-        self._operations = operations
-
-    @_answering
-    async def GetRun(
-        self, request: coordinator_pb2.GetRunRequest, context: _Context
-    ) -> coordinator_pb2.GetRunResponse:
-        """See coordinator.proto."""
-        run = await self._operations.get_run(request.run_id)
-        return coordinator_pb2.GetRunResponse(run=run)
-
-    @_answering
-    async def StopRun(
-        self, request: coordinator_pb2.StopRunRequest, context: _Context
-    ) -> coordinator_pb2.StopRunResponse:
-        """See coordinator.proto."""
-        run = await self._operations.stop_run(request.run_id)
-        return coordinator_pb2.StopRunResponse(run=run)
-
-    @_answering
-    async def PauseRun(
-        self, request: coordinator_pb2.PauseRunRequest, context: _Context
-    ) -> coordinator_pb2.PauseRunResponse:
-        """See coordinator.proto."""
-        run = await self._operations.pause_run(request.run_id)
-        return coordinator_pb2.PauseRunResponse(run=run)
-
-    @_answering
-    async def ResumeRun(
-        self, request: coordinator_pb2.ResumeRunRequest, context: _Context
-    ) -> coordinator_pb2.ResumeRunResponse:
-        """See coordinator.proto."""
-        run = await self._operations.resume_run(request.run_id, request.overrides)
-        return coordinator_pb2.ResumeRunResponse(run=run)
-
-    @_answering
-    async def CheckpointRun(
-        self, request: coordinator_pb2.CheckpointRunRequest, context: _Context
-    ) -> coordinator_pb2.CheckpointRunResponse:
-        """See coordinator.proto."""
-        run = await self._operations.checkpoint_run(request.run_id, request.request_id)
-        return coordinator_pb2.CheckpointRunResponse(run=run)
-
-    @_answering
-    async def CreateRun(
-        self, request: coordinator_pb2.CreateRunRequest, context: _Context
-    ) -> coordinator_pb2.CreateRunResponse:
-        """See coordinator.proto."""
-        run = await self._operations.create_run(request.run_id, request.recipe, request.overrides)
-        return coordinator_pb2.CreateRunResponse(run=run)
-
-    @_answering
-    async def ListRuns(
-        self, request: coordinator_pb2.ListRunsRequest, context: _Context
-    ) -> coordinator_pb2.ListRunsResponse:
-        """See coordinator.proto."""
-        runs = await self._operations.list_runs(request.page_size)
-        return coordinator_pb2.ListRunsResponse(runs=runs)
-
-    @_answering
-    async def ListServices(
-        self, request: coordinator_pb2.ListServicesRequest, context: _Context
-    ) -> coordinator_pb2.ListServicesResponse:
-        """See coordinator.proto."""
-        services = await self._operations.list_services()
-        return coordinator_pb2.ListServicesResponse(services=services)
-
-    @_answering
-    async def GetMetrics(
-        self, request: coordinator_pb2.GetMetricsRequest, context: _Context
-    ) -> coordinator_pb2.GetMetricsResponse:
-        """See coordinator.proto."""
-        return await self._operations.get_metrics(
-            request.run_id,
-            request.names,
-            request.from_step,
-            request.max_steps,
-            thin=request.thin,
-        )
-
-    @_answering
-    async def GetDataflow(
-        self, request: coordinator_pb2.GetDataflowRequest, context: _Context
-    ) -> coordinator_pb2.GetDataflowResponse:
-        """See coordinator.proto."""
-        return await self._operations.get_dataflow(request.run_id, request.step)
-
-    @_answering
-    async def GetPlan(
-        self, request: coordinator_pb2.GetPlanRequest, context: _Context
-    ) -> coordinator_pb2.GetPlanResponse:
-        """See coordinator.proto."""
-        return await self._operations.get_plan(request.run_id)
-
-    @_answering
-    async def ListSamples(
-        self, request: coordinator_pb2.ListSamplesRequest, context: _Context
-    ) -> coordinator_pb2.ListSamplesResponse:
-        """See coordinator.proto."""
-        return await self._operations.list_samples(request.run_id, request.step)
-
-    @_answering
-    async def GetDeviceUse(
-        self, request: coordinator_pb2.GetDeviceUseRequest, context: _Context
-    ) -> coordinator_pb2.GetDeviceUseResponse:
-        """See coordinator.proto."""
-        since = to_seconds(request.since)
-        return await self._operations.get_device_use(request.run_id, since)
-
-    @_answering
-    async def ListAlerts(
-        self, request: coordinator_pb2.ListAlertsRequest, context: _Context
-    ) -> coordinator_pb2.ListAlertsResponse:
-        """See coordinator.proto."""
-        return await self._operations.list_alerts(request.run_id)
-
-    @_answering
-    async def ReadLog(
-        self, request: coordinator_pb2.ReadLogRequest, context: _Context
-    ) -> coordinator_pb2.ReadLogResponse:
-        """See coordinator.proto."""
-        return await self._operations.read_log(
-            request.run_id, request.log, request.offset, request.max_bytes
-        )
-
-    @_answering
-    async def AttachRun(
-        self, request: coordinator_pb2.AttachRunRequest, context: _Context
-    ) -> coordinator_pb2.AttachRunResponse:
-        """See coordinator.proto."""
-        return await self._operations.attach_run(request.run_id)
-
-    @_answering
-    async def LogStep(
-        self, request: coordinator_pb2.LogStepRequest, context: _Context
-    ) -> coordinator_pb2.LogStepResponse:
-        """See coordinator.proto."""
-        run = await self._operations.log_step(
-            request.run_id,
-            request.fencing_epoch,
-            request.step,
-            dict(request.metrics),
-            list(request.samples),
-        )
-        return coordinator_pb2.LogStepResponse(run=run)
-
-    async def WatchRun(
-        self, request: coordinator_pb2.WatchRunRequest, context: _Context
-    ) -> AsyncIterator[coordinator_pb2.WatchRunResponse]:
-        """See coordinator.proto."""
+    async def watch(request: Any, context: _Context) -> AsyncIterator[Any]:
         try:
             _check_deadline(context)
             checked(request)
-            events = self._operations.watch_run(request.run_id, request.after_event_id)
+            events = operations.watch_run(request.run_id, request.after_event_id)
             async for event in events:
                 yield coordinator_pb2.WatchRunResponse(event=event)
         except Exception as error:
             await refuse(context, error)
 
+    others = {
+        method.name: _answering(_operation(operations, method))
+        for method in METHODS
+        if not method.server_streaming
+    }
+    return SimpleNamespace(WatchRun=watch, **others)
 
-class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
-    """See registry.proto."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+def _operation(operations: StoreOperations, method: MethodDescriptor) -> _Method:
+    """The operation of a method, which takes the fields of the request by their names.
 
-    @_answering
-    async def RegisterService(
-        self, request: registry_pb2.RegisterServiceRequest, context: _Context
-    ) -> registry_pb2.RegisterServiceResponse:
-        """See registry.proto."""
-        return await self._registry.register(request, member_of(context) or "")
+    It answers with the response, or with what its only field holds.
+    """
+    operation = getattr(operations, operation_of(method))
+    response = getattr(coordinator_pb2, method.output_type.name)
+
+    async def answer(request: Any, context: _Context) -> Any:
+        given = {field.name: getattr(request, field.name) for field in method.input_type.fields}
+        for name, value in given.items():
+            if isinstance(value, Timestamp):
+                given[name] = to_seconds(value)
+        answered = await operation(**given)
+        if isinstance(answered, response):
+            return answered
+        (field,) = method.output_type.fields
+        return response(**{field.name: answered})
+
+    return answer
+
+
+def operation_of(method: MethodDescriptor) -> str:
+    """Name of the operation of a method, e.g. "get_run" of GetRun."""
+    return re.sub(r"\B[A-Z]", r"_\g<0>", method.name).lower()
 
 
 async def serve_coordinator(
@@ -271,13 +146,19 @@ async def serve_coordinator(
         maximum_concurrent_rpcs=MAX_CALLS,
     )
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
-        CoordinatorServicer(operations), server
+        _coordinator_servicer(operations), server
     )
     served = [SERVICE]
     if members_only and certificate is not None:
         # Callers without a certificate could put any address in the place of a role.
         registry = Registry(operations.store, Identity.read(certificate).mesh)
-        registry_pb2_grpc.add_RegistryServiceServicer_to_server(RegistryServicer(registry), server)
+
+        async def register(request: Any, context: _Context) -> Any:
+            return await registry.register(request, member_of(context) or "")
+
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server(
+            cast(Any, SimpleNamespace(RegisterService=_answering(register))), server
+        )
         served.append(registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

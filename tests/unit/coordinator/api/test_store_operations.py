@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +14,7 @@ import pytest
 from support.fake_run import append_step, fill_store
 
 from rolemesh.coordinator.api import watches
+from rolemesh.coordinator.api.coordinator_service import METHODS, operation_of
 from rolemesh.coordinator.api.messages import to_seconds, to_timestamp
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -46,6 +48,13 @@ def operations(store: StateStore) -> StoreOperations:
 
 async def events_of(operations: StoreOperations, run_id: str, after: str = "") -> list[str]:
     return [event.event_id async for event in operations.watch_run(run_id, after)]
+
+
+def test_every_method_has_an_operation_that_takes_the_fields_of_its_request() -> None:
+    for method in METHODS:
+        operation = getattr(StoreOperations, operation_of(method))
+        taken = list(inspect.signature(operation).parameters)[1:]
+        assert taken == [field.name for field in method.input_type.fields], method.name
 
 
 async def test_metrics_come_in_columns_as_they_were_written(
