@@ -13,12 +13,7 @@ from rolemesh.coordinator.api.device_history import DeviceHistory
 from rolemesh.coordinator.api.logged_steps import LoggedSteps
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.trace import call_seconds
-from rolemesh.coordinator.state.store import (
-    NUM_GRAPHS_KEPT,
-    EntryExpiredError,
-    RunStream,
-    StateStore,
-)
+from rolemesh.coordinator.state.store import EntryExpiredError, RunStream, StateStore
 from rolemesh.v1 import coordinator_pb2
 
 _PAGE = 1000
@@ -98,12 +93,20 @@ class RunHistory:
         """Reads the graphs that came since the last time."""
         async with self._turn:
             await self._begin_after_rewind()
-            for entry in await self._store.read_graphs(self._run_id, self._graphs_id):
+            try:
+                entries = await self._store.read_entries(
+                    self._run_id, RunStream.GRAPHS, self._graphs_id
+                )
+            except EntryExpiredError:
+                # More graphs came since than are kept.
+                entries = await self._store.read_entries(self._run_id, RunStream.GRAPHS)
+            for entry in entries:
+                assert entry.step is not None
                 self.graphs.pop(entry.step, None)
                 self._call_seconds.pop(entry.step, None)
-                self.graphs[entry.step] = entry.graph
+                self.graphs[entry.step] = entry.payload
                 self._graphs_id = entry.entry_id
-        for old in list(self.graphs)[:-NUM_GRAPHS_KEPT]:
+        for old in list(self.graphs)[: -RunStream.GRAPHS.keep]:
             del self.graphs[old]
 
     def call_seconds(self, steps: Sequence[int]) -> Mapping[int, Mapping[str, float]]:

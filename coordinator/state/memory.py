@@ -17,9 +17,8 @@ from rolemesh.coordinator.state.errors import (
 )
 from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import (
-    NUM_GRAPHS_KEPT,
+    STREAMS_OF_STEPS,
     EntryExpiredError,
-    GraphEntry,
     JournalEntry,
     MetricEntry,
     RunRecord,
@@ -51,9 +50,7 @@ class MemoryStateStore(StateStore):
         self._epochs: dict[str, int] = {}
         self._journals: dict[str, dict[str, JournalEntry]] = {}
         self._metrics: dict[str, list[MetricEntry]] = {}
-        self._graphs: dict[str, deque[GraphEntry]] = {}
-        self._streams: dict[tuple[str, RunStream], deque[tuple[StreamEntry, int | None]]] = {}
-        """Entries with the step that each is of."""
+        self._streams: dict[tuple[str, RunStream], deque[StreamEntry]] = {}
         self._rewinds: dict[str, str] = {}
         self._next_id = 0
 
@@ -178,23 +175,6 @@ class MemoryStateStore(StateStore):
         found = [entry for entry in self._metrics.get(run_id, []) if entry.entry_id > after_id]
         return found[:limit]
 
-    async def append_graph(
-        self, run_id: str, step: int, graph: bytes, epoch: int | None = None
-    ) -> str:
-        """Appends one graph, and lets the oldest go."""
-        if epoch is not None:
-            self._check_epoch(run_id, epoch)
-        entry = GraphEntry(entry_id=self._make_id(), step=step, graph=graph)
-        self._graphs.setdefault(run_id, deque(maxlen=NUM_GRAPHS_KEPT)).append(entry)
-        return entry.entry_id
-
-    async def read_graphs(
-        self, run_id: str, after_id: str = "", limit: int = NUM_GRAPHS_KEPT
-    ) -> list[GraphEntry]:
-        """Graphs after the given one."""
-        found = [entry for entry in self._graphs.get(run_id, ()) if entry.entry_id > after_id]
-        return found[:limit]
-
     async def append_entry(
         self,
         run_id: str,
@@ -207,16 +187,15 @@ class MemoryStateStore(StateStore):
         """Appends one entry, and lets the oldest go."""
         if epoch is not None:
             self._check_epoch(run_id, epoch)
-        entry = StreamEntry(entry_id=self._make_id(), payload=payload)
-        kept: deque[tuple[StreamEntry, int | None]] = deque(maxlen=stream.keep)
-        self._streams.setdefault((run_id, stream), kept).append((entry, step))
+        entry = StreamEntry(entry_id=self._make_id(), payload=payload, step=step)
+        self._streams.setdefault((run_id, stream), deque(maxlen=stream.keep)).append(entry)
         return entry.entry_id
 
     async def read_entries(
         self, run_id: str, stream: RunStream, after_id: str = "", limit: int = 1000
     ) -> list[StreamEntry]:
         """Entries after the given one."""
-        kept = [entry for entry, _ in self._streams.get((run_id, stream), ())]
+        kept = list(self._streams.get((run_id, stream), ()))
         if not after_id:
             return kept[:limit]
         # Ids order as text.
@@ -229,9 +208,8 @@ class MemoryStateStore(StateStore):
         """Removes what later steps left behind."""
         self._check_epoch(run_id, epoch)
         _keep(self._metrics.get(run_id), lambda entry: entry.values.get("step", 0) <= step)
-        _keep(self._graphs.get(run_id), lambda entry: entry.step <= step)
-        for stream in (RunStream.SAMPLES, RunStream.FLOW):
-            _keep(self._streams.get((run_id, stream)), lambda kept: (kept[1] or 0) <= step)
+        for stream in STREAMS_OF_STEPS:
+            _keep(self._streams.get((run_id, stream)), lambda entry: (entry.step or 0) <= step)
         self._rewinds[run_id] = await self.append_journal(run_id, rewind_entry(step, epoch))
         return self._rewinds[run_id]
 

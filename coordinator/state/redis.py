@@ -27,9 +27,8 @@ from rolemesh.coordinator.state.errors import (
 from rolemesh.coordinator.state.redis_link import OUTAGE_S, RedisLink
 from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import (
-    NUM_GRAPHS_KEPT,
+    STREAMS_OF_STEPS,
     EntryExpiredError,
-    GraphEntry,
     JournalEntry,
     MetricEntry,
     RunRecord,
@@ -267,13 +266,6 @@ class RedisStateStore(StateStore):
             for entry_id, fields in rows
         ]
 
-    async def append_graph(
-        self, run_id: str, step: int, graph: bytes, epoch: int | None = None
-    ) -> str:
-        """Appends one graph, and lets the oldest go."""
-        fields = ["step", step, "graph", graph]
-        return await self._append(run_id, "graphs", fields, keep=NUM_GRAPHS_KEPT, epoch=epoch)
-
     async def _append(
         self,
         run_id: str,
@@ -290,16 +282,6 @@ class RedisStateStore(StateStore):
         self._check(run_id, epoch, code, value)
         return str(value.decode())
 
-    async def read_graphs(
-        self, run_id: str, after_id: str = "", limit: int = NUM_GRAPHS_KEPT
-    ) -> list[GraphEntry]:
-        """Graphs after the given one."""
-        rows = await self._read_stream(self._key(run_id, "graphs"), after_id, limit)
-        return [
-            GraphEntry(entry_id=entry_id, step=int(fields[b"step"]), graph=fields[b"graph"])
-            for entry_id, fields in rows
-        ]
-
     async def append_entry(
         self,
         run_id: str,
@@ -310,7 +292,7 @@ class RedisStateStore(StateStore):
         step: int | None = None,
     ) -> str:
         """Appends one entry, and lets the oldest go."""
-        fields: list[Any] = ["payload", payload]
+        fields: list[Any] = [_payload_field(stream), payload]
         if step is not None:
             fields += ["step", step]
         return await self._append(run_id, stream.value, fields, keep=stream.keep, epoch=epoch)
@@ -330,13 +312,19 @@ class RedisStateStore(StateStore):
             if not found or found[0][0].decode() != after_id:
                 raise EntryExpiredError(run_id, stream, after_id)
             rows = [(entry_id.decode(), fields) for entry_id, fields in found[1:]]
+        name = _payload_field(stream).encode()
         return [
-            StreamEntry(entry_id=entry_id, payload=fields[b"payload"]) for entry_id, fields in rows
+            StreamEntry(
+                entry_id=entry_id,
+                payload=fields[name],
+                step=int(fields[b"step"]) if b"step" in fields else None,
+            )
+            for entry_id, fields in rows
         ]
 
     async def rewind(self, run_id: str, step: int, *, epoch: int) -> str:
         """Removes what later steps left behind."""
-        for stream in ("metrics", "graphs", RunStream.SAMPLES.value, RunStream.FLOW.value):
+        for stream in ("metrics", *(one.value for one in STREAMS_OF_STEPS)):
             keys = [self._key(run_id, stream), self._key(run_id, "epoch")]
             after = ""
             while True:
@@ -377,6 +365,11 @@ def _place_key(registration: Registration) -> str:
 def _registration(value: bytes) -> Registration:
     """What stands at a place, behind the name of its process."""
     return Registration(**json.loads(value[value.index(b"{") :]))
+
+
+def _payload_field(stream: RunStream) -> str:
+    """Name of the payload in an entry of a stream, as it stands in stores that are in use."""
+    return "graph" if stream is RunStream.GRAPHS else "payload"
 
 
 def _fields(values: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """Contract of the store, which keeps state of the coordinator outside its memory.
 
 Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
-the metric stream, the executed graphs of the newest steps, and bounded streams of events, samples,
-device use and wishes. All implementations behave alike: one contract suite runs over them.
+the metric stream, and bounded streams of events, executed graphs, samples, device use and wishes.
+All implementations behave alike: one contract suite runs over them.
 """
 
 from __future__ import annotations
@@ -133,26 +133,14 @@ def rewind_entry(step: int, epoch: int) -> JournalEntry:
     return JournalEntry(epoch=epoch, step=step, operation=REWIND_OPERATION, sequence=0, result={})
 
 
-NUM_GRAPHS_KEPT = 256
-"""Newest executed graphs of a run that a store keeps, for clients that follow the run. A graph has
-some kilobytes; the folder of the run has all of them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GraphEntry:
-    """The executed graph of one step."""
-
-    entry_id: str
-    step: int
-    graph: bytes
-    """JSON with step and nodes, as in a line of dataflow.jsonl."""
-
-
 class RunStream(StrEnum):
-    """Streams of a run beside journal, metrics and graphs. Payloads are opaque bytes."""
+    """Streams of a run beside journal and metrics. Payloads are opaque bytes."""
 
     EVENTS = "events"
     """Events of the run, for its watches."""
+    GRAPHS = "graphs"
+    """The executed graphs of the newest steps: JSON with step and nodes, as in a line of
+    dataflow.jsonl. A graph has some kilobytes; the folder of the run has all of them."""
     SAMPLES = "samples"
     """Some trajectories of a step."""
     DEVICES = "devices"
@@ -170,11 +158,15 @@ class RunStream(StrEnum):
 
 _KEPT = {
     RunStream.EVENTS: 100_000,
+    RunStream.GRAPHS: 256,
     RunStream.SAMPLES: 64,
     RunStream.DEVICES: 3_600,
     RunStream.FLOW: 1,
     RunStream.CHECKPOINT_WISHES: 256,
 }
+
+STREAMS_OF_STEPS = (RunStream.GRAPHS, RunStream.SAMPLES, RunStream.FLOW)
+"""Those whose entries `rewind` removes when it takes their step back."""
 
 
 class EntryExpiredError(StateStoreError):
@@ -197,6 +189,8 @@ class StreamEntry:
 
     entry_id: str
     payload: bytes
+    step: int | None = None
+    """Step that it is of; None: of no step."""
 
 
 class StateStore(ABC):
@@ -330,24 +324,6 @@ class StateStore(ABC):
         self, run_id: str, after_id: str = "", limit: int = 1000
     ) -> list[MetricEntry]:
         """Objects after the given one, oldest first; also when the given one was removed."""
-
-    @abstractmethod
-    async def append_graph(
-        self, run_id: str, step: int, graph: bytes, epoch: int | None = None
-    ) -> str:
-        """Appends the executed graph of a step and returns its id.
-
-        Only the NUM_GRAPHS_KEPT newest ones of a run are kept: an older one is dropped for it.
-
-        Raises:
-            StaleEpochError: `epoch` is older than the newest one.
-        """
-
-    @abstractmethod
-    async def read_graphs(
-        self, run_id: str, after_id: str = "", limit: int = NUM_GRAPHS_KEPT
-    ) -> list[GraphEntry]:
-        """Graphs after the given one, oldest first; also when the given one is no longer kept."""
 
     @abstractmethod
     async def append_entry(

@@ -25,7 +25,6 @@ from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import (
-    NUM_GRAPHS_KEPT,
     EntryExpiredError,
     RunState,
     RunStream,
@@ -173,7 +172,7 @@ async def test_a_rewind_takes_later_steps_back(store: StateStore) -> None:
     metrics, samples = [], []
     for step in range(1, 601):
         metrics.append(await store.append_metrics("a", {"step": float(step)}))
-        await store.append_graph("a", step, b"x")
+        await store.append_entry("a", RunStream.GRAPHS, b"x", step=step)
         samples.append(
             await store.append_entry("a", RunStream.SAMPLES, b"s%d" % step, epoch, step=step)
         )
@@ -190,7 +189,8 @@ async def test_a_rewind_takes_later_steps_back(store: StateStore) -> None:
     assert await store.newest_rewind("a") == rewound
     read = await store.read_metrics("a")
     assert [found.values.get("step", 0) for found in read] == list(range(598))
-    assert [found.step for found in await store.read_graphs("a")] == list(range(345, 598))
+    graphs = await store.read_entries("a", RunStream.GRAPHS)
+    assert [found.step for found in graphs] == list(range(345, 598))
     kept = await store.read_entries("a", RunStream.SAMPLES)
     assert [found.payload for found in kept] == [b"s%d" % n for n in range(538, 598)] + [
         b"of no step"
@@ -205,8 +205,8 @@ async def test_a_rewind_takes_later_steps_back(store: StateStore) -> None:
     # A reader whose cursor was taken back goes on with what comes then.
     again = await store.append_metrics("a", {"step": 598.0})
     assert [found.entry_id for found in await store.read_metrics("a", metrics[-1])] == [again]
-    await store.append_graph("a", 598, b"y")
-    assert [found.graph for found in await store.read_graphs("a")][-1] == b"y"
+    await store.append_entry("a", RunStream.GRAPHS, b"y", step=598)
+    assert (await store.read_entries("a", RunStream.GRAPHS))[-1].payload == b"y"
     with pytest.raises(EntryExpiredError):
         await store.read_entries("a", RunStream.SAMPLES, samples[-1])
 
@@ -247,28 +247,17 @@ async def test_metrics_are_read_after_an_id_and_bounded(store: StateStore) -> No
     assert await store.read_metrics("b") == []
 
 
-async def test_graphs_are_read_after_an_id_and_bounded(store: StateStore) -> None:
+async def test_graphs_are_read_with_their_steps(store: StateStore) -> None:
     graphs = [b'{"step": 1, "nodes": []}', b"\x00\xff", b"", b"x"]
-    ids = [await store.append_graph("a", step, graph) for step, graph in enumerate(graphs, start=1)]
-    read = await store.read_graphs("a")
-    assert [(entry.entry_id, entry.step, entry.graph) for entry in read] == [
+    ids = [
+        await store.append_entry("a", RunStream.GRAPHS, graph, step=step)
+        for step, graph in enumerate(graphs, start=1)
+    ]
+    read = await store.read_entries("a", RunStream.GRAPHS)
+    assert [(entry.entry_id, entry.step, entry.payload) for entry in read] == [
         (entry_id, step, graph)
         for step, (entry_id, graph) in enumerate(zip(ids, graphs, strict=True), start=1)
     ]
-    assert [entry.step for entry in await store.read_graphs("a", ids[1])] == [3, 4]
-    assert [entry.step for entry in await store.read_graphs("a", ids[0], limit=2)] == [2, 3]
-    assert await store.read_graphs("a", ids[3]) == []
-    assert await store.read_graphs("b") == []
-
-
-async def test_only_the_newest_graphs_of_a_run_are_kept(store: StateStore) -> None:
-    await store.append_graph("b", 1, b"of another run")
-    ids = [await store.append_graph("a", step, b"x") for step in range(NUM_GRAPHS_KEPT + 3)]
-    kept = [entry.step for entry in await store.read_graphs("a")]
-    assert kept == list(range(3, NUM_GRAPHS_KEPT + 3))
-    # Whoever was behind gets what there is.
-    assert [entry.step for entry in await store.read_graphs("a", ids[0], limit=2)] == [3, 4]
-    assert len(await store.read_graphs("b")) == 1
 
 
 async def test_entries_of_a_stream_are_read_after_an_id_and_bounded(store: StateStore) -> None:
@@ -283,7 +272,7 @@ async def test_entries_of_a_stream_are_read_after_an_id_and_bounded(store: State
     assert await store.read_entries("b", RunStream.EVENTS) == []
 
 
-@pytest.mark.parametrize("stream", [RunStream.FLOW, RunStream.SAMPLES])
+@pytest.mark.parametrize("stream", [RunStream.FLOW, RunStream.SAMPLES, RunStream.GRAPHS])
 async def test_only_the_newest_entries_of_a_stream_are_kept(
     store: StateStore, stream: RunStream
 ) -> None:
@@ -346,11 +335,11 @@ async def test_an_older_coordinator_adds_no_metrics_and_no_graph(store: StateSto
     with pytest.raises(StaleEpochError):
         await store.append_metrics("a", {"step": 1.0}, old)
     with pytest.raises(StaleEpochError):
-        await store.append_graph("a", 1, b"x", old)
+        await store.append_entry("a", RunStream.GRAPHS, b"x", old, step=1)
     await store.append_metrics("a", {"step": 2.0}, new)
-    await store.append_graph("a", 2, b"y", new)
+    await store.append_entry("a", RunStream.GRAPHS, b"y", new, step=2)
     assert [entry.values for entry in await store.read_metrics("a")] == [{"step": 2.0}]
-    assert [graph.step for graph in await store.read_graphs("a")] == [2]
+    assert [graph.step for graph in await store.read_entries("a", RunStream.GRAPHS)] == [2]
 
 
 def registration(number: int = 0, process: str = "a", **changes: Any) -> Registration:

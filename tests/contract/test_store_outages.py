@@ -69,7 +69,7 @@ async def test_what_was_done_though_its_answer_was_lost_is_done_once(
     proxy.answers_to_lose = 2
     await store.append_metrics("a", {"step": 1.0})
     proxy.answers_to_lose = 2
-    await store.append_graph("a", 1, b"graph")
+    await store.append_entry("a", RunStream.GRAPHS, b"graph", step=1)
     proxy.answers_to_lose = 2
     await store.append_entry("a", RunStream.EVENTS, b"event", 2)
     proxy.answers_to_lose = 2
@@ -84,7 +84,7 @@ async def test_what_was_done_though_its_answer_was_lost_is_done_once(
         await store.create_run(RECORD)
     assert (await store.get_run("a")).step == 1
     assert len(await store.read_metrics("a")) == 1
-    assert len(await store.read_graphs("a")) == 1
+    assert len(await store.read_entries("a", RunStream.GRAPHS)) == 1
     assert len(await store.read_entries("a", RunStream.EVENTS)) == 1
     assert [found.operation for found in await store.read_journal("a")] == [
         "actor.update",

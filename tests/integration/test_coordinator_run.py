@@ -27,7 +27,7 @@ from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError
 from rolemesh.coordinator.recipe.schema import Recipe, TracingSpec
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunState
+from rolemesh.coordinator.state.store import RunState, RunStream
 
 PHASES = (
     "generate",
@@ -114,7 +114,8 @@ async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
     assert list(curve.steps) == [0, 1, 2, 3, 4]
     assert curve.series[0].values[0] == summary.held_out_before.score
     assert list((await operations.get_metrics(run.run_id, ["reward/*"])).steps) == [1, 2, 3, 4]
-    assert [json.loads(kept.graph) for kept in await store.read_graphs(run.run_id)] == graphs
+    kept = await store.read_entries(run.run_id, RunStream.GRAPHS)
+    assert [json.loads(one.payload) for one in kept] == graphs
     assert await store.list_services() == []
 
 

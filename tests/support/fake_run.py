@@ -116,7 +116,7 @@ async def fill_store(
             metrics.write(json.dumps(record) + "\n")
             graphs.write(graph + "\n")
             await store.append_metrics(run_id, record)
-            await store.append_graph(run_id, step, graph.encode())
+            await store.append_entry(run_id, RunStream.GRAPHS, graph.encode(), step=step)
             ended = began + STEP_S - 0.5
             for event in _events(step, record, directory):
                 await tell(event, step, ended)
@@ -188,7 +188,7 @@ async def append_step(
     graph = json.dumps({"step": step, "nodes": [node.to_dict() for node in nodes]})
     with (directory / "metrics.jsonl").open("a") as lines:
         lines.write(json.dumps(values) + "\n")
-    await store.append_graph(record.run_id, step, graph.encode())
+    await store.append_entry(record.run_id, RunStream.GRAPHS, graph.encode(), step=step)
     await store.append_metrics(record.run_id, values)
     await store.update_run(record.run_id, step=step, metrics=values, activity=f"step {step + 1}")
     for event in _events(step, values, directory):

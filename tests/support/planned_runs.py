@@ -13,7 +13,7 @@ from support.fake_recipes import fake_recipe
 from rolemesh.coordinator.api.plans import kept_plan
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.state.store import RunRecord, StateStore
+from rolemesh.coordinator.state.store import RunRecord, RunStream, StateStore
 
 NUM_STEPS = 5
 
@@ -104,5 +104,5 @@ async def write_planned_run(store: StateStore, run_id: str, *, num_steps: int = 
         ]
         graph = {"step": step, "nodes": [node.to_dict() for node in nodes]}
         record = {"step": step, "time/step": 1.25 * slowness, "tokens": 100.0 * slowness}
-        await store.append_graph(run_id, step, json.dumps(graph).encode())
+        await store.append_entry(run_id, RunStream.GRAPHS, json.dumps(graph).encode(), step=step)
         await store.append_metrics(run_id, record)

@@ -24,7 +24,7 @@ from rolemesh.coordinator.run.results.samples_file import KeptSample, read_sampl
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE, RUN_FILE
 from rolemesh.coordinator.state.errors import RunExistsError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import NUM_GRAPHS_KEPT, RunRecord, RunState, RunStream
+from rolemesh.coordinator.state.store import RunRecord, RunState, RunStream
 from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
 from rolemesh.v1 import coordinator_pb2
 
@@ -133,7 +133,7 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     for values in records:
         await store.append_metrics(run_id, values)
     for step, graph in graphs:
-        await store.append_graph(run_id, step, graph)
+        await store.append_entry(run_id, RunStream.GRAPHS, graph, step=step)
     for step, kept in groupby(samples, lambda one: one.step):
         payload = _as_store_has(step, list(kept)).SerializeToString()
         await store.append_entry(run_id, RunStream.SAMPLES, payload, step=step)
@@ -197,7 +197,7 @@ def read_records(
 def _graphs(directory: Path) -> Iterator[tuple[int, bytes]]:
     path = directory / GRAPHS_FILE
     lines = [text for _, text in whole_lines(path)] if path.is_file() else []
-    for text in lines[-NUM_GRAPHS_KEPT:]:
+    for text in lines[-RunStream.GRAPHS.keep :]:
         yield int(json.loads(text)["step"]), text.encode()
 
 

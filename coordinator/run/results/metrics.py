@@ -12,7 +12,7 @@ from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.dataflow.pools import MOVES
 from rolemesh.coordinator.dataflow.trace import critical_path
 from rolemesh.coordinator.run.results.samples_file import SamplesFile
-from rolemesh.coordinator.state.store import StateStore
+from rolemesh.coordinator.state.store import RunStream, StateStore
 from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps, TensorBoardTracker
 from rolemesh.coordinator.trackers.outside import OutsideTracker
 from rolemesh.coordinator.trackers.tracker import RunFacts
@@ -287,7 +287,9 @@ class MetricsWriter:
     async def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
         """Writes a step's executed graph to dataflow.jsonl and to the store."""
         graph = self._graphs.append({"step": step, "nodes": [node.to_dict() for node in nodes]})
-        await self._store.append_graph(self._run_id, step, graph.encode(), self.epoch)
+        await self._store.append_entry(
+            self._run_id, RunStream.GRAPHS, graph.encode(), self.epoch, step=step
+        )
 
     def rewind(self, step: int, records: Sequence[Mapping[str, float]]) -> None:
         """Makes the files say what the run has reached: steps after `step` will be made again.

@@ -11,7 +11,7 @@ from support.page_server import PageServer
 from support.planned_runs import PLAN, planned_recipe, write_planned_run
 
 from rolemesh.coordinator.api.plans import kept_plan
-from rolemesh.coordinator.state.store import RunState
+from rolemesh.coordinator.state.store import RunState, RunStream
 from rolemesh.v1 import coordinator_pb2
 
 DASH, MINUS = "\u2013", "\u2212"
@@ -85,7 +85,7 @@ def test_the_panel_follows_the_steps(opened: Any, server: PageServer) -> None:
     record = {"step": 3, "time/step": 12.0, "tokens": 50.0}
     server.call(server.store.append_metrics("goes-on", record))
     graph = json.dumps({"step": 3, "nodes": []}).encode()
-    server.call(server.store.append_graph("goes-on", 3, graph))
+    server.call(server.store.append_entry("goes-on", RunStream.GRAPHS, graph, step=3))
     made = coordinator_pb2.RunEvent(step_made=coordinator_pb2.StepMade(metrics=record))
     server.tell("goes-on", made, step=3)
     expect(page.locator("#plan")).to_contain_text(

@@ -21,6 +21,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
 from rolemesh.coordinator.dataflow.trace import call_seconds
 from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunStream
 from rolemesh.v1 import coordinator_pb2
 
 
@@ -64,7 +65,7 @@ async def test_steps_that_come_are_counted_and_those_taken_back_are_not() -> Non
     assert (before.measured_step_s, after.measured_step_s) == (5.0, 3.75)
     # A step that is made again has another graph, without any call here.
     again = json.dumps({"step": 5, "nodes": []}).encode()
-    await store.append_graph("planned", 5, again)
+    await store.append_entry("planned", RunStream.GRAPHS, again, step=5)
     sampled = (await operations.get_plan("planned")).plan.tasks[0]
     assert (before.tasks[0].measured_s, sampled.measured_s) == (pytest.approx(2.0), 1.75)
 

@@ -155,6 +155,20 @@ async def test_a_step_in_progress_is_shown_until_it_is_made(
     assert (await operations.get_dataflow("live")).is_made
 
 
+async def test_who_was_away_for_longer_than_graphs_are_kept_gets_those_that_are(
+    store: StateStore, operations: StoreOperations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KEPT, RunStream.GRAPHS, 3)
+    store._streams.pop(("live", RunStream.GRAPHS))  # type: ignore[attr-defined]
+    record = await store.get_run("live")
+    for step in range(NUM_STEPS + 1, NUM_STEPS + 9):
+        await append_step(store, record, step)
+        if step in (NUM_STEPS + 1, NUM_STEPS + 8):
+            assert (await operations.get_dataflow("live", step)).is_made
+    with pytest.raises(NotFoundError, match=f"steps {NUM_STEPS + 6} to {NUM_STEPS + 8} are kept"):
+        await operations.get_dataflow("live", NUM_STEPS + 2)
+
+
 async def test_a_graph_has_times_from_its_beginning_and_its_critical_path(
     operations: StoreOperations,
 ) -> None:
