@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
@@ -11,15 +12,7 @@ from rolemesh.coordinator.dataflow.trace import critical_path
 from rolemesh.coordinator.state.store import RunRecord, RunState, ServiceLease
 from rolemesh.v1 import coordinator_pb2
 
-_STATES = {
-    RunState.STARTING: coordinator_pb2.RUN_STATE_STARTING,
-    RunState.RUNNING: coordinator_pb2.RUN_STATE_RUNNING,
-    RunState.PAUSED: coordinator_pb2.RUN_STATE_PAUSED,
-    RunState.RECOVERING: coordinator_pb2.RUN_STATE_RECOVERING,
-    RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
-    RunState.STOPPED: coordinator_pb2.RUN_STATE_STOPPED,
-    RunState.FAILED: coordinator_pb2.RUN_STATE_FAILED,
-}
+_STATES = {state: coordinator_pb2.RunState.Value(f"RUN_STATE_{state.name}") for state in RunState}
 
 FINAL_STATES = frozenset(number for state, number in _STATES.items() if state.is_final)
 """States that no other state follows."""
@@ -36,18 +29,14 @@ def to_seconds(timestamp: timestamp_pb2.Timestamp) -> float:
     return timestamp.seconds + timestamp.nanos * 1e-9
 
 
-def to_state(
-    state: RunState, *, is_stop_wanted: bool = False, is_pause_wanted: bool = False
-) -> coordinator_pb2.RunState.ValueType:
-    """The state that is shown: a wish that is not fulfilled yet changes it, e.g. to stopping.
-
-    A wish to stop takes precedence over one to pause.
-    """
-    if is_stop_wanted and not state.is_final:
+def _shown_state(record: RunRecord) -> coordinator_pb2.RunState.ValueType:
+    """The state with a wish that is not fulfilled yet; one to stop goes before one to pause."""
+    if record.stop_requested and not record.state.is_final:
         return coordinator_pb2.RUN_STATE_STOPPING
-    if is_pause_wanted and state in (RunState.STARTING, RunState.RUNNING, RunState.RECOVERING):
+    goes_on = record.state in (RunState.STARTING, RunState.RUNNING, RunState.RECOVERING)
+    if record.pause_requested and goes_on:
         return coordinator_pb2.RUN_STATE_PAUSING
-    return _STATES[state]
+    return _STATES[record.state]
 
 
 def to_run(record: RunRecord) -> coordinator_pb2.Run:
@@ -55,11 +44,7 @@ def to_run(record: RunRecord) -> coordinator_pb2.Run:
     return coordinator_pb2.Run(
         run_id=record.run_id,
         name=record.name,
-        state=to_state(
-            record.state,
-            is_stop_wanted=record.stop_requested,
-            is_pause_wanted=record.pause_requested,
-        ),
+        state=_shown_state(record),
         step=record.step,
         num_steps=record.num_steps,
         created_at=to_timestamp(record.created_at),
@@ -75,15 +60,8 @@ def to_run(record: RunRecord) -> coordinator_pb2.Run:
 
 def to_registered_service(lease: ServiceLease) -> coordinator_pb2.RegisteredService:
     """A lease as a message."""
-    return coordinator_pb2.RegisteredService(
-        role=lease.role,
-        address=lease.address,
-        pid=lease.pid,
-        lease_until=to_timestamp(lease.lease_until),
-        status=lease.status,
-        run_id=lease.run_id,
-        name=lease.name,
-    )
+    facts = {**dataclasses.asdict(lease), "lease_until": to_timestamp(lease.lease_until)}
+    return coordinator_pb2.RegisteredService(**facts)
 
 
 _NODE_STATES = {

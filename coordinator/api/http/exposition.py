@@ -14,7 +14,6 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
-from rolemesh.coordinator.api.http.models import RunStateWord
 from rolemesh.coordinator.api.messages import FINAL_STATES
 from rolemesh.v1 import coordinator_pb2
 
@@ -70,7 +69,8 @@ class _Runs(Collector):
         states = GaugeMetricFamily(
             "rolemesh_runs", "Runs of the store, of the newest thousand.", labels=["state"]
         )
-        for number, word in _STATE_WORDS.items():
+        for name, number in coordinator_pb2.RunState.items()[1:]:
+            word = name.removeprefix("RUN_STATE_").lower()
             states.add_metric([word], sum(run.state == number for run in self._runs))
         yield states
         steps = GaugeMetricFamily("rolemesh_run_step", "Steps finished.", labels=["run_id"])
@@ -89,19 +89,6 @@ class _Runs(Collector):
             for name in sorted(run.metrics)[:MAX_TOLD_METRICS]:
                 values.add_metric([run.run_id, name], run.metrics[name])
         yield from (steps, planned, recoveries, values)
-
-
-_STATE_WORDS: dict[int, RunStateWord] = {
-    coordinator_pb2.RUN_STATE_STARTING: "starting",
-    coordinator_pb2.RUN_STATE_RUNNING: "running",
-    coordinator_pb2.RUN_STATE_STOPPING: "stopping",
-    coordinator_pb2.RUN_STATE_SUCCEEDED: "succeeded",
-    coordinator_pb2.RUN_STATE_STOPPED: "stopped",
-    coordinator_pb2.RUN_STATE_FAILED: "failed",
-    coordinator_pb2.RUN_STATE_PAUSING: "pausing",
-    coordinator_pb2.RUN_STATE_PAUSED: "paused",
-    coordinator_pb2.RUN_STATE_RECOVERING: "recovering",
-}
 
 
 def expose(metrics: RequestMetrics, runs: Sequence[coordinator_pb2.Run] | None) -> bytes:
