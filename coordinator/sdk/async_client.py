@@ -369,7 +369,7 @@ class AsyncClient:
     async def list_services(self) -> list[RegisteredService]:
         """Services that the coordinator knows."""
         answer = await self._call(self._stub.ListServices, pb.ListServicesRequest())
-        return [RegisteredService.of(service) for service in answer.services]
+        return [from_message(RegisteredService, service) for service in answer.services]
 
     # --- what they share ---
 

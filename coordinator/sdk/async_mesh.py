@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, SupportsFloat, TypeAlias
 
 from rolemesh.coordinator.sdk.async_role import AsyncRole
 from rolemesh.coordinator.sdk.experience import Experience
-from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
+from rolemesh.coordinator.sdk.retrying import RetryPolicy
 from rolemesh.coordinator.sdk.runs import Sample
-from rolemesh.coordinator.sdk.service_calls import Answer, Arguments
+from rolemesh.coordinator.sdk.service_calls import RunCalls
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns
 from rolemesh.rpc.columns import Columns
-from rolemesh.rpc.errors import CallCancelledError, UnsupportedError
+from rolemesh.rpc.errors import UnsupportedError
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.sampled_rows import fetch_samples
-from rolemesh.v1 import coordinator_pb2, operation_pb2
+from rolemesh.v1 import coordinator_pb2
 
 LogStep: TypeAlias = Callable[[coordinator_pb2.LogStepRequest], Awaitable[object]]
 
@@ -27,7 +26,7 @@ MAX_LOGGED_SAMPLES: Final = 64
 """As LogStepRequest says."""
 
 
-class AsyncMesh(Mapping[str, AsyncRole]):
+class AsyncMesh(RunCalls, Mapping[str, AsyncRole]):
     """Services by name, called directly. Owner: the loop on which it is used.
 
     Invariant: every call that changes something has a key of its own: run, epoch, step, operation
@@ -72,16 +71,9 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         """
         if deadline_s is not None and not deadline_s > 0:
             raise ValueError(f"deadline_s is {deadline_s}: give seconds > 0")
-        self.run_id = run_id
-        self.epoch = time.time_ns() // 1_000_000 if epoch is None else epoch
-        self.step = step
-        """The step that calls belong to, which services give experience and draws by."""
-        self.deadline_s: Final = deadline_s
-        """Longest time of one call; None: that of its method."""
-        self._retry = RetryPolicy() if retry is None else retry
-        self._numbers = itertools.count()
+        epoch = time.time_ns() // 1_000_000 if epoch is None else epoch
+        super().__init__(run_id, epoch, step, deadline_s, retry or RetryPolicy())
         self._identity = identity
-        self._is_closed = False
         self._log_step: LogStep | None = None
         self._channels: dict[str, MeshChannel] = {}
         versions = policy_versions or {}
@@ -243,31 +235,6 @@ class AsyncMesh(Mapping[str, AsyncRole]):
                 return 0  # it holds no experience
 
         return sum(await asyncio.gather(*(release(role) for role in self._roles.values())))
-
-    def new_key(self, operation: str) -> operation_pb2.OperationKey:
-        """A key that was never used, for an operation of the current step."""
-        return operation_pb2.OperationKey(
-            run_id=self.run_id,
-            fencing_epoch=self.epoch,
-            step=self.step,
-            operation=operation,
-            sequence=next(self._numbers),
-        )
-
-    async def call(
-        self,
-        method: Callable[Arguments, Awaitable[Answer]],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Answer:
-        """The answer of a call, repeated with the same arguments while its peer does not answer."""
-
-        async def once() -> Answer:
-            if self._is_closed:
-                raise CallCancelledError("the mesh is closed: make another one")
-            return await method(*args, **kwargs)
-
-        return await repeated(self._retry, once)
 
     def _channel(self, address: str) -> MeshChannel:
         channel = self._channels.get(address)

@@ -407,8 +407,3 @@ class RegisteredService:
     """Run that it takes part in."""
     name: str
     """Its name in that run, e.g. "actor" or "rollout-1"."""
-
-    @staticmethod
-    def of(service: coordinator_pb2.RegisteredService) -> RegisteredService:
-        """From its message."""
-        return from_message(RegisteredService, service)

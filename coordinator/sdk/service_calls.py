@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
-from rolemesh.coordinator.sdk.experience import (
-    Report,
-    Update,
-)
+from rolemesh.coordinator.sdk.experience import Report, Update
 from rolemesh.coordinator.sdk.messages import from_message
+from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status
 from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.errors import CallCancelledError
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import operation_pb2
 
@@ -19,21 +19,32 @@ Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 
 
-class CallingMesh(Protocol):
-    """What a service needs of its mesh: the run that it speaks for, keys, and calls."""
+class RunCalls:
+    """What services need of their mesh: the run that they speak for, keys, and calls."""
 
-    run_id: str
-    epoch: int
-    step: int
-
-    @property
-    def deadline_s(self) -> float | None:
-        """Longest time of one call in seconds; None: that of its method."""
-        ...
+    def __init__(
+        self, run_id: str, epoch: int, step: int, deadline_s: float | None, retry: RetryPolicy
+    ) -> None:
+        """Prepares; arguments as of AsyncMesh."""
+        self.run_id = run_id
+        self.epoch = epoch
+        self.step = step
+        """The step that calls belong to, which services give experience and draws by."""
+        self.deadline_s: Final = deadline_s
+        """Longest time of one call; None: that of its method."""
+        self._retry = retry
+        self._numbers = itertools.count()
+        self._is_closed = False
 
     def new_key(self, operation: str) -> operation_pb2.OperationKey:
         """A key that was never used, for an operation of the current step."""
-        ...
+        return operation_pb2.OperationKey(
+            run_id=self.run_id,
+            fencing_epoch=self.epoch,
+            step=self.step,
+            operation=operation,
+            sequence=next(self._numbers),
+        )
 
     async def call(
         self,
@@ -42,14 +53,20 @@ class CallingMesh(Protocol):
         **kwargs: Arguments.kwargs,
     ) -> Answer:
         """The answer of a call, repeated with the same arguments while its peer does not answer."""
-        ...
+
+        async def once() -> Answer:
+            if self._is_closed:
+                raise CallCancelledError("the mesh is closed: make another one")
+            return await method(*args, **kwargs)
+
+        return await repeated(self._retry, once)
 
 
 class ServiceCalls:
     """The life of a service, and what its calls share; see AsyncRole."""
 
     def __init__(
-        self, mesh: CallingMesh, name: str, channel: MeshChannel, policy_version: int | None
+        self, mesh: RunCalls, name: str, channel: MeshChannel, policy_version: int | None
     ) -> None:
         """Prepares; made by the mesh."""
         self.name = name
@@ -68,7 +85,7 @@ class ServiceCalls:
 
     async def capabilities(self) -> Capabilities:
         """What it can do."""
-        return Capabilities.of(await self._call(self._client.get_capabilities))
+        return from_message(Capabilities, await self._call(self._client.get_capabilities))
 
     async def status(self) -> Status:
         """How it is right now; also tells it that the run goes on."""

@@ -81,11 +81,6 @@ class Capabilities:
     versions: Mapping[str, str]
     devices: tuple[str, ...]
 
-    @staticmethod
-    def of(answer: worker_pb2.GetCapabilitiesResponse) -> Capabilities:
-        """From its message."""
-        return from_message(Capabilities, answer)
-
 
 @dataclass(frozen=True, slots=True)
 class Initialized:

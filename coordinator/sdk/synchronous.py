@@ -32,9 +32,6 @@ SOURCES: Mapping[str, tuple[type, ...]] = {
 }
 """By the name of a file, the classes whose methods it has; self._<name> is the object itself."""
 
-INTERNAL = ("call",)
-"""Public for other classes of the package alone."""
-
 
 def written(name: str) -> str:
     """The whole text of a file, as it has to be.
@@ -49,7 +46,6 @@ def written(name: str) -> str:
         for method in vars(source).values()
         if (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method))
         and not method.__name__.startswith("_")
-        and method.__name__ not in INTERNAL
         and f" def {method.__name__}(" not in head
     ]
     formatted = subprocess.run(

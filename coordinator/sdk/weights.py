@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rolemesh.coordinator.sdk.experience import Report
 from rolemesh.coordinator.sdk.messages import from_message, word
-from rolemesh.v1 import cuts_pb2, tensor_pb2, weights_pb2
+from rolemesh.v1 import tensor_pb2, weights_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,6 @@ class Cut:
     policy_version: int
     num_bytes: int
     """Over all ranks."""
-
-    @staticmethod
-    def of(step: int, told: cuts_pb2.Cut | cuts_pb2.CutResult) -> Cut:
-        """From its message."""
-        return from_message(Cut, told, step=step)
 
 
 @dataclass(frozen=True, slots=True)
