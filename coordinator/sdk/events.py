@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Any
 
-from rolemesh.coordinator.sdk.messages import to_time
-from rolemesh.coordinator.sdk.runs import RunState, run_state
+from rolemesh.coordinator.sdk.messages import from_message, to_time
+from rolemesh.coordinator.sdk.runs import RunState
 from rolemesh.v1 import coordinator_pb2
 
 
@@ -25,25 +25,13 @@ class Event:
     @staticmethod
     def of(event: coordinator_pb2.RunEvent) -> Event:
         """From its message; one of a kind that this version does not know is a bare Event."""
-        head = (event.event_id, to_time(event.time), event.step)
-        match event.WhichOneof("event"):
-            case "state":
-                return StateChanged(*head, run_state(event.state.state), event.state.failure)
-            case "step_made":
-                return StepMade(*head, MappingProxyType(dict(event.step_made.metrics)))
-            case "evaluated":
-                return Evaluated(*head, MappingProxyType(dict(event.evaluated.metrics)))
-            case "checkpoint_saved":
-                return CheckpointSaved(*head, event.checkpoint_saved.directory)
-            case "note":
-                return Noted(*head, event.note.text)
-            case "recovered":
-                told = event.recovered
-                restarted = tuple(told.restarted)
-                return Recovered(*head, told.cause, told.seconds, restarted, told.lost_steps)
-            case "resumed":
-                return Resumed(*head, event.resumed.where)
-        return Event(*head)
+        head: dict[str, Any] = {
+            "event_id": event.event_id,
+            "time": to_time(event.time),
+            "step": event.step,
+        }
+        name = event.WhichOneof("event")
+        return from_message(_KINDS[name], getattr(event, name), **head) if name else Event(**head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +92,15 @@ class Noted(Event):
     """Something worth a line."""
 
     text: str
+
+
+_KINDS: Mapping[str, type[Event]] = {
+    "state": StateChanged,
+    "step_made": StepMade,
+    "evaluated": Evaluated,
+    "checkpoint_saved": CheckpointSaved,
+    "note": Noted,
+    "recovered": Recovered,
+    "resumed": Resumed,
+}
+"""By the name of what an event holds."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rolemesh.coordinator.sdk.html import definition_list
-from rolemesh.coordinator.sdk.messages import from_message, word
+from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.rpc.references import concat_references, join_references, names_of, shards_of
 from rolemesh.v1 import (
     experience_pb2,
@@ -52,10 +52,6 @@ class Report:
             report,
             phases=MappingProxyType(
                 {one.phase: one.duration.ToNanoseconds() * 1e-9 for one in report.phases}
-            ),
-            memory=tuple(
-                from_message(PhaseMemory, one, source=word(experience_pb2.MemorySource, one.source))
-                for one in report.memory
             ),
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rolemesh.coordinator.sdk.html import definition_list, table
-from rolemesh.coordinator.sdk.messages import from_message, word
+from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.v1 import coordinator_pb2
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -36,11 +36,6 @@ class RunState(StrEnum):
     def is_final(self) -> bool:
         """Whether nothing follows."""
         return self in (RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED)
-
-
-def run_state(number: coordinator_pb2.RunState.ValueType) -> RunState:
-    """A state from its number."""
-    return RunState(word(coordinator_pb2.RunState, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +62,6 @@ class Run:
     """What it does right now; of a run that early stopping ended, why."""
     recoveries: int
     """How often it had to recover from a failure."""
-
-    @staticmethod
-    def of(run: coordinator_pb2.Run) -> Run:
-        """From its message."""
-        return from_message(Run, run, state=run_state(run.state))
 
     def _repr_html_(self) -> str:
         facts: dict[str, object] = {
@@ -177,12 +167,6 @@ class Dataflow:
     is_made: bool
     nodes: tuple[DataflowNode, ...]
 
-    @staticmethod
-    def of(answer: coordinator_pb2.GetDataflowResponse) -> Dataflow:
-        """From its message."""
-        nodes = tuple(from_message(DataflowNode, node) for node in answer.nodes)
-        return from_message(Dataflow, answer, nodes=nodes)
-
     def _repr_html_(self) -> str:
         rows = [
             (one.name, one.pool, one.state, one.started_s, one.ended_s, one.is_critical)
@@ -246,13 +230,6 @@ class RunPlan:
     """What the prediction stands on, in words."""
     tasks: tuple[PlannedTask, ...]
     pools: tuple[PlannedPool, ...]
-
-    @staticmethod
-    def of(plan: coordinator_pb2.RunPlan) -> RunPlan:
-        """From its message."""
-        tasks = tuple(from_message(PlannedTask, task) for task in plan.tasks)
-        pools = tuple(from_message(PlannedPool, pool) for pool in plan.pools)
-        return from_message(RunPlan, plan, tasks=tasks, pools=pools)
 
     @property
     def error(self) -> float | None:
@@ -371,12 +348,6 @@ class Alert:
     """Stable name, e.g. "ROLE_WAITS"."""
     text: str
     remedy: str
-
-    @staticmethod
-    def of(alert: coordinator_pb2.Alert) -> Alert:
-        """From its message."""
-        level = AlertLevel(word(coordinator_pb2.AlertLevel, alert.level))
-        return from_message(Alert, alert, level=level)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rolemesh.coordinator.sdk.messages import from_message, word
+from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.v1 import worker_pb2
 
 
@@ -58,9 +58,7 @@ class Status:
         return from_message(
             Status,
             answer,
-            state=WorkerState(word(worker_pb2.WorkerState, answer.state)),
             progress=f"{progress.stage} {progress.done}/{progress.total}" if progress.stage else "",
-            devices=tuple(from_message(DeviceLoad, device) for device in answer.devices),
         )
 
 

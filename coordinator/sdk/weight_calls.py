@@ -14,7 +14,6 @@ from rolemesh.coordinator.sdk.weights import (
     Checksums,
     Cut,
     Manifest,
-    Parameter,
     Weights,
 )
 from rolemesh.rpc.columns import Array, read_values
@@ -27,9 +26,7 @@ class WeightCalls(ServiceCalls):
 
     async def get_manifest(self) -> Manifest:
         """Every parameter of its model."""
-        answer = await self._call(self._client.get_manifest)
-        parameters = tuple(Parameter.of(one) for one in answer.parameters)
-        return from_message(Manifest, answer, parameters=parameters)
+        return from_message(Manifest, await self._call(self._client.get_manifest))
 
     async def get_checksums(self, holder: str = "trainer") -> Checksums:
         """Hashes of the weights that its "trainer" or its "sampler" holds.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolemesh.coordinator.sdk.experience import Report
-from rolemesh.coordinator.sdk.messages import from_message, word
-from rolemesh.v1 import tensor_pb2, weights_pb2
+from rolemesh.coordinator.sdk.messages import from_message
+from rolemesh.v1 import weights_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,6 @@ class Parameter:
     dtype: str
     """E.g. "bfloat16"."""
 
-    @staticmethod
-    def of(spec: weights_pb2.ParameterSpec) -> Parameter:
-        """From its message."""
-        return from_message(Parameter, spec, dtype=word(tensor_pb2.DataType, spec.dtype))
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -75,7 +70,7 @@ class Weights:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters, in the model's order."""
-        return tuple(Parameter.of(one) for one in self.reference.parameters)
+        return tuple(from_message(Parameter, one) for one in self.reference.parameters)
 
     def __repr__(self) -> str:
         return f"Weights(version={self.policy_version}, parameters={len(self.parameters)})"
