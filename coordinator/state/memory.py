@@ -27,7 +27,6 @@ from rolemesh.coordinator.state.store import (
     StateStore,
     StreamEntry,
     check_run_changes,
-    newest_first,
     rewind_entry,
 )
 
@@ -65,8 +64,10 @@ class MemoryStateStore(StateStore):
         self._next_id += 1
         return f"{self._next_id:020d}"
 
-    def _check_epoch(self, run_id: str, epoch: int) -> None:
+    def _check_epoch(self, run_id: str, epoch: int | None) -> None:
         current = self._epochs.get(run_id, 0)
+        if epoch is None:
+            return
         if epoch < current:
             raise StaleEpochError(run_id, epoch, current)
         if epoch > current:
@@ -128,20 +129,20 @@ class MemoryStateStore(StateStore):
 
     async def list_runs(self, limit: int = 100) -> list[RunRecord]:
         """Newest first."""
-        return newest_first(list(self._runs.values()), limit)
+        # Equal times are ordered by id, so that the order is stable.
+        records = self._runs.values()
+        return sorted(records, key=lambda one: (one.created_at, one.run_id), reverse=True)[:limit]
 
     async def update_run(self, run_id: str, *, epoch: int | None = None, **changes: Any) -> None:
         """Changes fields of a run."""
         check_run_changes(changes)
-        if epoch is not None:
-            self._check_epoch(run_id, epoch)
+        self._check_epoch(run_id, epoch)
         record = await self.get_run(run_id)
         self._runs[run_id] = dataclasses.replace(record, **{"updated_at": self._clock(), **changes})
 
     async def next_epoch(self, run_id: str, *, at_least: int = 1, led: int | None = None) -> int:
         """Takes the run over."""
-        if led is not None:
-            self._check_epoch(run_id, led)
+        self._check_epoch(run_id, led)
         self._epochs[run_id] = max(self._epochs.get(run_id, 0) + 1, at_least)
         return self._epochs[run_id]
 
@@ -162,8 +163,7 @@ class MemoryStateStore(StateStore):
         self, run_id: str, values: Mapping[str, float], epoch: int | None = None
     ) -> str:
         """Appends one object."""
-        if epoch is not None:
-            self._check_epoch(run_id, epoch)
+        self._check_epoch(run_id, epoch)
         entry = MetricEntry(entry_id=self._make_id(), values=dict(values))
         self._metrics.setdefault(run_id, []).append(entry)
         return entry.entry_id
@@ -185,8 +185,7 @@ class MemoryStateStore(StateStore):
         step: int | None = None,
     ) -> str:
         """Appends one entry, and lets the oldest go."""
-        if epoch is not None:
-            self._check_epoch(run_id, epoch)
+        self._check_epoch(run_id, epoch)
         entry = StreamEntry(entry_id=self._make_id(), payload=payload, step=step)
         self._streams.setdefault((run_id, stream), deque(maxlen=stream.keep)).append(entry)
         return entry.entry_id

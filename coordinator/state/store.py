@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -394,9 +394,3 @@ def check_run_changes(changes: Mapping[str, Any]) -> None:
                 f"{name}: no field of a run that can be changed; fields are "
                 f"{', '.join(sorted(UPDATABLE_FIELDS))}"
             )
-
-
-def newest_first(records: Sequence[RunRecord], limit: int) -> list[RunRecord]:
-    """The newest `limit` runs; equal times are ordered by id, so that the order is stable."""
-    ordered = sorted(records, key=lambda record: (record.created_at, record.run_id), reverse=True)
-    return ordered[:limit]
