@@ -40,14 +40,10 @@ class RunReads:
         Args:
             store: The store that holds the answers.
         """
-        self._store = store
+        self.store = store
+        """The store that holds the answers."""
         self._histories = RunHistories(store)
         self._watches = Watches(store)
-
-    @property
-    def store(self) -> StateStore:
-        """The store that holds the answers."""
-        return self._store
 
     async def get_run(self, run_id: str) -> coordinator_pb2.Run:
         """A run."""
@@ -57,7 +53,7 @@ class RunReads:
         """Runs, newest first; 0 means 100 of them."""
         _check_bound("page_size", page_size, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE)
         with translated():
-            records = await self._store.list_runs(page_size or DEFAULT_PAGE_SIZE)
+            records = await self.store.list_runs(page_size or DEFAULT_PAGE_SIZE)
         return [to_run(record) for record in records]
 
     async def watch_run(
@@ -120,7 +116,7 @@ class RunReads:
         record = await self._record(run_id)
         history = self._histories.of(run_id)
         with translated():
-            flow = await self._store.read_entries(run_id, RunStream.FLOW)
+            flow = await self.store.read_entries(run_id, RunStream.FLOW)
             await history.refresh_graphs()
         if flow and not record.state.is_final:
             in_progress, nodes = read_graph(flow[-1].payload)
@@ -155,7 +151,7 @@ class RunReads:
         _check_step(step)
         await self._record(run_id)
         with translated():
-            entries = await self._store.read_entries(run_id, RunStream.SAMPLES)
+            entries = await self.store.read_entries(run_id, RunStream.SAMPLES)
         kept = {}
         for entry in entries:
             found = coordinator_pb2.ListSamplesResponse.FromString(entry.payload)
@@ -213,11 +209,11 @@ class RunReads:
     async def list_services(self) -> list[coordinator_pb2.RegisteredService]:
         """Services whose lease holds."""
         with translated():
-            return [to_registered_service(lease) for lease in await self._store.list_services()]
+            return [to_registered_service(lease) for lease in await self.store.list_services()]
 
     async def _record(self, run_id: str) -> RunRecord:
         with translated():
-            return await self._store.get_run(run_id)
+            return await self.store.get_run(run_id)
 
 
 def _check_bound(field: str, value: int, most: int, default: int) -> None:

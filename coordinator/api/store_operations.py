@@ -136,7 +136,7 @@ class StoreOperations(RunReads):
             record, "asked for a checkpoint: call SaveCheckpoint of its services instead"
         )
         with translated():
-            await self._store.append_entry(run_id, RunStream.CHECKPOINT_WISHES, request_id.encode())
+            await self.store.append_entry(run_id, RunStream.CHECKPOINT_WISHES, request_id.encode())
         return await self.get_run(run_id)
 
     async def attach_run(self, run_id: str) -> coordinator_pb2.AttachRunResponse:
@@ -144,7 +144,7 @@ class StoreOperations(RunReads):
         record = await self._going_on(run_id)
         self._check_is_driven(record)
         with translated():
-            epoch = await self._store.next_epoch(run_id)
+            epoch = await self.store.next_epoch(run_id)
         return coordinator_pb2.AttachRunResponse(
             fencing_epoch=epoch,
             identity=await asyncio.to_thread(_client_identity, Path(record.directory)),
@@ -169,13 +169,11 @@ class StoreOperations(RunReads):
             await self._histories.of(run_id).logged.log(fencing_epoch, logged, samples)
         return await self.get_run(run_id)
 
-    # --- what happens in a run ---
-
     # --- what they share ---
 
     async def _wish(self, run_id: str, **wish: bool) -> coordinator_pb2.Run:
         with translated():
-            await self._store.update_run(run_id, **wish)
+            await self.store.update_run(run_id, **wish)
         return await self.get_run(run_id)
 
     async def _going_on(self, run_id: str) -> RunRecord:

@@ -13,11 +13,7 @@ import numpy.typing as npt
 from rolemesh.coordinator.sdk.html import definition_list
 from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.rpc.references import concat_references, join_references, names_of, shards_of
-from rolemesh.v1 import (
-    experience_pb2,
-    reward_pb2,
-    rollout_pb2,
-)
+from rolemesh.v1 import experience_pb2, reward_pb2, rollout_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +174,7 @@ class Trajectory:
 
     def to_proto(self) -> reward_pb2.Trajectory:
         """Its message."""
-        return reward_pb2.Trajectory(
-            prompt=self.prompt,
-            completion=self.completion,
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            answer=self.answer,
-            metadata_json=self.metadata_json,
-        )
+        return reward_pb2.Trajectory(**{name: getattr(self, name) for name in self.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

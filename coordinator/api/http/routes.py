@@ -48,11 +48,6 @@ def _operations(request: Request) -> StoreOperations:
     return operations
 
 
-def _streams(request: Request) -> EventStreams:
-    streams: EventStreams = request.app.state.streams
-    return streams
-
-
 TheOperations = Annotated[StoreOperations, Depends(_operations)]
 RunId = Annotated[
     str,
@@ -186,7 +181,6 @@ async def log_step(operations: TheOperations, run_id: RunId, logged: wishes.Logg
 async def watch_run(
     request: Request,
     operations: TheOperations,
-    streams: Annotated[EventStreams, Depends(_streams)],
     run_id: RunId,
     after: Annotated[
         str, Query(max_length=100, description="Id of the last event that arrived.")
@@ -198,6 +192,7 @@ async def watch_run(
 ) -> Response:
     """Sends the events of a run as they come, from the start or after the given one."""
     run = await operations.get_run(run_id)
+    streams: EventStreams = request.app.state.streams
     return await streams.open(
         operations.watch_run(run_id, last_event_id or after),
         request.state.request_id,
