@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
@@ -14,12 +14,14 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
 from rolemesh.coordinator.api.credentials import Tokens
-from rolemesh.coordinator.api.http import models
+from rolemesh.coordinator.api.http.bases import Answer
 from rolemesh.coordinator.api.http.events import EventStreams
 from rolemesh.coordinator.api.http.exposition import RequestMetrics, expose
 from rolemesh.coordinator.api.http.guard import Guard
+from rolemesh.coordinator.api.http.models import RunEvent
 from rolemesh.coordinator.api.http.pages import DASHBOARD, page_routes
 from rolemesh.coordinator.api.http.problems import (
+    Problem,
     answer_error,
     answer_http,
     answer_invalid,
@@ -43,6 +45,13 @@ _TAGS = [
 ]
 
 _SCHEME = "token"
+
+
+class Health(Answer):
+    """That the process lives, or that it can answer."""
+
+    status: Literal["ok"]
+    """Always "ok"; anything else is an error."""
 
 
 def make_app(
@@ -99,7 +108,7 @@ def _add_process_routes(app: FastAPI, operations: StoreOperations, metrics: Requ
         "/healthz",
         tags=["process"],
         operation_id="get_health",
-        response_model=models.Health,
+        response_model=Health,
         responses=refused,
     )
     async def healthz() -> Any:
@@ -110,7 +119,7 @@ def _add_process_routes(app: FastAPI, operations: StoreOperations, metrics: Requ
         "/readyz",
         tags=["process"],
         operation_id="get_readiness",
-        response_model=models.Health,
+        response_model=Health,
         responses={**refused, **problems(503)},
     )
     async def readyz() -> Any:
@@ -153,7 +162,7 @@ def _openapi(app: FastAPI, *, has_token: bool) -> dict[str, Any]:
     # FastAPI's own form of refusals, which answer_invalid replaces by a problem with status 400.
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)
-    for model in (models.Problem, models.RunEvent):
+    for model in (Problem, RunEvent):
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas.update(schema.pop("$defs", {}))
         schemas[model.__name__] = schema

@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from rolemesh.coordinator.api.http.bases import (
-    Answer,
-    Int32,
-    Int64,
-    Number,
-    Time,
-)
+from rolemesh.coordinator.api.http.bases import Answer, Int32, Int64, Number, Time
 
 RunStateWord = Literal[
     "starting",
@@ -403,42 +395,3 @@ class ServiceList(Answer):
 
     services: list[RegisteredService]
     """By role."""
-
-
-class Health(Answer):
-    """That the process lives, or that it can answer."""
-
-    status: Literal["ok"]
-    """Always "ok"; anything else is an error."""
-
-
-class InvalidField(Answer):
-    """One thing that is wrong with a request."""
-
-    field: str
-    """Where, e.g. "query.max_steps" or "body.run_id"."""
-    detail: str
-    """What is wrong with it."""
-
-
-class Problem(BaseModel):
-    """An error, after RFC 9457; dynamic values of the error are further members."""
-
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
-
-    type: Literal["about:blank"]
-    """The status says which kind of error it is."""
-    title: str
-    """The status in words."""
-    status: Int32
-    """The status."""
-    detail: str
-    """What went wrong, for people: the field, the value and the remedy."""
-    reason: str
-    """Stable name, e.g. "RUN_NOT_FOUND", for programs."""
-    retryable: bool
-    """Whether the same request may succeed later without a change."""
-    request_id: str
-    """Id under which the request is found in the coordinator's log; also in X-Request-Id."""
-    errors: list[InvalidField] = []
-    """All that is wrong with the request, when it is the request that is wrong."""

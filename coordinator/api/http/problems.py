@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from rolemesh.coordinator.api.http.models import Problem
+from rolemesh.coordinator.api.http.bases import Answer, Int32
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
 
 PROBLEM_TYPE = "application/problem+json"
@@ -74,6 +75,38 @@ _EXAMPLES: Mapping[int, tuple[str, str]] = {
     500: ("INTERNAL", "the coordinator failed; its log says why"),
     503: ("STORE_UNAVAILABLE", "the store at redis://store:6379 does not answer"),
 }
+
+
+class InvalidField(Answer):
+    """One thing that is wrong with a request."""
+
+    field: str
+    """Where, e.g. "query.max_steps" or "body.run_id"."""
+    detail: str
+    """What is wrong with it."""
+
+
+class Problem(BaseModel):
+    """An error, after RFC 9457; dynamic values of the error are further members."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    type: Literal["about:blank"]
+    """The status says which kind of error it is."""
+    title: str
+    """The status in words."""
+    status: Int32
+    """The status."""
+    detail: str
+    """What went wrong, for people: the field, the value and the remedy."""
+    reason: str
+    """Stable name, e.g. "RUN_NOT_FOUND", for programs."""
+    retryable: bool
+    """Whether the same request may succeed later without a change."""
+    request_id: str
+    """Id under which the request is found in the coordinator's log; also in X-Request-Id."""
+    errors: list[InvalidField] = []
+    """All that is wrong with the request, when it is the request that is wrong."""
 
 
 def status_of(error: RolemeshError) -> int:
