@@ -1,6 +1,6 @@
 // One chart on a canvas: lines with bands, or a stack of areas; read by pointer, keys or as a table.
 
-import { el, prepared, setText } from "./dom.js";
+import { el, prepared, setText, table } from "./dom.js";
 import { brief, number } from "./format.js";
 import { extent, nearest, thinned, ticks } from "./series.js";
 import { canvasFont, colour, faded } from "./theme.js";
@@ -221,10 +221,9 @@ export class Chart {
     const body = newest.slice(0, TABLE_ROWS).map(([x, values]) => el("tr", {},
       el("th", { scope: "row" }, this.xAxis.format(x)),
       ...values.map((value) => el("td", { "data-value": value }, this.format(value)))));
-    const heads = [this.xAxis.unit, ...this.lines.map((line) => line.label)];
+    const heads = [[this.xAxis.unit], ...this.lines.map((line) => [line.label])];
     this.table.replaceChildren(
-      el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))),
-        el("tbody", {}, ...body)),
+      table(heads, el("tbody", {}, ...body)),
       newest.length > TABLE_ROWS ? el("p", { class: "quiet" }, `The newest ${TABLE_ROWS} of ${newest.length} rows.`) : "");
   }
 }

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { CURVES } from "./curve_list.js";
-import { byId, el, emptyState } from "./dom.js";
+import { byId, el, emptyState, select } from "./dom.js";
 import { number, seconds } from "./format.js";
 import { nearest, smoothed } from "./series.js";
 import { lineColour, onThemeChange } from "./theme.js";
@@ -50,10 +50,7 @@ export class Curves {
         this.render();
       },
     });
-    const axis = el("select", {
-      "aria-label": "Horizontal axis",
-      onchange: () => { this.axis = axis.value; this.render(); },
-    }, el("option", { value: "step" }, "by step"), el("option", { value: "time" }, "by time"));
+    const axis = select("Horizontal axis", [["step", "by step"], ["time", "by time"]], (chosen) => { this.axis = chosen; this.render(); });
     byId("curves-tools").append(
       el("label", { for: "smoothing" }, "smoothing"), this.slider, shown, axis);
   }

@@ -1,6 +1,6 @@
 // A heat map of how busy devices were: rows are devices, columns are time.
 
-import { byId, el, emptyState, prepared } from "./dom.js";
+import { byId, el, emptyState, prepared, select } from "./dom.js";
 import { bytes, clock, percent } from "./format.js";
 import { canvasFont, colour, faded, onThemeChange } from "./theme.js";
 import { hideTip, showTip } from "./tip.js";
@@ -18,10 +18,9 @@ export class Devices {
     this.devices = new Map();
     this.minutes = 15;
     this.shows = "busy";
-    this.span = el("select", { "aria-label": "Time shown", onchange: () => { this.minutes = Number(this.span.value); this.draw(); } },
-      ...SPANS.map(([minutes, label]) => el("option", { value: minutes, selected: minutes === this.minutes }, label)));
-    this.what = el("select", { "aria-label": "What is shown", onchange: () => { this.shows = this.what.value; this.draw(); } },
-      el("option", { value: "busy" }, "busy"), el("option", { value: "memory" }, "memory"));
+    this.span = select("Time shown", SPANS, (minutes) => { this.minutes = Number(minutes); this.draw(); });
+    this.span.value = this.minutes;
+    this.what = select("What is shown", [["busy", "busy"], ["memory", "memory"]], (shows) => { this.shows = shows; this.draw(); });
     const scale = el("span", { class: "heat-scale", "aria-hidden": "true" }, "0 %", el("i"), "100 %");
     byId("devices-tools").append(scale, this.what, this.span);
     this.empty = emptyState("No service has told of its devices yet.", "They do once they hold a run.");

@@ -46,6 +46,23 @@ export function emptyState(text, remedy = "") {
   return el("p", { class: "empty" }, text, remedy ? el("span", { class: "quiet" }, ` ${remedy}`) : null);
 }
 
+/** A choice: entries are [value, text]; onchange is called with the value that is chosen. */
+export function select(label, entries, onchange) {
+  return el("select", { "aria-label": label, onchange: (event) => onchange(event.target.value) },
+    ...entries.map(([value, text]) => el("option", { value }, text)));
+}
+
+/** A table with headings [text, class of the column], and its other parts. */
+export function table(heads, ...parts) {
+  const line = heads.map(([text, kind]) => el("th", { scope: "col", class: kind }, text));
+  return el("table", {}, el("thead", {}, el("tr", {}, ...line)), ...parts);
+}
+
+/** A box for what is wider than the page, which keys can move. */
+export function scrolled(label, ...children) {
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);
+}
+
 /** A canvas's context with its bitmap at the screen's own resolution; width and height in CSS px. */
 export function prepared(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;

@@ -1,6 +1,6 @@
 // A step as a timeline: a row a service, grouped by pool, the critical path filled.
 
-import { byId, el, emptyState, keyed, setText } from "./dom.js";
+import { byId, el, emptyState, keyed, scrolled, setText, table } from "./dom.js";
 import { brief, bytes, count, percent, seconds } from "./format.js";
 import { ticks } from "./series.js";
 import { giveTip } from "./tip.js";
@@ -32,9 +32,7 @@ export class Flow {
     this.callRows = el("tbody");
     this.table = el("details", { class: "more", ontoggle: () => this.renderTable() },
       el("summary", {}, "Calls as a table"),
-      el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Calls" }, el("table", {},
-        el("thead", {}, el("tr", {}, ...["call", "pool", "state", "start", "time", "tokens", "bytes"]
-          .map((head) => el("th", { scope: "col" }, head)))), this.callRows)));
+      scrolled("Calls", table([["call"], ["pool"], ["state"], ["start"], ["time"], ["tokens"], ["bytes"]], this.callRows)));
     this.legend = el("p", { class: "flow-legend quiet" },
       ...Object.entries(KINDS).map(([kind, label]) => el("span", {}, el("i", { class: `swatch kind-${kind}` }), label)),
       el("span", {}, el("i", { class: "swatch critical" }), "critical path"),

@@ -1,7 +1,7 @@
 // The tail of a log, which follows it.
 
 import { ApiError, api } from "./api.js";
-import { byId, el, setText } from "./dom.js";
+import { byId, el, select, setText } from "./dom.js";
 
 const KEPT_CHARACTERS = 400000;
 const FIRST_LOG = "coordinator";
@@ -11,7 +11,7 @@ export class Logs {
   constructor() {
     this.run = null;
     this.body = byId("logs-body");
-    this.names = el("select", { "aria-label": "Log", onchange: () => this.open(this.names.value) });
+    this.names = select("Log", [], (log) => this.open(log));
     this.filter = el("input", { type: "search", placeholder: "filter lines", "aria-label": "Filter lines", oninput: () => this.render() });
     this.follow = el("input", { type: "checkbox", checked: true });
     byId("logs-tools").append(this.names, this.filter, el("label", {}, this.follow, " follow"));

@@ -1,9 +1,10 @@
 // The mesh: its services, their devices and weights, and what each does.
 
-import { byId, el, emptyState, keyed, setText } from "./dom.js";
+import { byId, el, emptyState, keyed, setText, table } from "./dom.js";
 import { bytes, count, counted, percent } from "./format.js";
 
 const NAMED_RANKS = 4;
+const COLUMNS = ["Pool", "Ranks", "Version", "Does", "Lease"];
 
 export class Mesh {
   constructor() {
@@ -13,10 +14,7 @@ export class Mesh {
     this.devicesOf = () => [];
     this.empty = emptyState("No service holds a lease.", "Services of a run appear while it goes on.");
     this.body = el("tbody");
-    this.table = el("table", { class: "mesh-table" },
-      el("thead", {}, el("tr", {}, ...["Role", "Pool", "Ranks", "Version", "Does", "Lease"].map((head) => el("th", { scope: "col" }, head)))),
-      this.body);
-    this.box = el("div", { class: "scroll" }, this.table);
+    this.box = el("div", { class: "scroll mesh-table" }, table(["Role", ...COLUMNS].map((head) => [head]), this.body));
     byId("mesh-body").append(this.empty, this.box);
     this.render();
   }
@@ -89,7 +87,7 @@ function leaseOf(left) {
 
 function makeRow() {
   return el("tr", {}, el("th", { scope: "row" }, el("span"), el("small", { class: "quiet" })),
-    ...["Pool", "Ranks", "Version", "Does", "Lease"].map((label) => el("td", { "data-label": label })));
+    ...COLUMNS.map((label) => el("td", { "data-label": label })));
 }
 
 function fillRow(line, row) {

@@ -1,6 +1,6 @@
 // The plan that a run began with, beside what its steps took: seconds by call, tokens, pools.
 
-import { byId, el } from "./dom.js";
+import { byId, el, scrolled, table } from "./dom.js";
 import { count, counted, isNumber, percent, seconds } from "./format.js";
 
 // Headings with the class of their column.
@@ -49,11 +49,12 @@ function callTable(plan) {
     el("th", { scope: "row" }, ...breakable(name)), el("td", {}, pool),
     ...[seconds(planned), seconds(measured), errorOf(planned, measured)].map((text) => el("td", { class: "right" }, text)),
     el("td", { class: "planned-lane" }, bar));
-  return table(CALL_HEADS, plan.tasks.map((task) => row(
+  const rows = plan.tasks.map((task) => row(
     task.is_ahead ? `${task.name} (for a later step)` : task.name,
     task.pool || (isNumber(task.predicted_s) ? "no device" : "not planned"),
-    barOf(task, length), task.predicted_s, task.measured_s)),
-  row("step", "", null, plan.step_s, plan.measured_step_s));
+    barOf(task, length), task.predicted_s, task.measured_s));
+  return table(CALL_HEADS, el("tbody", {}, ...rows),
+    el("tfoot", {}, row("step", "", null, plan.step_s, plan.measured_step_s)));
 }
 
 /** A name that a narrow column may break after a dot or an underscore. */
@@ -69,10 +70,10 @@ function barOf(task, length) {
 }
 
 function poolTable(pools) {
-  return table(POOL_HEADS, pools.map((pool) => el("tr", {},
+  return table(POOL_HEADS, el("tbody", {}, ...pools.map((pool) => el("tr", {},
     el("th", { scope: "row" }, pool.name),
     el("td", {}, told(pool.planned_devices, pool.planned_roles)),
-    el("td", {}, told(named(pool.devices), pool.roles), isAsPlanned(pool) ? null : el("span", { class: "trouble" }, " differs")))));
+    el("td", {}, told(named(pool.devices), pool.roles), isAsPlanned(pool) ? null : el("span", { class: "trouble" }, " differs"))))));
 }
 
 const told = (devices, roles) => (devices ? `${devices}: ${roles.join(", ")}` : "\u2013");
@@ -86,14 +87,4 @@ export function isAsPlanned(pool) {
     ? pool.devices.every(isCpu) && pool.devices.length > 0
     : Number.parseInt(pool.planned_devices, 10) === pool.devices.length && !pool.devices.some(isCpu);
   return isSameSize && pool.roles.join() === pool.planned_roles.join();
-}
-
-function table(heads, rows, last = null) {
-  return el("table", {},
-    el("thead", {}, el("tr", {}, ...heads.map(([head, kind]) => el("th", { scope: "col", class: kind }, head)))),
-    el("tbody", {}, ...rows), last === null ? null : el("tfoot", {}, last));
-}
-
-function scrolled(label, child) {
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, child);
 }

@@ -1,6 +1,6 @@
 // Health of outside reward services, from the metrics of each step.
 
-import { byId, el, emptyState } from "./dom.js";
+import { byId, el, emptyState, scrolled } from "./dom.js";
 import { count, number, seconds } from "./format.js";
 
 // Name of the metric, heading, how it is written, and from which value on it is marked.
@@ -22,7 +22,7 @@ export class Rewards {
   constructor() {
     this.empty = emptyState("All rewards of this run come from inside.",
       "Those that are asked over the network show their latency, errors and retries here.");
-    this.box = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Reward services" });
+    this.box = scrolled("Reward services");
     byId("rewards-body").append(this.empty, this.box);
   }
 

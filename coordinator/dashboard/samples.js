@@ -1,6 +1,6 @@
 // Samples of a step: a list of rows, and one of them with its tokens.
 
-import { byId, el, emptyState, keyed, setText } from "./dom.js";
+import { byId, el, emptyState, keyed, select, setText } from "./dom.js";
 import { count, number } from "./format.js";
 import { tokenCells, tokenLegend } from "./tokens.js";
 
@@ -18,13 +18,10 @@ export class Samples {
     this.answer = null;
     this.row = null;
     this.colouredBy = "logprob";
-    this.step = el("select", { "aria-label": "Step of the samples", onchange: () => onStep(Number(this.step.value)) });
-    this.order = el("select", { "aria-label": "Order of the samples", onchange: () => this.render() },
-      el("option", { value: "row" }, "by row"), el("option", { value: "best" }, "best first"), el("option", { value: "worst" }, "worst first"));
-    this.colours = el("select", {
-      "aria-label": "Colour of tokens",
-      onchange: () => { this.colouredBy = this.colours.value; this.renderDetail(); },
-    }, el("option", { value: "logprob" }, "tokens by log-prob"), el("option", { value: "advantage" }, "tokens by advantage"));
+    this.step = select("Step of the samples", [], (step) => onStep(Number(step)));
+    this.order = select("Order of the samples", [["row", "by row"], ["best", "best first"], ["worst", "worst first"]], () => this.render());
+    this.colours = select("Colour of tokens", [["logprob", "tokens by log-prob"], ["advantage", "tokens by advantage"]],
+      (colouredBy) => { this.colouredBy = colouredBy; this.renderDetail(); });
     byId("samples-tools").append(this.step, this.order, this.colours);
     this.empty = emptyState("No samples are kept yet.", "Some of each step's completions appear here once it is made.");
     this.list = el("div", { class: "sample-list", role: "listbox", "aria-label": "Samples", onkeydown: (event) => this.key(event) });
