@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from rolemesh.coordinator.api.credentials import SERVICE, Tokens
 from rolemesh.coordinator.api.door_interceptor import DoorInterceptor, refuse
 from rolemesh.coordinator.api.messages import to_seconds
-from rolemesh.coordinator.api.registry import Registry
+from rolemesh.coordinator.api.registry import register
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
@@ -151,13 +151,13 @@ async def serve_coordinator(
     served = [SERVICE]
     if members_only and certificate is not None:
         # Callers without a certificate could put any address in the place of a role.
-        registry = Registry(operations.store, Identity.read(certificate).mesh)
+        mesh = Identity.read(certificate).mesh
 
-        async def register(request: Any, context: _Context) -> Any:
-            return await registry.register(request, member_of(context) or "")
+        async def enter(request: Any, context: _Context) -> Any:
+            return await register(operations.store, mesh, request, member_of(context) or "")
 
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(
-            cast(Any, SimpleNamespace(RegisterService=_answering(register))), server
+            cast(Any, SimpleNamespace(RegisterService=_answering(enter))), server
         )
         served.append(registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name)
     checks = health.aio.HealthServicer()

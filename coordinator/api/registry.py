@@ -20,57 +20,46 @@ LEASE_S = 10.0
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 
 
-class Registry:
-    """Enters services of one mesh into the store. Owner: one asyncio loop."""
+async def register(
+    store: StateStore, mesh: str, request: registry_pb2.RegisterServiceRequest, caller: str
+) -> registry_pb2.RegisterServiceResponse:
+    """Enters a service into the store, renews its lease, or takes it out.
 
-    def __init__(self, store: StateStore, mesh: str) -> None:
-        """Prepares.
+    Args:
+        store: The store.
+        mesh: Whose certificates callers have (`Identity.mesh`).
+        request: As registry.proto says.
+        caller: Name in the caller's certificate.
 
-        Args:
-            store: The store.
-            mesh: Whose certificates callers have (`Identity.mesh`).
-        """
-        self._store = store
-        self._mesh = mesh
-
-    async def register(
-        self, request: registry_pb2.RegisterServiceRequest, caller: str
-    ) -> registry_pb2.RegisterServiceResponse:
-        """Enters a service, renews its lease, or takes it out.
-
-        Args:
-            request: As registry.proto says.
-            caller: Name in the caller's certificate.
-
-        Raises:
-            RolemeshError: As registry.proto says.
-        """
-        _check(request, caller)
-        entered = Registration(
-            mesh=self._mesh,
-            role=request.role,
-            number=request.number,
-            address=request.address,
-            incarnation=request.incarnation,
-            is_leaving=request.state == registry_pb2.SERVICE_STATE_LEAVING,
+    Raises:
+        RolemeshError: As registry.proto says.
+    """
+    _check(request, caller)
+    entered = Registration(
+        mesh=mesh,
+        role=request.role,
+        number=request.number,
+        address=request.address,
+        incarnation=request.incarnation,
+        is_leaving=request.state == registry_pb2.SERVICE_STATE_LEAVING,
+    )
+    answer = registry_pb2.RegisterServiceResponse()
+    answer.lease.FromMilliseconds(round(1000 * LEASE_S))
+    with translated():
+        if request.state == registry_pb2.SERVICE_STATE_ENDED:
+            await store.take_out(entered)
+            return answer
+        holder = await store.enter(entered, LEASE_S)
+    if holder.incarnation != entered.incarnation:
+        raise PreconditionError(
+            f"number is {request.number}, but the {request.role} at {holder.address} is "
+            f"registered as number {request.number}: give this one another number (--number), "
+            f"or end that one. Where it has died, its lease ends within {LEASE_S:.0f} s",
+            reason="PLACE_TAKEN",
+            retryable=True,
+            metadata={"address": holder.address},
         )
-        answer = registry_pb2.RegisterServiceResponse()
-        answer.lease.FromMilliseconds(round(1000 * LEASE_S))
-        with translated():
-            if request.state == registry_pb2.SERVICE_STATE_ENDED:
-                await self._store.take_out(entered)
-                return answer
-            holder = await self._store.enter(entered, LEASE_S)
-        if holder.incarnation != entered.incarnation:
-            raise PreconditionError(
-                f"number is {request.number}, but the {request.role} at {holder.address} is "
-                f"registered as number {request.number}: give this one another number (--number), "
-                f"or end that one. Where it has died, its lease ends within {LEASE_S:.0f} s",
-                reason="PLACE_TAKEN",
-                retryable=True,
-                metadata={"address": holder.address},
-            )
-        return answer
+    return answer
 
 
 def _check(request: registry_pb2.RegisterServiceRequest, caller: str) -> None:

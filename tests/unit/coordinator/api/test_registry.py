@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.api.registry import LEASE_S, Registry
+from rolemesh.coordinator.api.registry import LEASE_S, register
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import ForbiddenError, InvalidRequestError, PreconditionError
 from rolemesh.v1 import registry_pb2
@@ -36,7 +36,11 @@ class Clocked:
     def __init__(self) -> None:
         self.now = 100.0
         self.store = MemoryStateStore(clock=lambda: self.now)
-        self.registry = Registry(self.store, "mesh")
+
+    async def register(
+        self, request: registry_pb2.RegisterServiceRequest, caller: str
+    ) -> registry_pb2.RegisterServiceResponse:
+        return await register(self.store, "mesh", request, caller)
 
     async def known(self) -> list[tuple[str, str, bool]]:
         found = await self.store.registrations("mesh")
@@ -45,28 +49,28 @@ class Clocked:
 
 async def test_a_service_has_a_lease_until_it_says_that_it_has_ended() -> None:
     clocked = Clocked()
-    answer = await clocked.registry.register(request(), "rollout")
+    answer = await clocked.register(request(), "rollout")
     assert answer.lease.ToTimedelta().total_seconds() == LEASE_S
     assert await clocked.known() == [("rollout/1", "host-a:50051", False)]
     clocked.now += LEASE_S - 1
-    await clocked.registry.register(request(state=LEAVING), "rollout")
+    await clocked.register(request(state=LEAVING), "rollout")
     clocked.now += LEASE_S - 1
     assert await clocked.known() == [("rollout/1", "host-a:50051", True)]
-    await clocked.registry.register(request(state=ENDED), "rollout")
+    await clocked.register(request(state=ENDED), "rollout")
     assert await clocked.known() == []
 
 
 async def test_a_number_that_is_taken_is_refused_with_who_has_it() -> None:
     clocked = Clocked()
-    await clocked.registry.register(request("a"), "rollout")
+    await clocked.register(request("a"), "rollout")
     with pytest.raises(
         PreconditionError, match=r"number is 1, but the rollout at host-a:50051.*\(--number\)"
     ) as refused:
-        await clocked.registry.register(request("b"), "rollout")
+        await clocked.register(request("b"), "rollout")
     assert (refused.value.reason, refused.value.retryable) == ("PLACE_TAKEN", True)
     # Its former process has died: the lease ends.
     clocked.now += LEASE_S + 1
-    await clocked.registry.register(request("b"), "rollout")
+    await clocked.register(request("b"), "rollout")
     assert await clocked.known() == [("rollout/1", "host-b:50051", False)]
 
 
@@ -74,7 +78,7 @@ async def test_a_number_that_is_taken_is_refused_with_who_has_it() -> None:
 async def test_a_service_registers_as_what_its_certificate_says(caller: str) -> None:
     clocked = Clocked()
     with pytest.raises(ForbiddenError, match=r"role is 'rollout', but .* rollout\.pem") as refused:
-        await clocked.registry.register(request(), caller)
+        await clocked.register(request(), caller)
     assert refused.value.reason == "CALLER_DENIED"
     assert await clocked.known() == []
 
@@ -95,17 +99,17 @@ async def test_a_service_registers_as_what_its_certificate_says(caller: str) -> 
 async def test_what_is_wrong_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
     clocked = Clocked()
     with pytest.raises(InvalidRequestError, match=said) as refused:
-        await clocked.registry.register(request(**changes), "rollout")
+        await clocked.register(request(**changes), "rollout")
     assert refused.value.reason == "REGISTRATION_REFUSED"
     assert await clocked.known() == []
 
 
 async def test_a_role_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="role is 'judge': give actor"):
-        await Clocked().registry.register(request(role="judge"), "judge")
+        await Clocked().register(request(role="judge"), "judge")
 
 
 async def test_services_of_other_makes_need_no_version() -> None:
     clocked = Clocked()
-    await clocked.registry.register(request(version=""), "rollout")
+    await clocked.register(request(version=""), "rollout")
     assert len(await clocked.known()) == 1
