@@ -113,12 +113,11 @@ class StoreOperations(RunReads):
             # It starts a process, and may change the recipe.
             check_caller_may("CreateRun", f"to start run {run_id!r} again")
             if self._creator is None:
-                raise PreconditionError(
-                    f"run {run_id!r} is {record.state.value}, and this coordinator makes one run "
-                    f"alone: `rolemesh train --resume {record.directory}` starts it again once it "
-                    "has ended",
+                raise _refused(
+                    record,
+                    f"is {record.state.value}, and this coordinator makes one run alone: `rolemesh "
+                    f"train --resume {record.directory}` starts it again once it has ended",
                     reason="RESUME_UNAVAILABLE",
-                    metadata={"run_id": run_id},
                 )
             with translated():
                 await self._creator.resume_run(run_id, overrides)
@@ -184,38 +183,34 @@ class StoreOperations(RunReads):
 
     def _check_is_driven(self, record: RunRecord) -> None:
         """Raises unless clients make the steps of the run, and it is running."""
-        run_id = record.run_id
         if record.algorithm != EXTERNAL:
-            raise PreconditionError(
-                f"run {run_id!r} has the algorithm {record.algorithm!r}, whose steps its "
-                f"coordinator makes: give the recipe `algorithm: {{type: {EXTERNAL}}}` to drive "
-                "its services yourself",
+            raise _refused(
+                record,
+                f"has the algorithm {record.algorithm!r}, whose steps its coordinator makes: give "
+                f"the recipe `algorithm: {{type: {EXTERNAL}}}` to drive its services yourself",
                 reason="RUN_NOT_EXTERNAL",
-                metadata={"run_id": run_id},
             )
         if record.state is not RunState.RUNNING or record.stop_requested:
-            raise PreconditionError(
-                f"run {run_id!r} is {'stopping' if record.stop_requested else record.state.value}: "
-                "it can be driven while it is running",
+            raise _refused(
+                record,
+                f"is {'stopping' if record.stop_requested else record.state.value}: it can be "
+                "driven while it is running",
                 reason="RUN_NOT_READY",
-                metadata={"run_id": run_id},
             )
 
     def _check_steps_are_ours(self, record: RunRecord, wish: str) -> None:
         if record.algorithm == EXTERNAL:
-            raise PreconditionError(
-                f"run {record.run_id!r} is driven by a client, who alone knows its steps: it "
-                f"cannot be {wish}",
-                reason="RUN_EXTERNAL",
-                metadata={"run_id": record.run_id},
-            )
+            told = f"is driven by a client, who alone knows its steps: it cannot be {wish}"
+            raise _refused(record, told, reason="RUN_EXTERNAL")
 
 
 def _ended(record: RunRecord) -> PreconditionError:
+    return _refused(record, f"has ended: it is {record.state.value}", reason="RUN_ENDED")
+
+
+def _refused(record: RunRecord, told: str, *, reason: str) -> PreconditionError:
     return PreconditionError(
-        f"run {record.run_id!r} has ended: it is {record.state.value}",
-        reason="RUN_ENDED",
-        metadata={"run_id": record.run_id},
+        f"run {record.run_id!r} {told}", reason=reason, metadata={"run_id": record.run_id}
     )
 
 
