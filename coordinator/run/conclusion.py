@@ -10,7 +10,7 @@ from rolemesh.coordinator.api.plans import usual
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.run.attempts.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.attempts.attempt import Attempt
 from rolemesh.coordinator.run.checks.footprint import gib
 from rolemesh.coordinator.run.folders.summary import (
     RunSummary,
@@ -18,6 +18,7 @@ from rolemesh.coordinator.run.folders.summary import (
     mean_rewards,
     traffic_totals,
 )
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.reporting.events import Recovered
 from rolemesh.coordinator.run.reporting.records import end_run, planned_steps
 from rolemesh.coordinator.run.saving.best import BestOfRun

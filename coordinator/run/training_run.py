@@ -25,13 +25,14 @@ from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.rates import schedule_length
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.coordinator.run.attempts.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.attempts.attempt import Attempt
 from rolemesh.coordinator.run.attempts.last_checkpoint import save_last
 from rolemesh.coordinator.run.attempts.recoveries import Recoveries
 from rolemesh.coordinator.run.attempts.recovery import RecoveryBudget, cause_of, told_epoch, told_of
 from rolemesh.coordinator.run.attempts.replacing import Replacements
 from rolemesh.coordinator.run.conclusion import Conclusion
 from rolemesh.coordinator.run.folders.summary import RunSummary, git_commit
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.reporting.early_end import EarlyEnd
 from rolemesh.coordinator.run.reporting.events import EventLog, NotingObserver, Recovered
 from rolemesh.coordinator.run.reporting.records import (

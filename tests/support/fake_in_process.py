@@ -22,10 +22,13 @@ from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.reporting.wishes import Wishes
 from rolemesh.coordinator.run.results.metrics import MetricsWriter
 from rolemesh.coordinator.run.results.samples import SampleTaker
+from rolemesh.coordinator.run.saving.progress import RunProgress
+from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.steps.training import TrainingLoop
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord
@@ -161,19 +164,25 @@ class InProcessRun:
         events = EventLog(self.store, RUN_ID)
         self.wishes = Wishes(self.store, RUN_ID, events, QuietObserver())
         self.observer = _Events()
-        self.loop = TrainingLoop(
-            recipe,
-            algorithm_of(recipe),
-            self.services,
-            self.journal,
-            self.store,
-            cast(MetricsWriter, self.written),
-            self.observer,
-            directory,
-            wishes=self.wishes,
+        parts = RunParts(
+            recipe=recipe,
+            run_id=RUN_ID,
+            directory=directory,
+            store=self.store,
+            observer=self.observer,
             events=events,
-            samples=SampleTaker(self.store, RUN_ID, None, QuietObserver(), num_rows=0, file=None),
+            wishes=self.wishes,
+            writer=cast(MetricsWriter, self.written),
+            services=tuple(self.mesh.roles),
+            algorithm=algorithm_of(recipe),
+            progress=RunProgress(),
+            traffic=ChannelTraffic(),
+            identity=None,
+            watch=WatchSettings(),
+            loss_grace_s=0.0,
         )
+        samples = SampleTaker(self.store, RUN_ID, None, QuietObserver(), num_rows=0, file=None)
+        self.loop = TrainingLoop(parts, self.services, self.journal, samples)
 
     async def execute(self) -> None:
         """Initialises the roles and trains."""

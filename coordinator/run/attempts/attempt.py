@@ -4,70 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rolemesh.coordinator.algorithms.registry import Algorithm
 from rolemesh.coordinator.dataflow.clock import now
-from rolemesh.coordinator.dataflow.connection import OpenChannel, RoleConnection, open_watched
+from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
-from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.attempts.changing import ChangingServices
 from rolemesh.coordinator.run.attempts.recovery import go_back
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.reporting.early_end import EarlyEnd, failed, placed
-from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.reporting.pulse import Pulse
-from rolemesh.coordinator.run.reporting.wishes import Wishes
-from rolemesh.coordinator.run.results.metrics import MetricsWriter
 from rolemesh.coordinator.run.results.samples import SampleTaker
-from rolemesh.coordinator.run.saving.progress import RunProgress
 from rolemesh.coordinator.run.services.registered import RegisteredServices
 from rolemesh.coordinator.run.services.replaceable import replaceable_services
-from rolemesh.coordinator.run.services.watcher import Watcher, WatchSettings
+from rolemesh.coordinator.run.services.watcher import Watcher
 from rolemesh.coordinator.run.steps.external import ExternalLoop
 from rolemesh.coordinator.run.steps.run_loop import RunLoop
 from rolemesh.coordinator.run.steps.training import TrainingLoop
-from rolemesh.coordinator.run.tuning.tuning import RunTuning
-from rolemesh.coordinator.state.store import StateStore
-from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
-from rolemesh.rpc.identity import Identity
 
 GIVE_BACK_DEADLINE_S = 5.0
 """Longest wait at the end of a run until a service that outlives it has released the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """What all attempts of a run share."""
-
-    recipe: Recipe
-    run_id: str
-    directory: Path
-    store: StateStore
-    observer: RunObserver
-    events: EventLog
-    wishes: Wishes
-    writer: MetricsWriter
-    services: Sequence[str]
-    algorithm: Algorithm | None
-    """None where a client makes the steps."""
-    progress: RunProgress
-    traffic: ChannelTraffic
-    identity: Identity | None
-    watch: WatchSettings
-    loss_grace_s: float
-    """When a service does not answer a call, the launcher has this long to report the cause."""
-    open_channel: OpenChannel = open_watched
-    """Opens a channel to a service."""
-    registered: RegisteredServices | None = None
-    """Finds services that may join; None: none may."""
-    tuning: RunTuning | None = None
-    """Chooses the settings of each attempt; None: all have the recipe's."""
 
 
 class Attempt:
@@ -115,38 +75,15 @@ class Attempt:
             parts.writer.samples,
             parts.identity,
         )
-        self.loop: RunLoop = self._make_loop(parts)
+        self.loop: RunLoop = (
+            ExternalLoop(parts)
+            if is_external
+            else TrainingLoop(parts, self.mesh, self.journal, self.samples)
+        )
         self.changing: ChangingServices | None = None
         """Lets services join and leave, once the attempt has begun."""
         self.has_met = False
         """Whether all services have answered."""
-
-    def _make_loop(self, parts: RunParts) -> RunLoop:
-        if parts.algorithm is None:
-            return ExternalLoop(
-                parts.store,
-                parts.run_id,
-                parts.wishes,
-                parts.events,
-                parts.writer,
-                parts.observer,
-                parts.progress,
-            )
-        return TrainingLoop(
-            parts.recipe,
-            parts.algorithm,
-            self.mesh,
-            self.journal,
-            parts.store,
-            parts.writer,
-            parts.observer,
-            parts.directory,
-            wishes=parts.wishes,
-            events=parts.events,
-            samples=self.samples,
-            progress=parts.progress,
-            tuning=parts.tuning,
-        )
 
     @property
     def activity(self) -> str:

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import replace
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.run.attempts.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.attempts.attempt import Attempt
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.services.lost_services import MEET_AGAIN_DEADLINE_S, LostServices
 from rolemesh.coordinator.run.steps.training import TrainingLoop
 from rolemesh.rpc.errors import RolemeshError

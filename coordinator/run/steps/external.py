@@ -11,18 +11,13 @@ from typing import Final
 
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.journal import LOG_OPERATION
-from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.run.reporting.events import EventLog
-from rolemesh.coordinator.run.reporting.wishes import Wishes
-from rolemesh.coordinator.run.results.metrics import MetricsWriter
-from rolemesh.coordinator.run.saving.progress import RunProgress
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.steps.run_loop import RunLoop
 from rolemesh.coordinator.state.store import (
     REWIND_OPERATION,
     JournalEntry,
     RunState,
     RunStream,
-    StateStore,
 )
 from rolemesh.v1 import coordinator_pb2
 
@@ -39,35 +34,22 @@ class ExternalLoop(RunLoop):
     Owner: one asyncio loop.
     """
 
-    def __init__(
-        self,
-        store: StateStore,
-        run_id: str,
-        wishes: Wishes,
-        events: EventLog,
-        writer: MetricsWriter,
-        observer: RunObserver,
-        progress: RunProgress,
-    ) -> None:
-        super().__init__(wishes, progress)
-        self._store = store
-        self._run_id = run_id
-        self._events = events
-        self._writer = writer
-        self._observer = observer
+    def __init__(self, parts: RunParts) -> None:
+        super().__init__(parts)
         self._read_id = ""
         """The journal was read up to this entry."""
 
     async def run(self) -> None:
         """Holds the services until a wish to stop, and writes what is logged."""
+        parts = self.parts
         self.activity = "driven by a client"
         # What stands there now, this run has reached. More comes from a client that attaches.
-        for entry in await self._store.read_journal(self._run_id):
+        for entry in await parts.store.read_journal(parts.run_id):
             self._read_id = entry.entry_id
-        self._events.step = self.step
-        await self._store.update_run(self._run_id, state=RunState.RUNNING)
-        self._events.state(coordinator_pb2.RUN_STATE_RUNNING)
-        await self._events.flush()
+        parts.events.step = self.step
+        await parts.store.update_run(parts.run_id, state=RunState.RUNNING)
+        parts.events.state(coordinator_pb2.RUN_STATE_RUNNING)
+        await parts.events.flush()
         while not self.wishes.is_stop_wanted:
             await self._write_logged()
             with contextlib.suppress(TimeoutError):
@@ -77,7 +59,7 @@ class ExternalLoop(RunLoop):
         await self._write_logged()
 
     async def _write_logged(self) -> None:
-        for entry in await self._store.read_journal(self._run_id, self._read_id):
+        for entry in await self.parts.store.read_journal(self.parts.run_id, self._read_id):
             if entry.operation == REWIND_OPERATION:
                 await self._go_back(entry.step)
             elif entry.operation == LOG_OPERATION and self.progress.logged(entry.result["record"]):
@@ -86,30 +68,33 @@ class ExternalLoop(RunLoop):
 
     async def _go_back(self, step: int) -> None:
         """Takes back what was logged of later steps; the store has done so."""
+        parts = self.parts
         self.progress.rewind(min(step, self.step))
-        self._writer.rewind(self.step, self.progress.records)
-        self._events.resumed(self.step, "the client that drives the run: it has gone back")
-        await self._events.flush()
+        parts.writer.rewind(self.step, self.progress.records)
+        parts.events.resumed(self.step, "the client that drives the run: it has gone back")
+        await parts.events.flush()
 
     async def _write(self, entry: JournalEntry) -> None:
+        parts = self.parts
         record = dict(entry.result["record"])
         if entry.result["num_samples"]:
             await self._write_samples(entry.step)
-        await self._writer.write_step(record)
-        self._events.step = self.step
-        self._events.step_made(record)
-        await self._events.flush()
-        await self._store.update_run(self._run_id, step=self.step, metrics=record)
-        self._observer.on_step(record)
+        await parts.writer.write_step(record)
+        parts.events.step = self.step
+        parts.events.step_made(record)
+        await parts.events.flush()
+        await parts.store.update_run(parts.run_id, step=self.step, metrics=record)
+        parts.observer.on_step(record)
 
     async def _write_samples(self, step: int) -> None:
         """Writes the samples of a step to samples.jsonl; the store keeps those of the newest."""
-        for kept in reversed(await self._store.read_entries(self._run_id, RunStream.SAMPLES)):
+        parts = self.parts
+        for kept in reversed(await parts.store.read_entries(parts.run_id, RunStream.SAMPLES)):
             found = coordinator_pb2.ListSamplesResponse.FromString(kept.payload)
             if found.step == step:
-                self._writer.samples.write(step, found.samples, is_held_out=False)
+                parts.writer.samples.write(step, found.samples, is_held_out=False)
                 return
-        self._observer.on_event(
+        parts.observer.on_event(
             f"samples of step {step} were logged faster than they could be written: they are not "
             "kept"
         )

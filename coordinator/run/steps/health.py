@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.health import Action, HealthSpec
-from rolemesh.coordinator.run.results.metrics import MetricsWriter
+from rolemesh.coordinator.recipe.health import Action
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.durable import DurableCheckpoints
-from rolemesh.coordinator.run.saving.progress import ROLL_BACK_OPERATION, RunProgress, SkippedStep
+from rolemesh.coordinator.run.saving.progress import ROLL_BACK_OPERATION, SkippedStep
 from rolemesh.coordinator.run.steps.health_rules import (
     SKIPPED,
     Record,
@@ -26,7 +25,6 @@ from rolemesh.coordinator.run.steps.health_rules import (
     strikes_of,
     unjudged,
 )
-from rolemesh.coordinator.state.store import StateStore
 
 ROLL_BACKS = "health/roll_backs"
 """Metric of every step after the run has gone back: how often it has."""
@@ -59,34 +57,20 @@ class Health:
     """
 
     def __init__(
-        self,
-        spec: HealthSpec,
-        progress: RunProgress,
-        journal: Journal,
-        store: StateStore,
-        writer: MetricsWriter,
-        observer: RunObserver,
-        cuts: Cuts,
-        checkpoints: DurableCheckpoints,
+        self, parts: RunParts, journal: Journal, cuts: Cuts, checkpoints: DurableCheckpoints
     ) -> None:
         """Prepares.
 
         Args:
-            spec: The rules.
-            progress: What the run has reached.
+            parts: Of the run. Its store and files are to forget the steps that it took back.
             journal: Keeps that the run went back.
-            store: Is to forget the steps that the run took back.
-            writer: The same, for its files.
-            observer: Is told of each strike.
             cuts: What a skipped step goes back to.
             checkpoints: Those of steps that were taken back are removed.
         """
-        self._spec = spec
-        self._progress = progress
+        self._parts = parts
+        self._spec = parts.recipe.run.health
+        self._progress = parts.progress
         self._journal = journal
-        self._store = store
-        self._writer = writer
-        self._observer = observer
         self._cuts = cuts
         self._checkpoints = checkpoints
 
@@ -118,7 +102,7 @@ class Health:
         step = int(record["step"])
         if step == 1 and refusal is None:
             for text in unjudged(self._spec, record):
-                self._observer.on_event(text)
+                self._parts.observer.on_event(text)
         strikes = self._strikes(nodes, record, refusal)
         if not strikes:
             return
@@ -134,7 +118,7 @@ class Health:
             target = max(0, step - strike.back)
             await self._roll_back(target, strike.rule)
             done = f"the run goes back to step {target}, and samples anew from there"
-        self._observer.on_event(f"{told}; {done}")
+        self._parts.observer.on_event(f"{told}; {done}")
         raise StepUndoneError(f"{told}; {done}")
 
     def _strikes(
@@ -167,7 +151,7 @@ class Health:
     ) -> None:
         """Raises what ends the run."""
         told += "; the run ends" + (f", since {obstacle}" if obstacle else "")
-        self._observer.on_event(told)
+        self._parts.observer.on_event(told)
         if refusal is not None and not obstacle:
             # It says more than any rule could.
             raise refusal
@@ -191,8 +175,8 @@ class Health:
         # From here on the run has gone back, even if something fails later.
         await journal.note(target, ROLL_BACK_OPERATION, {"from": progress.step, "rule": rule})
         progress.roll_back(target)
-        await self._store.rewind(journal.run_id, target, epoch=journal.epoch)
-        self._writer.rewind(target, progress.records)
+        await self._parts.store.rewind(journal.run_id, target, epoch=journal.epoch)
+        self._parts.writer.rewind(target, progress.records)
 
 
 def _not_finite(nodes: Sequence[Node]) -> Iterator[str]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from rolemesh.coordinator.algorithms.registry import Algorithm
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
-from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.dataflow.role_calls import StepContext
-from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.reporting.events import EventLog
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.results.evaluation import (
     Evaluation,
     can_evaluate,
@@ -26,35 +23,26 @@ class HeldOutRows:
 
     def __init__(
         self,
-        recipe: Recipe,
-        algorithm: Algorithm,
+        parts: RunParts,
         mesh: RunMesh,
         journal: Journal,
-        observer: RunObserver,
-        *,
-        events: EventLog,
         samples: SampleTaker,
         best: BestOfRun,
     ) -> None:
         """Prepares; no row is read before `evaluate`.
 
         Args:
-            recipe: Says how many rows, and after which steps.
-            algorithm: Whose loss is computed where nothing is sampled.
+            parts: Of the run. Its recipe says how many rows, and after which steps.
             mesh: Services of the run, and what they said at their start.
             journal: Keeps each evaluation, so that it is not made twice.
-            observer: Observer that is told of each.
-            events: Events of the run, for the page.
             samples: Keeps some of the judged completions.
             best: Checks that the metric that it compares is among the values.
         """
-        self._recipe = recipe
-        self._spec = recipe.run.evaluation
-        self._algorithm = algorithm
+        self._parts = parts
+        self._recipe = parts.recipe
+        self._spec = parts.recipe.run.evaluation
         self._mesh = mesh
         self._journal = journal
-        self._observer = observer
-        self._events = events
         self._samples = samples
         self._best = best
 
@@ -103,13 +91,14 @@ class HeldOutRows:
             RunError: A call failed, or a metric that the recipe wants is not reported.
         """
         if self._recipe.sampling is None:
-            found = await evaluate_loss(context, self._spec, self._algorithm)
+            assert self._parts.algorithm is not None
+            found = await evaluate_loss(context, self._spec, self._parts.algorithm)
         else:
             found, judged = await evaluate(context, self._spec)
             await self._samples.take_held_out(context.step, judged)
         self._best.check(found)
         await self._mesh.release(context.step)
         await self._journal.note(context.step, EVALUATION_OPERATION, found.to_dict())
-        self._events.evaluated(found.scalars())
-        self._observer.on_event(found.told())
+        self._parts.events.evaluated(found.scalars())
+        self._parts.observer.on_event(found.told())
         return found

@@ -7,22 +7,18 @@ from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.graph import StepGraph
-from rolemesh.coordinator.run.reporting.wishes import Wishes
-from rolemesh.coordinator.run.saving.progress import RunProgress
+from rolemesh.coordinator.run.parts import RunParts
 
 
 class RunLoop(ABC):
     """The progress of a run, and its results. Owner: one asyncio loop."""
 
-    def __init__(self, wishes: Wishes, progress: RunProgress | None = None) -> None:
-        """Prepares; no step is made yet.
-
-        Args:
-            wishes: Wishes of users for the run.
-            progress: What the run has reached before; None: it begins.
-        """
-        self.wishes = wishes
-        self.progress = progress or RunProgress()
+    def __init__(self, parts: RunParts) -> None:
+        """Prepares; no step is made yet."""
+        self.parts = parts
+        self.wishes = parts.wishes
+        self.progress = parts.progress
+        """What the run has reached."""
         self.activity = "initialize"
         """What the run does, for messages to people."""
         self.dataflow: StepGraph | None = None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
+from rolemesh.coordinator.algorithms.registry import start_step
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
@@ -16,30 +15,26 @@ from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
-from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.dataflow.role_calls import StepContext
 from rolemesh.coordinator.dataflow.samplers import make_sampler
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
-from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.cautions import cautions
-from rolemesh.coordinator.run.reporting.events import EventLog
-from rolemesh.coordinator.run.reporting.wishes import Wishes
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.results.evaluation import Evaluation
-from rolemesh.coordinator.run.results.metrics import MetricsWriter, phase_seconds
+from rolemesh.coordinator.run.results.metrics import phase_seconds
 from rolemesh.coordinator.run.results.samples import SampleTaker
 from rolemesh.coordinator.run.saving.best import BestOfRun
 from rolemesh.coordinator.run.saving.checkpoints import Checkpoints
 from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.durable import DurableCheckpoints
-from rolemesh.coordinator.run.saving.progress import RunProgress
+from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER
 from rolemesh.coordinator.run.steps.health import Health, is_refusal
 from rolemesh.coordinator.run.steps.held_out_rows import HeldOutRows
 from rolemesh.coordinator.run.steps.run_loop import RunLoop
 from rolemesh.coordinator.run.steps.steps_ahead import StepsAhead
 from rolemesh.coordinator.run.steps.told_steps import ToldSteps
-from rolemesh.coordinator.run.tuning.tuning import RunTuning
-from rolemesh.coordinator.state.store import RunState, StateStore
+from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.together import together
 from rolemesh.v1 import coordinator_pb2, weights_pb2
@@ -62,36 +57,26 @@ class TrainingLoop(RunLoop):
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        algorithm: Algorithm,
-        mesh: RunMesh,
-        journal: Journal,
-        store: StateStore,
-        writer: MetricsWriter,
-        observer: RunObserver,
-        directory: Path,
-        *,
-        wishes: Wishes,
-        events: EventLog,
-        samples: SampleTaker,
-        progress: RunProgress | None = None,
-        tuning: RunTuning | None = None,
+        self, parts: RunParts, mesh: RunMesh, journal: Journal, samples: SampleTaker
     ) -> None:
-        super().__init__(wishes, progress)
-        self._tuning = tuning
+        """Prepares; nothing is sent yet.
+
+        Args:
+            parts: Of the run, with an algorithm.
+            mesh: Its services, as the attempt meets them.
+            journal: Names what is asked of them, and keeps what came of it.
+            samples: Keeps some of the completions.
+        """
+        super().__init__(parts)
+        recipe, observer = parts.recipe, parts.observer
         # A client makes the steps of the one other kind of section.
         assert isinstance(recipe.algorithm, AlgorithmSection)
+        assert parts.algorithm is not None
         self._section = recipe.algorithm
+        self._algorithm = parts.algorithm
         self._recipe = recipe
-        self._algorithm = algorithm
         self._mesh = mesh
         self._journal = journal
-        self._store = store
-        self._writer = writer
-        self._observer = observer
-        self._directory = directory
-        self._events = events
         self._samples = samples
         changing = [role for role in recipe.roles if recipe.changes(role)]
         replicas: dict[str, Sequence[str]] = {
@@ -106,19 +91,10 @@ class TrainingLoop(RunLoop):
         self._ahead = StepsAhead(recipe.run, self._sampler, self.progress, self._context)
         self.cuts = Cuts(mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts)
         self._best = BestOfRun(recipe.run, self.progress)
-        self._held_out = HeldOutRows(
-            recipe,
-            algorithm,
-            mesh,
-            journal,
-            observer,
-            events=events,
-            samples=samples,
-            best=self._best,
-        )
-        self.told = ToldSteps(self.progress, journal, store, writer, observer, events, mesh.traffic)
+        self._held_out = HeldOutRows(parts, mesh, journal, samples, self._best)
+        self.told = ToldSteps(parts, journal)
         self.checkpoints = Checkpoints(
-            directory / "checkpoints",
+            parts.directory / CHECKPOINTS_FOLDER,
             lambda: mesh.trained,
             journal,
             self._pools,
@@ -126,20 +102,17 @@ class TrainingLoop(RunLoop):
             best=self._best.step,
             on_phase=observer.on_phase,
         )
-        rules, progress = recipe.run.health, self.progress
         self.durable = DurableCheckpoints(
             self.checkpoints,
             self.cuts,
-            progress,
+            self.progress,
             observer,
-            events,
+            parts.events,
             every=recipe.run.checkpoint.every_steps,
             best=self._best.step,
             phase=self._phase,
         )
-        self._health = Health(
-            rules, progress, journal, store, writer, observer, self.cuts, self.durable
-        )
+        self._health = Health(parts, journal, self.cuts, self.durable)
 
     async def run(self) -> None:
         """Everything between initialised services and an exported model.
@@ -161,7 +134,7 @@ class TrainingLoop(RunLoop):
             await self.durable.give_up()
         reason = self._best.early_stop()
         if reason and self.step < self._recipe.run.steps:
-            self._observer.on_event(reason)
+            self.parts.observer.on_event(reason)
         await self._export()
         await self.cuts.drop_all()
 
@@ -173,8 +146,8 @@ class TrainingLoop(RunLoop):
             # It may have ended between a step and its checkpoint, too.
             await self.durable.save_owed()
             await self._heed_wishes()
-            if self._tuning is not None:
-                await self._tuning.begin(self._journal)
+            if self.parts.tuning is not None:
+                await self.parts.tuning.begin(self._journal)
             while not (self._is_made or self.wishes.is_stop_wanted):
                 if self.turn is not None:
                     await self.turn(self.step + 1)
@@ -191,10 +164,10 @@ class TrainingLoop(RunLoop):
         The next attempt begins with the cut of the newest step. A checkpoint that is being written
         would have to be begun again: the run turns after a step without one.
         """
-        if self._tuning is None or self._is_made or self.wishes.is_stop_wanted:
+        if self.parts.tuning is None or self._is_made or self.wishes.is_stop_wanted:
             return
         if self.cuts.is_on and not self.durable.is_writing:
-            await self._tuning.after_step(self._journal)
+            await self.parts.tuning.after_step(self._journal)
 
     def rewound(self) -> None:
         """Told that the progress went back to an earlier step, before `run`."""
@@ -202,7 +175,7 @@ class TrainingLoop(RunLoop):
 
     async def begin_ahead(self) -> None:
         """Begins what an attempt before would have begun by now."""
-        await self._ahead.begin_again(self.cuts, self._observer)
+        await self._ahead.begin_again(self.cuts, self.parts.observer)
 
     async def _begin_run(self) -> None:
         """Makes the state before the first step one that the run can go back to."""
@@ -220,12 +193,12 @@ class TrainingLoop(RunLoop):
             progress.before = await self._evaluate()
             if progress.before is not None:
                 # Later ones come with the record of their step.
-                await self._writer.write_before(progress.before.scalars())
+                await self.parts.writer.write_before(progress.before.scalars())
 
     async def _enter(self, state: RunState, shown: coordinator_pb2.RunState.ValueType) -> None:
         await self._update_record(state=state)
-        self._events.state(shown)
-        await self._events.flush()
+        self.parts.events.state(shown)
+        await self.parts.events.flush()
 
     async def _heed_wishes(self) -> None:
         """Serves wishes between two steps: saves requested checkpoints, waits during a pause."""
@@ -253,8 +226,8 @@ class TrainingLoop(RunLoop):
 
     def lost(self, service: str) -> None:
         """Told that a service is replaced: what it has answered has to be asked for again."""
-        if self._tuning is not None:
-            self._tuning.disturbed(self.step + 1)
+        if self.parts.tuning is not None:
+            self.parts.tuning.disturbed(self.step + 1)
         newest = [] if self.dataflow is None else [self.dataflow]
         for dataflow in (*newest, *self._ahead.begun):
             dataflow.lost(service)
@@ -296,7 +269,7 @@ class TrainingLoop(RunLoop):
         sizes = (self._data_facts.get(name) for name in (TRAIN_FACT, HELD_OUT_FACT))
         train, held_out = (None if size is None else int(size) for size in sizes)
         for caution in cautions(self._recipe, train, held_out):
-            self._observer.on_event(f"caution: {caution.text}; {caution.remedy}")
+            self.parts.observer.on_event(f"caution: {caution.text}; {caution.remedy}")
 
     @contextlib.contextmanager
     def _phase(self, name: str, activity: str) -> Iterator[None]:
@@ -315,7 +288,7 @@ class TrainingLoop(RunLoop):
             sampler=self._sampler,
             journal=self._journal,
             connections=self._mesh.connections,
-            on_phase=self._observer.on_phase,
+            on_phase=self.parts.observer.on_phase,
             is_evaluation=is_evaluation,
             may_drop=self._recipe.may_drop,
         )
@@ -350,7 +323,7 @@ class TrainingLoop(RunLoop):
         assert record is not None, "a step that was told of is not told again"
         try:
             if context is not None:
-                left = [self._writer.write_graph(self.step, context.dataflow.nodes)]
+                left = [self.parts.writer.write_graph(self.step, context.dataflow.nodes)]
                 if context.trained_on:
                     left.append(self._samples.take(self.step, context.trained_on[-1]))
                 await together(left)
@@ -393,7 +366,7 @@ class TrainingLoop(RunLoop):
             # Also of a step that has failed: they may be the reason.
             for node in context.dataflow.nodes:
                 for note in node.notes:
-                    self._observer.on_event(f"step {step}: {note}")
+                    self.parts.observer.on_event(f"step {step}: {note}")
         nodes = [node for node in context.dataflow.nodes if node.state is NodeState.DONE]
         await self._health.check(
             nodes, self.told.record(step, nodes, started), self._ahead.position(step), refusal
@@ -404,8 +377,8 @@ class TrainingLoop(RunLoop):
             record["time/cut"] = cut_seconds
         await self._commit(step, self._ahead.position(step), record | num_services)
         self._ahead.made(step)
-        if self._tuning is not None:
-            self._tuning.made(step, nodes)
+        if self.parts.tuning is not None:
+            self.parts.tuning.made(step, nodes)
         for phase, spent in phase_seconds(nodes).items():
             self.progress.seconds[phase] += spent
         return context
@@ -430,12 +403,12 @@ class TrainingLoop(RunLoop):
             },
         )
         self.progress.commit(step, position, actor_version, record)
-        self._events.step = step
+        self.parts.events.step = step
         self.step_in_progress = None
 
     async def _export(self) -> None:
         role = "actor" if "actor" in self._mesh.connections else "reward"
-        trained, target = self._mesh.connections[role], self._directory / "model"
+        trained, target = self._mesh.connections[role], self.parts.directory / "model"
         key = self._journal.next_key(self.step, f"{role}.export")
 
         async def call(on_progress: ProgressCallback) -> weights_pb2.CheckpointResult:
@@ -449,9 +422,11 @@ class TrainingLoop(RunLoop):
                 call,
                 lambda _: {"directory": str(target)},
                 journal=self._journal,
-                on_phase=self._observer.on_phase,
+                on_phase=self.parts.observer.on_phase,
             )
         self.model_directory = target
 
     async def _update_record(self, **changes: Any) -> None:
-        await self._store.update_run(self._journal.run_id, epoch=self._journal.epoch, **changes)
+        await self.parts.store.update_run(
+            self._journal.run_id, epoch=self._journal.epoch, **changes
+        )
