@@ -84,7 +84,7 @@ class Conclusion:
 
         async def write_files() -> None:
             try:
-                parts.writer.close(state)
+                parts.writer.close()
             finally:
                 summary.write()
 

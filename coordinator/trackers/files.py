@@ -1,4 +1,4 @@
-"""Files that every run has of its steps: JSON lines, and TensorBoard's event files."""
+"""Files of JSON lines that a run has of its steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.coordinator.trackers.tensorboard import ScalarWriter
-from rolemesh.coordinator.trackers.tracker import RunFacts
 
 METRICS_FILE = "metrics.jsonl"
 """In a run's folder: the record of each step, one a line."""
@@ -72,24 +70,3 @@ def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(file, start=1):
             if line.endswith("\n"):
                 yield number, line
-
-
-class TensorBoardTracker:
-    """Writes tensorboard/ in the run's folder."""
-
-    def __init__(self) -> None:
-        self._board: ScalarWriter | None = None
-
-    def start(self, run: RunFacts, config: Mapping[str, Any]) -> None:
-        """Opens the event file."""
-        self._board = ScalarWriter(Path(run.directory) / "tensorboard")
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends an event."""
-        assert self._board is not None
-        self._board.write(step, scalars)
-
-    def finish(self, state: str) -> None:
-        """Closes the event file."""
-        if self._board is not None:
-            self._board.close()

@@ -15,9 +15,11 @@ from rolemesh.coordinator.recipe.trackers import (
     WandbSpec,
 )
 from rolemesh.coordinator.trackers.to_mlflow import MlflowTracker
-from rolemesh.coordinator.trackers.to_swanlab import SwanlabTracker
-from rolemesh.coordinator.trackers.to_trackio import TrackioTracker
-from rolemesh.coordinator.trackers.to_wandb import WandbTracker
+from rolemesh.coordinator.trackers.to_packages import (
+    SwanlabTracker,
+    TrackioTracker,
+    WandbTracker,
+)
 from rolemesh.coordinator.trackers.tracker import Tracker
 from rolemesh.engine.user_code import load_named
 

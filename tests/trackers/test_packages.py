@@ -57,7 +57,7 @@ async def track(folder: Path, spec: TrackerSpec) -> Series:
     for record in RECORDS:
         await writer.write_step(record)
     await writer.finish_trackers("succeeded", LONG_S)
-    writer.close("succeeded")
+    writer.close()
     log = "\n".join(path.read_text() for path in (folder / "logs").iterdir())
     assert events == [], log
     expected: Series = {name: {0: value} for name, value in BEFORE.items()}

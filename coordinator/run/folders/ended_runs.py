@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rolemesh.coordinator.api.messages import to_state
 from rolemesh.coordinator.api.plans import kept_plan
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
@@ -33,12 +34,6 @@ MAX_RUNS = 200
 
 MAX_STEPS_READ = 10_000
 """Steps of a run whose metrics are read; of more, every n-th."""
-
-_STATES: Mapping[RunState, coordinator_pb2.RunState.ValueType] = {
-    RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
-    RunState.STOPPED: coordinator_pb2.RUN_STATE_STOPPED,
-    RunState.FAILED: coordinator_pb2.RUN_STATE_FAILED,
-}
 
 
 @dataclass(kw_only=True)
@@ -142,7 +137,7 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     events.note(f"read from {directory}")
     if status.activity:
         events.note(status.activity)
-    events.state(_STATES[state], status.failure)
+    events.state(to_state(state), status.failure)
     await events.flush()
     return run_id
 

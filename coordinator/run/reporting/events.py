@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rolemesh.coordinator.api.messages import to_timestamp
@@ -32,13 +32,7 @@ class Recovered:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {
-            "step": self.step,
-            "cause": self.cause,
-            "seconds": self.seconds,
-            "restarted": list(self.restarted),
-            "lost_steps": self.lost_steps,
-        }
+        return {**asdict(self), "restarted": list(self.restarted)}
 
 
 class EventLog:
@@ -92,13 +86,7 @@ class EventLog:
 
     def recovered(self, recovered: Recovered) -> None:
         """The run goes on after a failure."""
-        told = coordinator_pb2.Recovered(
-            step=recovered.step,
-            cause=recovered.cause,
-            seconds=recovered.seconds,
-            restarted=recovered.restarted,
-            lost_steps=recovered.lost_steps,
-        )
+        told = coordinator_pb2.Recovered(**recovered.to_dict())
         self._add(coordinator_pb2.RunEvent(recovered=told))
 
     def resumed(self, step: int, where: str) -> None:

@@ -9,6 +9,7 @@ import secrets
 import time
 from pathlib import Path
 
+from rolemesh.coordinator.api.messages import to_state
 from rolemesh.coordinator.api.plans import kept_plan
 from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
@@ -166,15 +167,10 @@ async def end_run(
         epoch: Of the run, under which it is written; None where a client holds the newest.
         early_stop: Why it made fewer steps than planned, though it did not fail.
     """
-    shown = {
-        RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
-        RunState.STOPPED: coordinator_pb2.RUN_STATE_STOPPED,
-        RunState.FAILED: coordinator_pb2.RUN_STATE_FAILED,
-    }[state]
     # Earlier notes must come before the event of the end.
     await events.flush()
     await store.update_run(run_id, epoch=epoch, state=state, failure=failure, activity=early_stop)
-    events.state(shown, failure)
+    events.state(to_state(state), failure)
     await events.flush()
 
 

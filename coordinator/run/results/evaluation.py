@@ -7,7 +7,7 @@ computed on held-out ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
@@ -38,13 +38,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {
-            "step": self.step,
-            "score": self.score,
-            "standard_error": self.standard_error,
-            "num_prompts": self.num_prompts,
-            "metrics": dict(self.metrics),
-        }
+        return asdict(self)
 
     @classmethod
     def of_dict(cls, values: Mapping[str, Any]) -> Evaluation:

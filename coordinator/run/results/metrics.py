@@ -13,8 +13,9 @@ from rolemesh.coordinator.dataflow.pools import MOVES
 from rolemesh.coordinator.dataflow.trace import critical_path
 from rolemesh.coordinator.run.results.samples_file import SamplesFile
 from rolemesh.coordinator.state.store import RunStream, StateStore
-from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps, TensorBoardTracker
+from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps
 from rolemesh.coordinator.trackers.outside import OutsideTracker
+from rolemesh.coordinator.trackers.tensorboard import ScalarWriter
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc.channel import ChannelTraffic, MethodTraffic
 
@@ -204,11 +205,6 @@ def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
     )
 
 
-def _record_before(scalars: Mapping[str, float] | None) -> Sequence[Mapping[str, float]]:
-    """What the store's metrics say of step 0, where held-out curves begin."""
-    return [] if scalars is None else [{"step": 0.0, **scalars}]
-
-
 class MetricsWriter:
     """Writes the record of each step, for people and programs.
 
@@ -236,9 +232,8 @@ class MetricsWriter:
         self._graphs = LinesOfSteps(Path(run.directory) / GRAPHS_FILE)
         self._lines = LinesOfSteps(Path(run.directory) / METRICS_FILE)
         self.samples = SamplesFile(Path(run.directory))
-        self._board = TensorBoardTracker()
+        self._board = ScalarWriter(Path(run.directory) / "tensorboard")
         self._trackers = tuple(trackers)
-        self._board.start(run, {})
 
     async def resume(
         self,
@@ -259,7 +254,9 @@ class MetricsWriter:
         while entries := await self._store.read_metrics(self._run_id, after_id):
             known |= {int(entry.values["step"]) for entry in entries}
             after_id = entries[-1].entry_id
-        for record in (*_record_before(before), *records):
+        # Held-out curves begin at step 0.
+        first = [] if before is None else [{"step": 0.0, **before}]
+        for record in (*first, *records):
             if int(record["step"]) not in known:
                 await self._store.append_metrics(self._run_id, record, self.epoch)
 
@@ -274,13 +271,12 @@ class MetricsWriter:
 
     async def write_before(self, scalars: Mapping[str, float]) -> None:
         """Writes the evaluation before the first step everywhere but to metrics.jsonl, of steps."""
-        for record in _record_before(scalars):
-            await self._store.append_metrics(self._run_id, record, self.epoch)
+        await self._store.append_metrics(self._run_id, {"step": 0.0, **scalars}, self.epoch)
         self._write_scalars(0, scalars)
 
     def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes scalars to TensorBoard and to the trackers."""
-        self._board.log(step, scalars)
+        self._board.write(step, scalars)
         for tracker in self._trackers:
             tracker.log(step, scalars)
 
@@ -311,9 +307,9 @@ class MetricsWriter:
         """
         await asyncio.gather(*(tracker.finish(state, deadline_s) for tracker in self._trackers))
 
-    def close(self, state: str) -> None:
-        """Closes the files; `state` is how the run ended."""
+    def close(self) -> None:
+        """Closes the files."""
         self._graphs.close()
         self._lines.close()
         self.samples.close()
-        self._board.finish(state)
+        self._board.close()

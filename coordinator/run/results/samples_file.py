@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class KeptSample:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
 class SamplesFile:

@@ -7,7 +7,7 @@ and a step that was taken back cannot stay the best.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,7 @@ class BestCheckpoint:
         """As plain JSON values."""
         return {
             "metric": self.metric,
-            "step": self.held_out.step,
-            "value": self.held_out.value,
+            **asdict(self.held_out),
             "directory": str(self.directory),
         }
 

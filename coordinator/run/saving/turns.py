@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,25 +55,7 @@ class Turn:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
-        verdict = self.verdict
-        return {
-            "step": self.step,
-            "settings": dict(self.settings),
-            "best": dict(self.best),
-            "expected_s": self.expected_s,
-            "verdict": None
-            if verdict is None
-            else {
-                "settings": dict(verdict.settings),
-                "is_kept": verdict.is_kept,
-                "why": verdict.why,
-                "expected_s": verdict.expected_s,
-                "measured_s": verdict.measured_s,
-                "before_s": verdict.before_s,
-                "has_failed": verdict.has_failed,
-            },
-            "is_last": self.is_last,
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

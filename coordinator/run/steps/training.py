@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import start_step
+from rolemesh.coordinator.api.messages import to_state
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
@@ -37,7 +38,7 @@ from rolemesh.coordinator.run.steps.told_steps import ToldSteps
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.together import together
-from rolemesh.v1 import coordinator_pb2, weights_pb2
+from rolemesh.v1 import weights_pb2
 
 TRAIN_FACT = "data.train_prompts"
 """Name of a fact in the answer to Initialize of the role that reads the data."""
@@ -122,7 +123,7 @@ class TrainingLoop(RunLoop):
         """
         have = self._data_facts.get(HELD_OUT_FACT)
         self._held_out.check(None if have is None else int(have))
-        await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
+        await self._enter(RunState.RUNNING)
         if self.step == 0:
             self._caution()
             await self._begin_run()
@@ -195,9 +196,9 @@ class TrainingLoop(RunLoop):
                 # Later ones come with the record of their step.
                 await self.parts.writer.write_before(progress.before.scalars())
 
-    async def _enter(self, state: RunState, shown: coordinator_pb2.RunState.ValueType) -> None:
+    async def _enter(self, state: RunState) -> None:
         await self._update_record(state=state)
-        self.parts.events.state(shown)
+        self.parts.events.state(to_state(state))
         await self.parts.events.flush()
 
     async def _heed_wishes(self) -> None:
@@ -210,14 +211,14 @@ class TrainingLoop(RunLoop):
         paused = f"paused after step {self.step}"
         with self._phase("paused", paused):
             self.wishes.is_paused = True
-            await self._enter(RunState.PAUSED, coordinator_pb2.RUN_STATE_PAUSED)
+            await self._enter(RunState.PAUSED)
             while self.wishes.is_pause_wanted and not self.wishes.is_stop_wanted:
                 await self.wishes.change()
                 if self.wishes.take_checkpoints():
                     await self.durable.save_now(is_wished=True)
             self.wishes.is_paused = False
         if not self.wishes.is_stop_wanted:
-            await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
+            await self._enter(RunState.RUNNING)
 
     def running(self, service: str) -> list[Node]:
         """Calls of a service that are in flight: of the newest step, then of those ahead of it."""
