@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.terminal.ending import refuse
-from rolemesh.coordinator.run.folders import folder as run_files
+from rolemesh.coordinator.run.folders.folder import NoRunError, read_config
+from rolemesh.coordinator.run.saving.checkpoints import checkpoint_folder, committed_steps
+from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 app = typer.Typer(add_completion=False)
 
@@ -24,9 +26,40 @@ def export(
 ) -> None:
     """Writes the policy of a checkpoint as a Hugging Face folder."""
     try:
-        command = run_files.export_command(directory, step, to, dtype)
-    except run_files.NoRunError as error:
+        command = _export_command(directory, step, to, dtype)
+    except NoRunError as error:
         refuse(str(error))
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+def _export_command(directory: Path, step: int | None, to: Path, dtype: str) -> list[str]:
+    """The command that writes a checkpoint's policy as a Hugging Face folder.
+
+    Args:
+        directory: The run's folder.
+        step: Step of the checkpoint; None takes the newest.
+        to: Folder to write.
+        dtype: Type of the weights.
+
+    Raises:
+        NoRunError: There is no such run or checkpoint.
+    """
+    config, checkpoints = read_config(directory), directory / CHECKPOINTS_FOLDER
+    if not config:
+        raise NoRunError(f"{directory} holds no run: there is no {CONFIG_FILE}")
+    steps = committed_steps(checkpoints)
+    if not steps:
+        raise NoRunError(f"{directory} has no complete checkpoint to export")
+    wanted = steps[-1] if step is None else step
+    if wanted not in steps:
+        raise NoRunError(f"--step {wanted}: {directory} has checkpoints of steps {steps}")
+    flags = {
+        "--checkpoint": checkpoint_folder(checkpoints, wanted) / "actor",
+        "--model": config["actor"]["model"]["path"],
+        "--out": to,
+        "--dtype": dtype,
+    }
+    words = [word for flag, value in flags.items() for word in (flag, str(value))]
+    return [sys.executable, "-m", "rolemesh.engine.train.export", *words]

@@ -65,7 +65,9 @@ class LinesOfSteps:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines and their numbers; the newest one may be half written."""
+    """Lines and their numbers; the newest one may be half written. None where there is no file."""
+    if not path.is_file():
+        return
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith("\n"):

@@ -7,15 +7,21 @@ import fnmatch
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rolemesh.coordinator.api.plans import usual
 from rolemesh.coordinator.run.folders.ended_runs import read_records
-from rolemesh.coordinator.run.folders.folder import NoRunError, RunStatus, read_status
+from rolemesh.coordinator.run.folders.folder import (
+    UNREADABLE,
+    NoRunError,
+    RunStatus,
+    read_config,
+    read_json,
+    read_status,
+    told_damage,
+)
 from rolemesh.coordinator.run.folders.summary import told_steps
 from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE, RUN_FILE, differences
@@ -37,10 +43,6 @@ class Point:
 
     step: int
     value: float
-
-    def to_dict(self) -> dict[str, float]:
-        """As plain JSON values."""
-        return {"step": self.step, "value": self.value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,7 @@ class Curve:
         """As plain JSON values."""
         return {
             **{
-                name: getattr(self, name).to_dict()
-                for name in ("first", "last", "lowest", "highest")
+                name: asdict(getattr(self, name)) for name in ("first", "last", "lowest", "highest")
             },
             "steps": [point.step for point in self.points],
             "values": [point.value for point in self.points],
@@ -260,29 +261,28 @@ def _read_run(directory: Path, label: str) -> ComparedRun:
     if status.state == "damaged":
         raise NoRunError(f"{directory} cannot be read: {status.failure}")
     try:
-        summary = _json(directory / SUMMARY_FILE)
+        summary = read_json(directory / SUMMARY_FILE)
         records = _kept(read_records(directory, summary))
-        config_file = directory / CONFIG_FILE
-        if not config_file.is_file():
+        recipe = read_config(directory)
+        if not recipe:
             raise NoRunError(
                 f"{directory} has no {CONFIG_FILE}: its run has not got as far as its recipe"
             )
-        recipe = without_passwords(yaml.safe_load(config_file.read_text()))
         curves, not_finite = _curves(records)
         return ComparedRun(
             label=label,
-            run_id=str(_json(directory / RUN_FILE).get("run_id", directory.resolve())),
+            run_id=str(read_json(directory / RUN_FILE).get("run_id", directory.resolve())),
             status=status,
-            recipe=recipe,
+            recipe=without_passwords(recipe),
             curves=curves,
             not_finite=not_finite,
         )
     except NoRunError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, yaml.YAMLError) as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+    except UNREADABLE as error:
         raise NoRunError(
-            f"{directory} cannot be read: a file of it is not as a run writes it ({cause})"
+            f"{directory} cannot be read: a file of it is not as a run writes it "
+            f"({told_damage(error)})"
         ) from error
 
 
@@ -298,11 +298,6 @@ def _nearest(pattern: str, known: Sequence[str]) -> str:
         return f"did you mean {', '.join(near)}?"
     rest = f" and {len(known) - _FEW} more (--json lists all)" if len(known) > _FEW else ""
     return f"there are {', '.join(known[:_FEW])}{rest}"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return values
 
 
 def _kept(records: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:

@@ -9,13 +9,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rolemesh.coordinator.api.messages import to_state
 from rolemesh.coordinator.api.plans import kept_plan
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.run.folders.folder import changed_at, is_run, read_status
+from rolemesh.coordinator.run.folders.folder import (
+    UNREADABLE,
+    changed_at,
+    is_run,
+    read_config,
+    read_json,
+    read_status,
+    told_damage,
+)
 from rolemesh.coordinator.run.folders.ownership import living_coordinator
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
@@ -63,9 +69,10 @@ async def read_runs(folder: Path) -> ReadRuns:
             found.run_ids.append(await _read_run(directory, found.store))
         except _LeftOutError as error:
             found.left_out.append(f"{directory}: {error}")
-        except (ValueError, KeyError, TypeError, OSError, yaml.YAMLError) as error:
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            found.left_out.append(f"{directory}: a file is not as a run writes it ({cause})")
+        except UNREADABLE as error:
+            found.left_out.append(
+                f"{directory}: a file is not as a run writes it ({told_damage(error)})"
+            )
     found.left_out += [f"{one}: {MAX_RUNS} newer ones are shown" for one in folders[MAX_RUNS:]]
     if not found.run_ids:
         reasons = "".join(f"\n  {reason}" for reason in found.left_out)
@@ -91,9 +98,9 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     if living is not None:
         where = living.get("url") or living.get("address")
         raise _LeftOutError(f"it goes on, and is shown at {where}")
-    config = _config(directory)
-    status, summary = read_status(directory), _json(directory / SUMMARY_FILE)
-    known = summary or _json(directory / RUN_FILE)
+    config = read_config(directory)
+    status, summary = read_status(directory), read_json(directory / SUMMARY_FILE)
+    known = summary or read_json(directory / RUN_FILE)
     if status.state == "damaged" or not (config and known):
         raise _LeftOutError(status.failure or f"there is no {CONFIG_FILE} or no {RUN_FILE}")
     run_id, config_file = str(known["run_id"]), directory / CONFIG_FILE
@@ -142,19 +149,6 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     return run_id
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    values: dict[str, Any] = json.loads(path.read_text())
-    return values
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
-    values: dict[str, Any] = yaml.safe_load(path.read_text()) if path.is_file() else {}
-    return values
-
-
 def _plan(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The plan that a run began with. A recipe of another version of rolemesh may be refused."""
     if not config.get("plan"):
@@ -181,8 +175,7 @@ def read_records(
     before = summary.get("held_out", {}).get("before")
     if before is not None:
         yield {"step": 0.0, **Evaluation.of_dict(before).scalars()}
-    path = directory / METRICS_FILE
-    lines = [text for _, text in whole_lines(path)] if path.is_file() else []
+    lines = [text for _, text in whole_lines(directory / METRICS_FILE)]
     every = 1 if max_steps is None else -(-len(lines) // max_steps)
     # Counted back from the newest, which must not be left out.
     for text in lines[::-1][:: every or 1][::-1]:
@@ -190,8 +183,7 @@ def read_records(
 
 
 def _graphs(directory: Path) -> Iterator[tuple[int, bytes]]:
-    path = directory / GRAPHS_FILE
-    lines = [text for _, text in whole_lines(path)] if path.is_file() else []
+    lines = [text for _, text in whole_lines(directory / GRAPHS_FILE)]
     for text in lines[-RunStream.GRAPHS.keep :]:
         yield int(json.loads(text)["step"]), text.encode()
 

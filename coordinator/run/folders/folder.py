@@ -22,10 +22,10 @@ from rolemesh.coordinator.api.known_doors import known_door
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE, living_coordinator
+from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.results.metrics import GRAPHS_FILE
-from rolemesh.coordinator.run.saving.checkpoints import COMMITTED
-from rolemesh.coordinator.run.saving.resume import RUN_FILE, holds_run
-from rolemesh.coordinator.trackers.files import whole_lines
+from rolemesh.coordinator.run.saving.resume import CONFIG_FILE, RUN_FILE, holds_run
+from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -35,10 +35,14 @@ RUNS_FOLDER = Path("runs")
 
 LOG_NAMES = (*ROLES, "coordinator")
 
-_MARKS = ("summary.json", "metrics.jsonl", "config.yaml", COORDINATOR_FILE)
+_MARKS = (SUMMARY_FILE, METRICS_FILE, CONFIG_FILE, COORDINATOR_FILE)
 _FOLLOW_PAUSE_S = 0.2
 _SHOWN_CHARACTERS = 400
 """Of a failure."""
+
+
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OSError, yaml.YAMLError)
+"""What comes of reading a file that is not as a run writes it."""
 
 
 class NoRunError(ValueError):
@@ -100,8 +104,7 @@ def newest_run() -> Path:
 def run_of_id(run_id: str) -> Path:
     """Folder of the run with this id in runs/; raises NoRunError when there is none."""
     for folder in RUNS_FOLDER.iterdir() if RUNS_FOLDER.is_dir() else ():
-        place = folder / RUN_FILE
-        if place.is_file() and json.loads(place.read_text()).get("run_id") == run_id:
+        if read_json(folder / RUN_FILE).get("run_id") == run_id:
             return folder
     raise NoRunError(
         f"{run_id!r} is neither a folder nor the id of a run in {RUNS_FOLDER.absolute()}: name the "
@@ -119,10 +122,9 @@ def unfinished_run(name: str, directory: Path | None) -> Path | None:
     folders = [directory] if directory is not None else list(RUNS_FOLDER.glob("*/"))
     found = [folder for folder in folders if holds_run(folder)]
     for folder in sorted(found, key=changed_at, reverse=True):
-        if _config(folder)["run"]["name"] == name:
-            summary = folder / "summary.json"
-            is_made = summary.is_file() and json.loads(summary.read_text())["state"] == "succeeded"
-            return None if is_made else folder
+        if read_config(folder)["run"]["name"] == name:
+            summary = read_json(folder / SUMMARY_FILE)
+            return None if summary and summary["state"] == "succeeded" else folder
     return None
 
 
@@ -145,29 +147,28 @@ def read_status(directory: Path) -> RunStatus:
         return _read_status(directory)
     except NoRunError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, yaml.YAMLError) as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+    except UNREADABLE as error:
         return RunStatus(
             directory=str(directory),
             state="damaged",
             step=0,
             num_steps=None,
             changed_at=changed_at(directory),
-            failure=f"a file of the folder is not as a run writes it ({cause}): it was changed, or "
-            "the disk was full",
+            failure="a file of the folder is not as a run writes it "
+            f"({told_damage(error)}): it was changed, or the disk was full",
         )
 
 
 def _read_status(directory: Path) -> RunStatus:
-    metrics = _last_record(directory / "metrics.jsonl")
+    metrics = _last_record(directory / METRICS_FILE)
     coordinator = living_coordinator(directory)
     state, failure = "lost", ""
     services: dict[str, str] = {}
     recoveries, activity = 0, ""
     step, num_steps = int(metrics.get("step", 0)), _planned_steps(directory)
-    summary = directory / "summary.json"
+    summary = directory / SUMMARY_FILE
     if summary.is_file():
-        told = json.loads(summary.read_text())
+        told = read_json(summary)
         state, failure, step = told["state"], told["failure"], told["steps"]
         # A run of an earlier version could not stop early.
         recoveries, activity = len(told.get("recoveries", ())), told.get("early_stop", "")
@@ -241,16 +242,26 @@ def _last_record(path: Path) -> dict[str, float]:
     return {}
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.yaml"
-    if not path.is_file():
-        return {}
-    config: dict[str, Any] = yaml.safe_load(path.read_text())
-    return config
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file of a run's folder holds; nothing where there is no such file."""
+    values: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return values
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The recipe of a run as plain JSON values; nothing where it has not got so far."""
+    path = directory / CONFIG_FILE
+    values: dict[str, Any] = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    return values
+
+
+def told_damage(error: Exception) -> str:
+    """One of UNREADABLE in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _planned_steps(directory: Path) -> int | None:
-    config = _config(directory)
+    config = read_config(directory)
     return int(config["run"]["steps"]) if config else None
 
 
@@ -376,35 +387,3 @@ def read_graphs(directory: Path, step: int | None) -> list[list[Node]]:
             f"{directory} has no graph{'' if step is None else f' of step {step}'}: {known}"
         )
     return graphs
-
-
-def export_command(directory: Path, step: int | None, to: Path, dtype: str) -> list[str]:
-    """The command that writes a checkpoint's policy as a Hugging Face folder.
-
-    Args:
-        directory: The run's folder.
-        step: Step of the checkpoint; None takes the newest.
-        to: Folder to write.
-        dtype: Type of the weights.
-
-    Raises:
-        NoRunError: There is no such run or checkpoint.
-    """
-    config = _config(directory)
-    if not config:
-        raise NoRunError(f"{directory} holds no run: there is no config.yaml")
-    folders = sorted((directory / "checkpoints").glob(f"step-*/{COMMITTED}"))
-    steps = {int(marker.parent.name.removeprefix("step-")): marker.parent for marker in folders}
-    if not steps:
-        raise NoRunError(f"{directory} has no complete checkpoint to export")
-    wanted = max(steps) if step is None else step
-    if wanted not in steps:
-        raise NoRunError(f"--step {wanted}: {directory} has checkpoints of steps {sorted(steps)}")
-    flags = {
-        "--checkpoint": steps[wanted] / "actor",
-        "--model": config["actor"]["model"]["path"],
-        "--out": to,
-        "--dtype": dtype,
-    }
-    words = [word for flag, value in flags.items() for word in (flag, str(value))]
-    return [sys.executable, "-m", "rolemesh.engine.train.export", *words]

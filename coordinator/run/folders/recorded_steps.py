@@ -20,6 +20,7 @@ from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.tuning import with_settings
 from rolemesh.coordinator.run.folders.folder import NoRunError, read_graphs
+from rolemesh.coordinator.run.saving.resume import CONFIG_FILE
 from rolemesh.coordinator.run.saving.turns import read_turns
 from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
 
@@ -35,9 +36,9 @@ def recorded_run(directory: Path, clock: Callable[[float], float] = float) -> Re
         NoRunError: There is no such run, it has too few steps, or its recipe is none.
         RecipeError: Its calls cannot be told apart, or its step cannot be planned.
     """
-    config = directory / "config.yaml"
+    config = directory / CONFIG_FILE
     if not config.is_file():
-        raise NoRunError(f"{directory} has no config.yaml: name the folder of a run")
+        raise NoRunError(f"{directory} has no {CONFIG_FILE}: name the folder of a run")
     recipe, turns = load_recipe([config]), read_turns(directory)
     skipped = WARMUP_STEPS
     if turns:

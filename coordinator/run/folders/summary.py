@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.run.reporting.events import Recovered
+from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.results.evaluation import Evaluation
 from rolemesh.coordinator.run.saving.best import BestCheckpoint
 from rolemesh.coordinator.state.files import write_atomically
@@ -106,7 +107,7 @@ class RunSummary:
 
     def write(self) -> Path:
         """Writes summary.json into the run's folder."""
-        path = self.directory / "summary.json"
+        path = self.directory / SUMMARY_FILE
         write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
         return path
 

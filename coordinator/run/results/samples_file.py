@@ -103,7 +103,7 @@ def read_samples(directory: Path) -> list[KeptSample]:
     """
     path = directory / SAMPLES_FILE
     kept: dict[tuple[int, bool, int], KeptSample] = {}
-    for number, text in whole_lines(path) if path.is_file() else ():
+    for number, text in whole_lines(path):
         try:
             line = KeptSample(**json.loads(text))
         except (ValueError, TypeError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rolemesh.coordinator.recipe.tuning import Settings
+from rolemesh.coordinator.trackers.files import whole_lines
 
 TURNS_FILE = "tuning.jsonl"
 """In the folder of a run that tunes itself: its turns, one a line."""
@@ -70,6 +71,4 @@ class Turn:
 
 def read_turns(directory: Path) -> list[Turn]:
     """The turns of the run in a folder, oldest first; none where it did not tune itself."""
-    path = directory / TURNS_FILE
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return [Turn.from_dict(json.loads(line)) for line in lines]
+    return [Turn.from_dict(json.loads(line)) for _, line in whole_lines(directory / TURNS_FILE)]

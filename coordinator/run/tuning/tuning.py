@@ -189,9 +189,8 @@ class RunTuning:
 
     def _nodes(self, step: int) -> Sequence[Node]:
         """The calls of a step, also of one that another process has made; none if not known."""
-        place = self._directory / GRAPHS_FILE
-        if step not in self._graphs and place.is_file():
-            for _, line in whole_lines(place):
+        if step not in self._graphs:
+            for _, line in whole_lines(self._directory / GRAPHS_FILE):
                 graph = json.loads(line)
                 known = [Node.from_dict(node) for node in graph["nodes"]]
                 self._graphs.setdefault(graph["step"], known)
