@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rolemesh.coordinator.api.plans import usual
@@ -16,7 +17,6 @@ from rolemesh.coordinator.run.folders.summary import (
     RunSummary,
     coordinator_versions,
     mean_rewards,
-    traffic_totals,
 )
 from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.reporting.events import Recovered
@@ -155,7 +155,7 @@ class Conclusion:
             tuning=None if parts.tuning is None else parts.tuning.to_dict(),
             versions={"coordinator": coordinator_versions(), **roles},
             git_commit=self._git_commit,
-            coordinator_traffic=traffic_totals(parts.traffic),
+            coordinator_traffic=asdict(parts.traffic.total),
             directory=parts.directory,
             model_directory=attempt.loop.model_directory,
         )

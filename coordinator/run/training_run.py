@@ -222,15 +222,7 @@ class TrainingRun:
         if self._budget.pause_s(error, self.progress.step, replaced=service) is None:
             return False
         attempt.changing.leave(service, told_of(error))
-        self._recoveries.went_on(
-            Recovered(
-                step=self.progress.step,
-                cause=told_of(error),
-                seconds=0.0,
-                restarted=(),
-                lost_steps=0,
-            )
-        )
+        self._recoveries.went_on(Recovered(step=self.progress.step, cause=told_of(error)))
         return True
 
     # --- the whole life ---

@@ -12,14 +12,15 @@ from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
+from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.attempts.changing import ChangingServices
+from rolemesh.coordinator.run.attempts.pulse import Pulse
 from rolemesh.coordinator.run.attempts.recovery import go_back
 from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.reporting.early_end import EarlyEnd, failed, placed
-from rolemesh.coordinator.run.reporting.pulse import Pulse
 from rolemesh.coordinator.run.results.samples import SampleTaker
 from rolemesh.coordinator.run.services.registered import RegisteredServices
-from rolemesh.coordinator.run.services.replaceable import replaceable_services
 from rolemesh.coordinator.run.services.watcher import Watcher
 from rolemesh.coordinator.run.steps.external import ExternalLoop
 from rolemesh.coordinator.run.steps.run_loop import RunLoop
@@ -28,6 +29,10 @@ from rolemesh.rpc.errors import RolemeshError, UnavailableError
 
 GIVE_BACK_DEADLINE_S = 5.0
 """Longest wait at the end of a run until a service that outlives it has released the run."""
+
+_READ_ROLES = ("reference", "reward", "cost")
+"""Roles that keep nothing from call to call, unless they are trained. So do rollout services that
+sample the step which is made: what they have beside their models, the actor gives again."""
 
 
 class Attempt:
@@ -125,15 +130,7 @@ class Attempt:
     ) -> None:
         """Meets, watches and initialises the services, then trains."""
         parts, loop, mesh = self.parts, self.loop, self.mesh
-        pulse = Pulse(
-            parts.store,
-            parts.run_id,
-            self.epoch,
-            parts.wishes,
-            parts.events,
-            activity=lambda: loop.activity,
-            flow=lambda: loop.step_in_progress,
-        )
+        pulse = Pulse(parts, self.epoch, loop)
         watcher = Watcher(
             list(mesh.connections.values()),
             parts.store,
@@ -156,7 +153,7 @@ class Attempt:
             watcher.ready.update(mesh.connections)
             if isinstance(loop, TrainingLoop):
                 # First: to go back may begin the graph of the next step.
-                mesh.replaceable = replaceable_services(parts.recipe, mesh)
+                mesh.replaceable = _replaceable(parts.recipe, mesh)
                 await self._go_back(loop)
             await self._tell_services()
             parts.progress.seconds["initialize"] += now() - started
@@ -191,11 +188,10 @@ class Attempt:
 
         changing = ChangingServices(
             registered,
-            self.parts.recipe,
+            self.parts,
             self.mesh,
             loop,
             self.journal,
-            self.parts.observer,
             watch=watch,
             tell=self._tell_services,
             on_lost=on_lost,
@@ -288,3 +284,16 @@ class Attempt:
         nodes = self.loop.running(service) if self.has_met else []
         during = f"step {nodes[0].step}, {nodes[0].name}" if nodes else self.activity
         self.early_end.set(ServiceLostError(service, reason, during))
+
+
+def _replaceable(recipe: Recipe, mesh: RunMesh) -> frozenset[str]:
+    """Services of a mesh that holds the run, which are only read from: others go on meanwhile."""
+    trained = {known.service for known in mesh.trained}
+    # What is sampled ahead belongs to several steps, each with a graph of its own.
+    is_sync = isinstance(recipe.schedule.sampler, SyncSamplerSpec)
+    roles = (*_READ_ROLES, "rollout") if is_sync else _READ_ROLES
+    return frozenset(
+        service
+        for service in mesh.connections
+        if role_of(service) in roles and service not in trained
+    )

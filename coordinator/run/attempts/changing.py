@@ -9,8 +9,8 @@ from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
-from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.services.registered import LOOK_S, RegisteredServices
 from rolemesh.coordinator.run.steps.training import TrainingLoop
 from rolemesh.coordinator.state.registrations import Registration
@@ -41,11 +41,10 @@ class ChangingServices:
     def __init__(
         self,
         registered: RegisteredServices,
-        recipe: Recipe,
+        parts: RunParts,
         mesh: RunMesh,
         loop: TrainingLoop,
         journal: Journal,
-        observer: RunObserver,
         *,
         watch: Callable[[RoleConnection], None],
         tell: Callable[[], Awaitable[None]],
@@ -55,21 +54,20 @@ class ChangingServices:
 
         Args:
             registered: Finds services.
-            recipe: Of the run.
+            parts: Of the run.
             mesh: The services of the attempt.
             loop: Makes the steps, and calls `turn` before each.
             journal: Keeps who joined and left.
-            observer: Is told of it.
             watch: Begins to watch a service.
             tell: Writes down which services take part.
             on_lost: Told of a service without which too few are left, and why.
         """
         self._registered = registered
-        self._recipe = recipe
+        self._recipe = recipe = parts.recipe
         self._mesh = mesh
         self._loop = loop
         self._journal = journal
-        self._observer = observer
+        self._observer = parts.observer
         self._watch = watch
         self._tell = tell
         self._on_lost = on_lost

@@ -113,7 +113,6 @@ class Replacements:
                     cause=cause,
                     seconds=now() - begun,
                     restarted=(service,),
-                    lost_steps=0,
                 )
             )
             services = {name: known.facts() for name, known in mesh.connections.items()}

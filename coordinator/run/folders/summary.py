@@ -17,7 +17,6 @@ from rolemesh.coordinator.run.results.evaluation import Evaluation
 from rolemesh.coordinator.run.saving.best import BestCheckpoint
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.rpc.channel import ChannelTraffic
 
 NUM_AVERAGED_STEPS = 3
 """Most steps at the start and at the end whose mean reward is reported."""
@@ -66,6 +65,7 @@ class RunSummary:
     """Versions of components, by role."""
     git_commit: str | None
     coordinator_traffic: Mapping[str, int]
+    """Its calls and serialized bytes, over the whole run."""
     directory: Path
     model_directory: Path | None
     """The exported Hugging Face folder; None when the run ended before."""
@@ -128,16 +128,6 @@ def mean_rewards(records: Sequence[Mapping[str, float]]) -> tuple[float | None, 
     number = min(NUM_AVERAGED_STEPS, len(rewards) // 2)
     first, last = rewards[:number], rewards[-number:]
     return sum(first) / number, sum(last) / number
-
-
-def traffic_totals(traffic: ChannelTraffic) -> dict[str, int]:
-    """Calls and serialized bytes of the coordinator over the whole run."""
-    total = traffic.total
-    return {
-        "calls": total.calls,
-        "sent_bytes": total.sent_bytes,
-        "received_bytes": total.received_bytes,
-    }
 
 
 def coordinator_versions() -> dict[str, str]:

@@ -23,11 +23,11 @@ class Recovered:
     """Steps that were kept."""
     cause: str
     """What had failed."""
-    seconds: float
-    """From the failure until steps were made again."""
-    restarted: tuple[str, ...]
+    seconds: float = 0.0
+    """From the failure until steps were made again; 0 where they have not stopped."""
+    restarted: tuple[str, ...] = ()
     """Services that were initialised anew; the others kept their models."""
-    lost_steps: int
+    lost_steps: int = 0
     """Steps that had been made and are made again, since only an older state was left of them."""
 
     def to_dict(self) -> dict[str, Any]:

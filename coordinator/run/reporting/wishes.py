@@ -31,7 +31,7 @@ class Wishes:
         self._events = events
         self._observer = observer
         self._seen: set[str] = set()
-        self._checkpoints: list[str] = []
+        self._is_checkpoint_wanted = False
         self._changed = asyncio.Event()
 
     def stop(self, hint: str = "") -> None:
@@ -59,7 +59,7 @@ class Wishes:
             request_id = entry.payload.decode()
             if request_id not in self._seen:
                 self._seen.add(request_id)
-                self._checkpoints.append(request_id)
+                self._is_checkpoint_wanted = True
                 self._changed.set()
 
     def _pause(self, is_wanted: bool) -> None:
@@ -71,9 +71,9 @@ class Wishes:
         elif not self.is_paused:
             self._events.state(coordinator_pb2.RUN_STATE_RUNNING)
 
-    def take_checkpoints(self) -> list[str]:
-        """Ids of the requests for a checkpoint that have not been taken yet."""
-        taken, self._checkpoints = self._checkpoints, []
+    def take_checkpoint(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        taken, self._is_checkpoint_wanted = self._is_checkpoint_wanted, False
         return taken
 
     async def change(self) -> None:

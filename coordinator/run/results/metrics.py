@@ -6,6 +6,7 @@ import asyncio
 import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind
@@ -179,21 +180,13 @@ def steps_behind(nodes: Sequence[Node], actor_versions: Sequence[int]) -> dict[s
 
 def traffic_record(traffic: MethodTraffic) -> dict[str, float]:
     """Calls and bytes of the coordinator, as a step's record names them."""
-    return {
-        "coordinator/calls": traffic.calls,
-        "coordinator/sent_bytes": traffic.sent_bytes,
-        "coordinator/received_bytes": traffic.received_bytes,
-    }
+    return {f"coordinator/{name}": value for name, value in asdict(traffic).items()}
 
 
 def dataflow_traffic(traffic: ChannelTraffic) -> MethodTraffic:
     """The sum over all methods but the watcher's, whose calls grow with time, not with work."""
-    counted = [t for method, t in traffic.methods.items() if method != _STATUS_METHOD]
-    return MethodTraffic(
-        calls=sum(t.calls for t in counted),
-        sent_bytes=sum(t.sent_bytes for t in counted),
-        received_bytes=sum(t.received_bytes for t in counted),
-    )
+    counted = {name: of for name, of in traffic.methods.items() if name != _STATUS_METHOD}
+    return ChannelTraffic(counted).total
 
 
 def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:

@@ -28,7 +28,6 @@ from rolemesh.coordinator.run.saving.checkpoints import (
 from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER, CONFIG_FILE, read_records
 
 _MANIFEST = "manifest.json"
-_BLOCK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,11 +129,8 @@ def _damage(directory: Path, step: int) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def prune(directory: Path, keep: int, best: int | None = None) -> list[int]:

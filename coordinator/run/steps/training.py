@@ -204,7 +204,7 @@ class TrainingLoop(RunLoop):
     async def _heed_wishes(self) -> None:
         """Serves wishes between two steps: saves requested checkpoints, waits during a pause."""
         await self.wishes.read()
-        if self.wishes.take_checkpoints():
+        if self.wishes.take_checkpoint():
             await self.durable.save_now(is_wished=True)
         if self._is_made or not self.wishes.is_pause_wanted or self.wishes.is_stop_wanted:
             return
@@ -214,7 +214,7 @@ class TrainingLoop(RunLoop):
             await self._enter(RunState.PAUSED)
             while self.wishes.is_pause_wanted and not self.wishes.is_stop_wanted:
                 await self.wishes.change()
-                if self.wishes.take_checkpoints():
+                if self.wishes.take_checkpoint():
                     await self.durable.save_now(is_wished=True)
             self.wishes.is_paused = False
         if not self.wishes.is_stop_wanted:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rolemesh.coordinator.api.messages import to_timestamp
 from rolemesh.coordinator.dataflow.clock import unix_time
-from rolemesh.coordinator.dataflow.graph import StepGraph
-from rolemesh.coordinator.run.reporting.events import EventLog
-from rolemesh.coordinator.run.reporting.wishes import Wishes
-from rolemesh.coordinator.state.store import RunStream, StateStore
+from rolemesh.coordinator.run.parts import RunParts
+from rolemesh.coordinator.run.steps.run_loop import RunLoop
+from rolemesh.coordinator.state.store import RunStream
 from rolemesh.v1 import coordinator_pb2, worker_pb2
 
 
@@ -20,35 +19,17 @@ class Pulse:
     A value that has not changed is not written again. Owner: one asyncio loop.
     """
 
-    def __init__(
-        self,
-        store: StateStore,
-        run_id: str,
-        epoch: int | None,
-        wishes: Wishes,
-        events: EventLog,
-        *,
-        activity: Callable[[], str],
-        flow: Callable[[], StepGraph | None],
-    ) -> None:
+    def __init__(self, parts: RunParts, epoch: int | None, loop: RunLoop) -> None:
         """Prepares.
 
         Args:
-            store: Store of the run.
-            run_id: Id of the run.
+            parts: Of the run.
             epoch: Epoch under which it writes; None when a client holds the newest one.
-            wishes: Wishes, which each beat reads from the store.
-            events: Events, which each beat appends.
-            activity: Returns what the run does.
-            flow: Returns the graph of the step in progress, None between steps.
+            loop: Says what the run does, and has the graph of the step in progress.
         """
-        self._store = store
-        self._run_id = run_id
+        self._parts = parts
         self._epoch = epoch
-        self._wishes = wishes
-        self._events = events
-        self._activity = activity
-        self._flow = flow
+        self._loop = loop
         self._told_activity = ""
         self._told_flow: list[object] = []
         """What the flow was that was written last, as far as it changes."""
@@ -74,12 +55,12 @@ class Pulse:
 
     async def beat(self) -> None:
         """Reads and writes once; raises the errors of the store."""
-        await self._wishes.read()
-        activity = self._activity()
+        parts = self._parts
+        await parts.wishes.read()
+        activity, flow = self._loop.activity, self._loop.step_in_progress
         if activity != self._told_activity:
             self._told_activity = activity
-            await self._store.update_run(self._run_id, epoch=self._epoch, activity=activity)
-        flow = self._flow()
+            await parts.store.update_run(parts.run_id, epoch=self._epoch, activity=activity)
         if flow is not None:
             # A graph of a thousand services takes a tenth of a second to write, for which no call
             # is sent: so it is written when it is another one.
@@ -94,7 +75,8 @@ class Pulse:
             look = coordinator_pb2.GetDeviceUseResponse(devices=self._devices)
             self._devices = []
             await self._append(RunStream.DEVICES, look.SerializeToString())
-        await self._events.flush()
+        await parts.events.flush()
 
     async def _append(self, stream: RunStream, payload: bytes, step: int | None = None) -> None:
-        await self._store.append_entry(self._run_id, stream, payload, self._epoch, step=step)
+        store, run_id = self._parts.store, self._parts.run_id
+        await store.append_entry(run_id, stream, payload, self._epoch, step=step)
