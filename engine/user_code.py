@@ -170,6 +170,33 @@ def _load_entry_point(name: str, field: str) -> Any:
         ) from error
 
 
+def load_offered(name: str, field: str, group: str) -> Any:
+    """The object that a name leads to, which other packages may offer under a group of its kind.
+
+    Args:
+        name: As of `load_named`; without a colon, the name of an entry point of the group.
+        field: Of the recipe, for messages.
+        group: Of entry points.
+
+    Returns:
+        The object; None where no installed package has an entry point of that name.
+
+    Raises:
+        UserCodeError: It cannot be loaded.
+    """
+    if ":" in name:
+        return load_named(name, field)
+    for point in importlib.metadata.entry_points(group=group, name=name):
+        try:
+            return point.load()
+        except Exception as error:
+            # Importing runs the package's code: it may raise anything.
+            raise UserCodeError(
+                f"{field}: {name!r} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+    return None
+
+
 def raised_at(error: BaseException) -> str:
     """Where in a user's code an error was raised, as " (at FILE:LINE, in NAME)"; else empty.
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rolemesh.coordinator.algorithms.cispo import cispo
 from rolemesh.coordinator.algorithms.dapo import dapo
@@ -35,7 +32,7 @@ from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES, PromptBatch, StepC
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, CustomSpec, ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import PartSpec, Spec
-from rolemesh.engine.user_code import load_named
+from rolemesh.engine.user_code import load_offered
 
 Algorithm = Callable[..., None]
 
@@ -115,28 +112,14 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         raise ValueError(f"algorithm.type is {spec.type!r}: a client makes the steps, no function")
     if not isinstance(spec, CustomSpec):
         return ALGORITHMS[spec.type]
-    if ":" in spec.function:
-        # The user's own file, named in the user's own recipe.
-        found: Any = load_named(spec.function, "algorithm.function")
-    else:
-        points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=spec.function)
-        found = _loaded(next(iter(points))) if points else None
+    # The user's own file, named in the user's own recipe, or an entry point.
+    found = load_offered(spec.function, "algorithm.function", ENTRY_POINTS)
     if not isinstance(found, types.FunctionType):
         raise ValueError(
             f"algorithm.function is {spec.function!r}: there is no such function; give "
             f"'path/to/file.py:name', or the name of an entry point of the group {ENTRY_POINTS}"
         )
     return typing.cast(Algorithm, found)
-
-
-def _loaded(point: importlib.metadata.EntryPoint) -> Any:
-    try:
-        return point.load()
-    except Exception as error:
-        # Importing runs the package's code: it may raise anything.
-        raise ValueError(
-            f"algorithm.function: {point.name!r} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
 
 
 def roles_in(recipe: Recipe) -> tuple[str, ...]:

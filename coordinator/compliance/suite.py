@@ -32,7 +32,7 @@ from rolemesh.coordinator.compliance.contract import (
 )
 from rolemesh.coordinator.compliance.producer import Producer
 from rolemesh.coordinator.compliance.subject import EPOCH, Subject, describe_error
-from rolemesh.coordinator.recipe.addresses import plain_address
+from rolemesh.coordinator.recipe.placement import plain_address
 from rolemesh.rpc.errors import (
     DeadlineError,
     RolemeshError,

