@@ -168,20 +168,11 @@ class Checkpoints:
     async def _save(
         self, connection: RoleConnection, step: int, folder: Path, *, from_cut: bool
     ) -> weights_pb2.CheckpointResult:
-        client = connection.client
-        if not from_cut:
-            return await self._checkpoint_call(
-                connection, "save_checkpoint", step, folder, client.save_checkpoint
-            )
+        begin = functools.partial(connection.client.save_checkpoint, from_cut=from_cut)
         result = await self._checkpoint_call(
-            connection,
-            "save_checkpoint",
-            step,
-            folder,
-            functools.partial(client.save_checkpoint, from_cut=True),
-            is_beside=True,
+            connection, "save_checkpoint", step, folder, begin, is_beside=from_cut
         )
-        if not result.from_cut:
+        if from_cut and not result.from_cut:
             raise UnsupportedError(
                 f"the {connection.role} keeps cuts, but writes no checkpoint from them: update its "
                 "service, or switch cuts off (run.recovery.cuts=false)"

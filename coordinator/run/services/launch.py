@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from rolemesh.coordinator.run.services.commands import MakeCommand
-from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.child_environment import child_environment
 
 START_DEADLINE_S = 300.0
@@ -169,14 +168,7 @@ class Launcher:
         self._log_directory.mkdir(parents=True, exist_ok=True)
         for role in self._roles:
             await self._spawn(role)
-        children = list(self._children.values())
-        try:
-            async with asyncio.timeout(deadline_s):
-                return {
-                    child.role: await self._announced_address(child, children) for child in children
-                }
-        except TimeoutError:
-            raise _not_ready(children, deadline_s) from None
+        return await self._addresses(list(self._children.values()), deadline_s)
 
     async def restart(self, service: str, deadline_s: float = START_DEADLINE_S) -> str:
         """Starts a service again, with the command and log that it had, and returns its address.
@@ -200,18 +192,14 @@ class Launcher:
             await self._kill(self._children.pop(service))
         child = await self._spawn(service, is_restart=True)
         try:
-            try:
-                async with asyncio.timeout(deadline_s):
-                    address = await self._announced_address(child, [child])
-            except TimeoutError:
-                raise _not_ready([child], deadline_s) from None
+            addresses = await self._addresses([child], deadline_s)
             if child.exit is not None:
                 raise LaunchError(f"while starting: {child.exit.reason}")
         except LaunchError:
             await self._kill(self._children.pop(service))
             raise
         child.is_restart = False
-        return address
+        return addresses[service]
 
     async def _kill(self, child: _Child) -> None:
         """Ends a service at once, with all processes that it started."""
@@ -236,12 +224,7 @@ class Launcher:
         log = self._log_directory / f"{role}.log"
         with log.open("ab") as stream:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                str(Path(bound_process.__file__)),
-                str(os.getpid()),
-                *command.arguments,
+                *bound(*command.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -272,6 +255,20 @@ class Launcher:
         child.has_ended.set()
         if self._on_exit is not None and not child.is_restart:
             self._on_exit(child.exit)
+
+    async def _addresses(self, children: Sequence[_Child], deadline_s: float) -> dict[str, str]:
+        """The addresses of services that start, once all have announced themselves."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return {
+                    child.role: await self._announced_address(child, children) for child in children
+                }
+        except TimeoutError:
+            silent = [c for c in children if not c.announce.exists()]
+            names = ", ".join(f"{c.role} (pid {c.process.pid}, {c.log})" for c in silent)
+            raise LaunchError(
+                f"not ready after {deadline_s:.0f} s: {names}; see what the log says last"
+            ) from None
 
     async def _announced_address(self, child: _Child, children: Sequence[_Child]) -> str:
         """The address of one of several services that start; raises if any of them ends."""
@@ -319,12 +316,6 @@ class Launcher:
         if error is not None:
             self.close_grace_s = min(self.close_grace_s, QUICK_STOP_GRACE_S)
         await self.close()
-
-
-def _not_ready(children: Sequence[_Child], deadline_s: float) -> LaunchError:
-    silent = [c for c in children if not c.announce.exists()]
-    names = ", ".join(f"{c.role} (pid {c.process.pid}, {c.log})" for c in silent)
-    return LaunchError(f"not ready after {deadline_s:.0f} s: {names}; see what the log says last")
 
 
 def last_lines(log: Path, num_lines: int = _TAIL_LINES) -> tuple[str, ...]:
