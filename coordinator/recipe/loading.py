@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ def _from_text(text: str, source: str) -> _Layer:
             f"{source}: a recipe is a YAML mapping with the sections {', '.join(_SECTIONS)}, "
             f"this is {_kind(tree)}"
         )
-    return tree, dict.fromkeys(_leaves(tree), source)
+    return tree, {where: source for where, _ in leaves(tree)}
 
 
 def _neighbours(path: Path) -> str:
@@ -310,12 +310,13 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _leaves(tree: Any, where: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
+def leaves(tree: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values in a tree that have no fields of their own, each with its path."""
     if not isinstance(tree, dict) or not tree:
-        yield where
+        yield where, tree
         return
     for key, value in tree.items():
-        yield from _leaves(value, (*where, str(key)))
+        yield from leaves(value, (*where, str(key)))
 
 
 def _kind(value: Any) -> str:

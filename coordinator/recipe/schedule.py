@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rolemesh.coordinator.recipe.algorithms import SampledSpec
 from rolemesh.engine.specs import Spec
 
 
@@ -98,3 +99,86 @@ class ScheduleSpec(Spec):
     sampler: SamplerSpec = SyncSamplerSpec()
     """When a step's trajectories are sampled: before it, or while others train."""
     updater: UpdaterSpec = UpdaterSpec()
+
+
+def check_schedule(recipe: Any) -> None:
+    """Checks the section with all others.
+
+    Raises:
+        ValueError: A setting has no effect, or cannot be run with; names field and value.
+    """
+    sampler = recipe.schedule.sampler
+    if isinstance(sampler, OneStepAheadSpec | AsyncSamplerSpec):
+        if recipe.rollout is None:
+            raise ValueError(
+                f"schedule.sampler.type is {sampler.type!r}, which samples while the actor "
+                "trains, but there is no rollout section: add one, or set the type to 'sync'"
+            )
+        mates = next(p.roles for p in recipe.pools.values() if "rollout" in p.roles)
+        if len(mates) > 1:
+            raise ValueError(
+                f"schedule.sampler.type is {sampler.type!r}, but the rollout role shares its "
+                f"pool with {', '.join(r for r in mates if r != 'rollout')}: give it a pool "
+                "of its own"
+            )
+        if not isinstance(recipe.algorithm, SampledSpec) or recipe.algorithm.chooses_prompts:
+            raise ValueError(
+                f"schedule.sampler.type is {sampler.type!r}, which algorithm "
+                f"{recipe.algorithm.type!r} cannot be run with: set the type to 'sync'"
+            )
+    _check_sampler(recipe)
+    if sampler.weights == "nccl":
+        _check_exchanges(recipe)
+
+
+def _check_sampler(recipe: Any) -> None:
+    """Numbers of the sampler that are given have to have an effect, and one that works."""
+    sampler, num_prompts = recipe.schedule.sampler, recipe.run.prompts_per_step
+    sampling = recipe.sampling
+    for name, given in (
+        ("batch_size", sampler.batch_size is not None),
+        ("block_rows", sampler.block_rows > 0),
+    ):
+        if given and sampling is None:
+            raise ValueError(
+                f"schedule.sampler.{name} is given, but algorithm {recipe.algorithm.type!r} "
+                "samples nothing: leave it out"
+            )
+    if sampling is not None and sampler.block_rows % sampling.samples_per_prompt:
+        raise ValueError(
+            f"schedule.sampler.block_rows is {sampler.block_rows} and "
+            f"algorithm.sampling.samples_per_prompt is {sampling.samples_per_prompt}: give a "
+            "multiple, so that a block holds whole groups"
+        )
+    if sampler.batch_size is not None and sampler.batch_size > num_prompts:
+        raise ValueError(
+            f"schedule.sampler.batch_size is {sampler.batch_size}, but run.prompts_per_step is "
+            f"{num_prompts}: give at most that, or leave it out"
+        )
+
+
+def _check_exchanges(recipe: Any) -> None:
+    """Weights can go by exchanges where the actor and rollout services work side by side."""
+    given = "schedule.sampler.weights is 'nccl'"
+    if recipe.rollout is None or recipe.actor is None:
+        raise ValueError(
+            f"{given}, but there is no rollout section: the actor samples with its own "
+            "weights; add one, or leave weights out"
+        )
+    if recipe.sampling is None:
+        raise ValueError(
+            f"{given}, but algorithm {recipe.algorithm.type!r} samples nothing by itself: leave "
+            "weights out"
+        )
+    if any({"actor", "rollout"} <= set(pool.roles) for pool in recipe.pools.values()):
+        raise ValueError(
+            f"{given}, but the actor and the rollout role share a pool, so that they never "
+            "work at the same time: give the rollout role a pool of its own"
+        )
+    sampler, num_ranks = recipe.schedule.sampler, recipe.layout("rollout").world_size
+    if isinstance(sampler, AsyncSamplerSpec) and sampler.partial_rollouts and num_ranks > 1:
+        raise ValueError(
+            f"{given}, but rollout.layout has {num_ranks} ranks, which exchange activations by "
+            "NCCL while new weights come: set schedule.sampler.partial_rollouts to false, "
+            "give each rollout service one rank, or leave weights out"
+        )

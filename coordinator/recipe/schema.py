@@ -1,8 +1,8 @@
 """The recipe: everything that describes a run, in one validated tree.
 
 The sections of the roles are the engine's own specs, so that a service validates what it
-receives with the class that validated the recipe. Loading, overrides and suggestions are in
-`recipe_loading`.
+receives with the class that validated the recipe. Loading and overrides are in `loading`,
+suggestions in `errors`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from rolemesh.coordinator.recipe.plan_section import PlanSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.replicas import check_replicas
 from rolemesh.coordinator.recipe.run_section import RunSpec
-from rolemesh.coordinator.recipe.schedule import (
-    AsyncSamplerSpec,
-    OneStepAheadSpec,
-    ScheduleSpec,
-)
+from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.recipe.tuning import check_tuning
@@ -244,28 +240,7 @@ class Recipe(Spec):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        sampler = self.schedule.sampler
-        if isinstance(sampler, OneStepAheadSpec | AsyncSamplerSpec):
-            if self.rollout is None:
-                raise ValueError(
-                    f"schedule.sampler.type is {sampler.type!r}, which samples while the actor "
-                    "trains, but there is no rollout section: add one, or set the type to 'sync'"
-                )
-            mates = next(p.roles for p in self.pools.values() if "rollout" in p.roles)
-            if len(mates) > 1:
-                raise ValueError(
-                    f"schedule.sampler.type is {sampler.type!r}, but the rollout role shares its "
-                    f"pool with {', '.join(r for r in mates if r != 'rollout')}: give it a pool "
-                    "of its own"
-                )
-            if not isinstance(self.algorithm, SampledSpec) or self.algorithm.chooses_prompts:
-                raise ValueError(
-                    f"schedule.sampler.type is {sampler.type!r}, which algorithm "
-                    f"{self.algorithm.type!r} cannot be run with: set the type to 'sync'"
-                )
-        self._check_sampler()
-        if sampler.weights == "nccl":
-            self._check_exchanges()
+        check_schedule(self)
         check_replicas(self)
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
@@ -273,67 +248,13 @@ class Recipe(Spec):
                 "actor.rollout, e.g. {type: vllm}, or a rollout section for services of their own"
             )
         if self.rollout is not None and self.actor is not None:
-            self._check_same("data", self.rollout.data, self.actor.data)
-            self._check_same("environment", self.rollout.environment, self.actor.environment)
+            for field in ("data", "environment"):
+                if getattr(self.rollout, field) != getattr(self.actor, field):
+                    raise ValueError(
+                        f"rollout.{field} differs from actor.{field}: the rollout role samples the "
+                        "actor's prompts; give both the same"
+                    )
         return self
-
-    def _check_sampler(self) -> None:
-        """Numbers of the sampler that are given have to have an effect, and one that works."""
-        sampler, num_prompts = self.schedule.sampler, self.run.prompts_per_step
-        sampling = self.sampling
-        for name, given in (
-            ("batch_size", sampler.batch_size is not None),
-            ("block_rows", sampler.block_rows > 0),
-        ):
-            if given and sampling is None:
-                raise ValueError(
-                    f"schedule.sampler.{name} is given, but algorithm {self.algorithm.type!r} "
-                    "samples nothing: leave it out"
-                )
-        if sampling is not None and sampler.block_rows % sampling.samples_per_prompt:
-            raise ValueError(
-                f"schedule.sampler.block_rows is {sampler.block_rows} and "
-                f"algorithm.sampling.samples_per_prompt is {sampling.samples_per_prompt}: give a "
-                "multiple, so that a block holds whole groups"
-            )
-        if sampler.batch_size is not None and sampler.batch_size > num_prompts:
-            raise ValueError(
-                f"schedule.sampler.batch_size is {sampler.batch_size}, but run.prompts_per_step is "
-                f"{num_prompts}: give at most that, or leave it out"
-            )
-
-    def _check_exchanges(self) -> None:
-        """Weights can go by exchanges where the actor and rollout services work side by side."""
-        given = "schedule.sampler.weights is 'nccl'"
-        if self.rollout is None or self.actor is None:
-            raise ValueError(
-                f"{given}, but there is no rollout section: the actor samples with its own "
-                "weights; add one, or leave weights out"
-            )
-        if self.sampling is None:
-            raise ValueError(
-                f"{given}, but algorithm {self.algorithm.type!r} samples nothing by itself: leave "
-                "weights out"
-            )
-        if any({"actor", "rollout"} <= set(pool.roles) for pool in self.pools.values()):
-            raise ValueError(
-                f"{given}, but the actor and the rollout role share a pool, so that they never "
-                "work at the same time: give the rollout role a pool of its own"
-            )
-        sampler, num_ranks = self.schedule.sampler, self.layout("rollout").world_size
-        if isinstance(sampler, AsyncSamplerSpec) and sampler.partial_rollouts and num_ranks > 1:
-            raise ValueError(
-                f"{given}, but rollout.layout has {num_ranks} ranks, which exchange activations by "
-                "NCCL while new weights come: set schedule.sampler.partial_rollouts to false, "
-                "give each rollout service one rank, or leave weights out"
-            )
-
-    def _check_same(self, field: str, rollout: object, actor: object) -> None:
-        if rollout != actor:
-            raise ValueError(
-                f"rollout.{field} differs from actor.{field}: the rollout role samples the "
-                "actor's prompts; give both the same"
-            )
 
     def section(self, role: str) -> RoleSpec:
         """The role's section; raises ValueError when the recipe has none."""

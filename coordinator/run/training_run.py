@@ -44,6 +44,7 @@ from rolemesh.coordinator.run.reporting.wishes import Wishes
 from rolemesh.coordinator.run.results.metrics import MetricsWriter
 from rolemesh.coordinator.run.saving.progress import RunProgress
 from rolemesh.coordinator.run.saving.resume import reached
+from rolemesh.coordinator.run.services.launch import START_DEADLINE_S
 from rolemesh.coordinator.run.services.lost_services import LostServices, Restart
 from rolemesh.coordinator.run.services.registered import RegisteredServices
 from rolemesh.coordinator.run.services.watcher import WatchSettings
@@ -60,9 +61,6 @@ from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import DeadlineError
 from rolemesh.rpc.identity import Identity
-
-START_DEADLINE_S = 300.0
-"""Longest wait for a service to answer its first health check. It imports torch first."""
 
 LOSS_GRACE_S = 6.0
 """When a service does not answer a call, the launcher has this long to report the cause.

@@ -105,11 +105,10 @@ class RunSummary:
             "model_directory": str(self.model_directory) if self.model_directory else None,
         }
 
-    def write(self) -> Path:
+    def write(self) -> None:
         """Writes summary.json into the run's folder."""
-        path = self.directory / SUMMARY_FILE
-        write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
-        return path
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        write_atomically(self.directory / SUMMARY_FILE, text)
 
 
 def told_steps(planned_s: float, measured_s: float | None) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.loading import leaves, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.saving.checkpoints import committed_steps, read_marker
 from rolemesh.coordinator.run.saving.progress import RunProgress
@@ -130,7 +130,7 @@ def differences(*recipes: Mapping[str, Any]) -> dict[str, list[Any]]:
     Args:
         recipes: As plain JSON values. A field that a recipe lacks counts as None.
     """
-    flat = [dict(_leaves(one)) for one in recipes]
+    flat = [{".".join(where): value for where, value in leaves(one)} for one in recipes]
     found = {name: [one.get(name) for one in flat] for name in sorted(set().union(*flat))}
     return {
         name: values
@@ -141,14 +141,6 @@ def differences(*recipes: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 def _is_changeable(name: str) -> bool:
     return any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE)
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
 
 
 async def reached(

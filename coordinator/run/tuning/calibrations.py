@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rolemesh.coordinator.mapping.calibration.calibration import (
@@ -13,26 +13,18 @@ from rolemesh.coordinator.mapping.calibration.calibration import (
 )
 
 
-def default_place(device: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """The file of a kind of device, which `calibrate` writes and `plan` looks for.
-
-    Args:
-        device: Its name.
-        environment: Of this process; XDG_STATE_HOME says where a user's own files are.
-    """
-    home = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+def default_place(device: str) -> Path:
+    """The file of a kind of device by its name, which `calibrate` writes and `plan` looks for."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(home) / "rolemesh" / f"calibration-{device}.json"
 
 
-def calibrations_for(
-    devices: Sequence[str], files: Sequence[Path], environment: Mapping[str, str] = os.environ
-) -> dict[str, Calibration]:
+def calibrations_for(devices: Sequence[str], files: Sequence[Path]) -> dict[str, Calibration]:
     """The calibration of each kind of device, by name; kinds without one are left out.
 
     Args:
         devices: Names of the kinds of a plan.
         files: That are given; the others are looked for in their default places.
-        environment: Of this process.
 
     Raises:
         CalibrationError: A file cannot be read, or is of a device that the plan does not have, or
@@ -50,7 +42,7 @@ def calibrations_for(
             raise CalibrationError(f"{file} is a second calibration of {one.device}: give one")
         found[one.device] = one
     for device in devices:
-        place = default_place(device, environment)
+        place = default_place(device)
         if device not in found and place.is_file():
             found[device] = read_calibration(place)
     return found
