@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
-from rolemesh.coordinator.recipe.trackers import (
-    CustomTrackerSpec,
-    MlflowSpec,
-    SwanlabSpec,
-    TrackerSpec,
-    TrackioSpec,
-    WandbSpec,
-)
+from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec, TrackerSpec
 from rolemesh.coordinator.trackers.to_mlflow import MlflowTracker
 from rolemesh.coordinator.trackers.to_packages import (
     SwanlabTracker,
@@ -25,6 +18,14 @@ from rolemesh.engine.user_code import load_offered
 
 ENTRY_POINTS = "rolemesh.trackers"
 """Group of entry points under which other packages offer trackers."""
+
+_TRACKERS: Mapping[str, Callable[[Any], Tracker]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+    "swanlab": SwanlabTracker,
+}
+"""By `type` of the section."""
 
 _DISTRIBUTIONS = {
     "wandb": ("wandb",),
@@ -60,17 +61,9 @@ def make_tracker(spec: TrackerSpec) -> Tracker:
     Raises:
         ValueError: There is no such class.
     """
-    match spec:
-        case WandbSpec():
-            return WandbTracker(spec)
-        case MlflowSpec():
-            return MlflowTracker(spec)
-        case TrackioSpec():
-            return TrackioTracker(spec)
-        case SwanlabSpec():
-            return SwanlabTracker(spec)
-    made = _custom_class(spec, "tracker")(**spec.options)
-    return cast(Tracker, made)
+    if isinstance(spec, CustomTrackerSpec):
+        return cast(Tracker, _custom_class(spec, "tracker")(**spec.options))
+    return _TRACKERS[spec.type](spec)
 
 
 def _is_installed(distribution: str) -> bool:

@@ -165,7 +165,7 @@ def _read_status(directory: Path) -> RunStatus:
     state, failure = "lost", ""
     services: dict[str, str] = {}
     recoveries, activity = 0, ""
-    step, num_steps = int(metrics.get("step", 0)), _planned_steps(directory)
+    step, config = int(metrics.get("step", 0)), read_config(directory)
     summary = directory / SUMMARY_FILE
     if summary.is_file():
         told = read_json(summary)
@@ -187,7 +187,7 @@ def _read_status(directory: Path) -> RunStatus:
         directory=str(directory),
         state=state,
         step=step,
-        num_steps=num_steps,
+        num_steps=int(config["run"]["steps"]) if config else None,
         changed_at=changed_at(directory),
         metrics=metrics,
         failure=failure,
@@ -258,11 +258,6 @@ def read_config(directory: Path) -> dict[str, Any]:
 def told_damage(error: Exception) -> str:
     """One of UNREADABLE in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _planned_steps(directory: Path) -> int | None:
-    config = read_config(directory)
-    return int(config["run"]["steps"]) if config else None
 
 
 def print_status(console: Console, known: Sequence[RunStatus]) -> None:

@@ -18,14 +18,14 @@ from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.state.errors import RunExistsError
 from rolemesh.coordinator.state.store import RunRecord, RunState, StateStore
+from rolemesh.coordinator.trackers.files import METRICS_FILE
 from rolemesh.v1 import coordinator_pb2
 
 SUMMARY_FILE = "summary.json"
 """In a run's folder: how it ended."""
 
-_METRICS_FILE = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
-_OCCUPIED_NAMES = (_METRICS_FILE, SUMMARY_FILE, _CHECKPOINTS)
+_OCCUPIED_NAMES = (METRICS_FILE, SUMMARY_FILE, _CHECKPOINTS)
 
 
 def make_run_id(name: str) -> str:
@@ -51,7 +51,7 @@ def check_directory_is_free(directory: Path) -> None:
 def clear_failed_start(directory: Path) -> None:
     """Removes what says of a folder that it holds a run, where that run ended without a step."""
     if _ended_without_a_step(directory):
-        for name in (SUMMARY_FILE, _METRICS_FILE):
+        for name in (SUMMARY_FILE, METRICS_FILE):
             (directory / name).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             (directory / _CHECKPOINTS).rmdir()

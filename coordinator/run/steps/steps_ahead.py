@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.dataflow.role_calls import (
@@ -78,10 +77,6 @@ class StepsAhead:
     def made(self, step: int) -> None:
         """Told that a step counts."""
         del self._prompts[step]
-
-    def running(self, service: str) -> list[Node]:
-        """Calls of a service that are in flight, of steps that are not handed out yet."""
-        return [node for dataflow in self.begun for node in dataflow.running(service)]
 
     @property
     def begun(self) -> list[StepGraph]:

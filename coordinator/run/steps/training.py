@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import start_step
 from rolemesh.coordinator.api.messages import to_state
@@ -121,8 +120,7 @@ class TrainingLoop(RunLoop):
         After a wish to stop, the step in progress is the last one. The run is then saved and
         exported, but not evaluated.
         """
-        have = self._data_facts.get(HELD_OUT_FACT)
-        self._held_out.check(None if have is None else int(have))
+        self._held_out.check(self._number_of(HELD_OUT_FACT))
         await self._enter(RunState.RUNNING)
         if self.step == 0:
             self._caution()
@@ -197,7 +195,8 @@ class TrainingLoop(RunLoop):
                 await self.parts.writer.write_before(progress.before.scalars())
 
     async def _enter(self, state: RunState) -> None:
-        await self._update_record(state=state)
+        journal = self._journal
+        await self.parts.store.update_run(journal.run_id, epoch=journal.epoch, state=state)
         self.parts.events.state(to_state(state))
         await self.parts.events.flush()
 
@@ -220,17 +219,21 @@ class TrainingLoop(RunLoop):
         if not self.wishes.is_stop_wanted:
             await self._enter(RunState.RUNNING)
 
+    @property
+    def _dataflows(self) -> list[StepGraph]:
+        """Of the newest step, then of those that are begun ahead of it."""
+        newest = [] if self.dataflow is None else [self.dataflow]
+        return [*newest, *self._ahead.begun]
+
     def running(self, service: str) -> list[Node]:
         """Calls of a service that are in flight: of the newest step, then of those ahead of it."""
-        newest = [] if self.dataflow is None else self.dataflow.running(service)
-        return [*newest, *self._ahead.running(service)]
+        return [node for dataflow in self._dataflows for node in dataflow.running(service)]
 
     def lost(self, service: str) -> None:
         """Told that a service is replaced: what it has answered has to be asked for again."""
         if self.parts.tuning is not None:
             self.parts.tuning.disturbed(self.step + 1)
-        newest = [] if self.dataflow is None else [self.dataflow]
-        for dataflow in (*newest, *self._ahead.begun):
+        for dataflow in self._dataflows:
             dataflow.lost(service)
 
     def left(self, service: str) -> None:
@@ -254,11 +257,11 @@ class TrainingLoop(RunLoop):
         """Gives the new process of a lost service what the lost one had beside its models."""
         await self._sampler.bring_again(new, on_phase)
 
-    @property
-    def _data_facts(self) -> Mapping[str, str]:
-        """Facts of the role that reads the data."""
+    def _number_of(self, fact: str) -> int | None:
+        """A number that the role which reads the data has told; None where it has not."""
         role = "actor" if "actor" in self._mesh.connections else "reward"
-        return self._mesh.facts.get(role, {})
+        told = self._mesh.facts.get(role, {}).get(fact)
+        return None if told is None else int(told)
 
     @property
     def _is_made(self) -> bool:
@@ -267,8 +270,7 @@ class TrainingLoop(RunLoop):
 
     def _caution(self) -> None:
         """Tells of settings that seldom mean what they do."""
-        sizes = (self._data_facts.get(name) for name in (TRAIN_FACT, HELD_OUT_FACT))
-        train, held_out = (None if size is None else int(size) for size in sizes)
+        train, held_out = self._number_of(TRAIN_FACT), self._number_of(HELD_OUT_FACT)
         for caution in cautions(self._recipe, train, held_out):
             self.parts.observer.on_event(f"caution: {caution.text}; {caution.remedy}")
 
@@ -426,8 +428,3 @@ class TrainingLoop(RunLoop):
                 on_phase=self.parts.observer.on_phase,
             )
         self.model_directory = target
-
-    async def _update_record(self, **changes: Any) -> None:
-        await self.parts.store.update_run(
-            self._journal.run_id, epoch=self._journal.epoch, **changes
-        )
