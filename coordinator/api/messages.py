@@ -29,6 +29,11 @@ def to_seconds(timestamp: timestamp_pb2.Timestamp) -> float:
     return timestamp.seconds + timestamp.nanos * 1e-9
 
 
+def to_state(state: RunState) -> coordinator_pb2.RunState.ValueType:
+    """A state as the protos number it."""
+    return _STATES[state]
+
+
 def _shown_state(record: RunRecord) -> coordinator_pb2.RunState.ValueType:
     """The state with a wish that is not fulfilled yet; one to stop goes before one to pause."""
     if record.stop_requested and not record.state.is_final:

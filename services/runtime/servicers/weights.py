@@ -37,7 +37,7 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers all methods; FetchWeights by hand, since it writes its own bytes."""
         handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-            self.fetch_weights,
+            self.FetchWeights,
             request_deserializer=weights_pb2.FetchWeightsRequest.FromString,
             response_serializer=None,
         )
@@ -132,10 +132,10 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
         self._role.published.put(run_id, publication)
         return publication
 
-    async def fetch_weights(
+    async def FetchWeights(  # type: ignore[override]
         self, request: weights_pb2.FetchWeightsRequest, context: object
     ) -> AsyncIterator[bytes]:
-        """FetchWeights in messages that are serialized already, without protobuf's copies."""
+        """See weights.proto; in messages that are serialized already, without protobuf's copies."""
         publication = self._role.published.get(request.run_id, request.policy_version)
         async for message in answer_fetch(publication, request, self._runtime.host_id):
             yield message
