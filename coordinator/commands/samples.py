@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rolemesh.coordinator.commands.terminal.console import JsonConsole
-from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail, refuse
+from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.commands.terminal.options import Json, RunArgument
 from rolemesh.coordinator.run.folders import folder as run_files
 from rolemesh.coordinator.run.results.samples_file import KeptSample, read_samples
@@ -35,7 +35,7 @@ def samples(
 ) -> None:
     """Shows completions of a run: of the newest step, or the best or worst of all steps."""
     if best and worst:
-        refuse("--best and --worst: give one of them")
+        fail("--best and --worst: give one of them", EXIT_BAD_INPUT, as_json=as_json)
     try:
         found = run_files.newest_run() if directory is None else directory
         if not run_files.is_run(found):
@@ -45,7 +45,7 @@ def samples(
         fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     chosen = _of_step(kept, step, is_ordered=best or worst)
     if not chosen:
-        refuse(_none(found, kept, step))
+        fail(_none(found, kept, step), EXIT_BAD_INPUT, as_json=as_json)
     if best or worst:
         chosen = sorted(
             (one for one in chosen if one.reward is not None),

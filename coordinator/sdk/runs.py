@@ -157,6 +157,9 @@ class DataflowNode:
     after: tuple[str, ...]
     """Names of the calls whose results it needs."""
     policy_version: int | None
+    pulled_bytes: Mapping[str, int]
+    """num_bytes by the way that they took, e.g. "shm", "grpc", or "grpc_4" over four connections.
+    """
 
 
 @dataclass(frozen=True, slots=True)

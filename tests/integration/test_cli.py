@@ -414,3 +414,13 @@ async def test_commands_on_no_run_say_so(tmp_path: Path) -> None:
         assert code == 2
         assert errors.startswith("error: ")
         assert "run" in errors
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["samples"], ["samples", "--best", "--worst"]])
+async def test_what_reads_json_is_told_of_a_failure_in_json(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    code, output, errors = await rolemesh(*arguments, "--json", folder=tmp_path)
+    told = json.loads(output)
+    assert (told["type"], told["exit_code"], code) == ("error", 2, 2)
+    assert errors == f"error: {told['text']}\n"

@@ -118,13 +118,23 @@ def unfinished_run(name: str, directory: Path | None) -> Path | None:
     Args:
         name: Of the run, in its recipe.
         directory: The one folder to look at; None: all in runs/.
+
+    Raises:
+        NoRunError: A folder is damaged, and may hold the run that is to go on.
     """
     folders = [directory] if directory is not None else list(RUNS_FOLDER.glob("*/"))
     found = [folder for folder in folders if holds_run(folder)]
     for folder in sorted(found, key=changed_at, reverse=True):
-        if read_config(folder)["run"]["name"] == name:
-            summary = read_json(folder / SUMMARY_FILE)
-            return None if summary and summary["state"] == "succeeded" else folder
+        try:
+            if read_config(folder)["run"]["name"] == name:
+                summary = read_json(folder / SUMMARY_FILE)
+                return None if summary and summary["state"] == "succeeded" else folder
+        except UNREADABLE as error:
+            raise NoRunError(
+                f"{folder} cannot be read, and may hold the run {name!r} that is to go on "
+                f"({told_damage(error)}): repair the file, move the folder away, or name the "
+                "folder of the run with --out"
+            ) from error
     return None
 
 

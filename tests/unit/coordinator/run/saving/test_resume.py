@@ -175,6 +175,20 @@ def test_a_run_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         run_of_id("third")
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("config.yaml", "run: ["), ("config.yaml", "{}"), ("summary.json", "[1]")],
+)
+def test_a_damaged_folder_is_named_where_the_run_to_go_on_with_is_looked_for(
+    file: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_run(tmp_path / "runs" / "mine")
+    (folder / file).write_text(text)
+    with pytest.raises(NoRunError, match=r"runs/mine cannot be read, .* name the folder .* --out"):
+        unfinished_run(fake_recipe().run.name, None)
+
+
 def test_only_a_run_that_has_not_succeeded_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
