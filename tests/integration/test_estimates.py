@@ -25,7 +25,7 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import GrpoSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, NotFoundError
-from rolemesh.rpc.references import TOKENS, group_with, row_tokens
+from rolemesh.rpc.references import TOKENS, by_group, row_tokens
 from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.services.runtime.service_server import ServiceServer
@@ -290,7 +290,8 @@ async def test_kept_groups_keep_all_columns_in_their_order(mesh: Mesh) -> None:
     assert_same(await mesh.pull(result.experience, names), (early | late).select(kept))
     assert result.experience.num_rows == 4
     assert row_tokens(result.experience) == [5, 4, 6, 5]
-    group = result.experience.groups[group_with(result.experience, TOKENS)]
+    (place,) = by_group(result.experience, [TOKENS])
+    group = result.experience.groups[place]
     assert [column.name for column in group.columns] == names
     assert dict(result.report.metrics) == {
         "selection/groups": 3,
