@@ -34,6 +34,7 @@ _BY_SECTION: Mapping[str, str] = {
     "OneStepAheadSpec.batch_size": "prompts",
     "AsyncSamplerSpec.batch_size": "prompts",
     "MixedSourceSpec.weight": "share",
+    "PpoValueLossSpec.clip": "reward",
     "VllmSpec.max_model_len": "tokens",
     "HfSpec.max_model_len": "tokens",
 }
@@ -48,7 +49,6 @@ _BY_NAME: Mapping[str, str] = {
     "breaker_failures": "failures",
     "buffer": "tokens",
     "centering": "factor",
-    "clip": "reward",
     "clip_high": "ratio",
     "clip_low": "ratio",
     "coefficient": "factor",

@@ -153,6 +153,9 @@ def _check_token_is_safe(url: str) -> None:
         )
 
 
+# --- members ----------------------------------------------------------------------------------
+
+
 class OpenRlhfRewardSpec(EndpointRewardSpec):
     """A server of OpenRLHF's remote reward form: POST {query, prompts, labels} -> {rewards}."""
 
@@ -213,9 +216,6 @@ class JudgeRewardSpec(EndpointRewardSpec):
                 f"minimum and maximum are both {self.minimum}: the score needs room between them"
             )
         return self
-
-
-# --- members: gRPC, KServe, Python ------------------------------------------------------------
 
 
 class GrpcRewardSpec(EndpointRewardSpec):

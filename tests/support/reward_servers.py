@@ -24,7 +24,9 @@ def score(completion: str) -> float:
 
 
 class RewardServer:
-    """A server that speaks every protocol, each call counted; `faults` come first, None being none.
+    """A server of the forms that post JSON, each call counted; `faults` come first, None is none.
+
+    Faults that answer with numbers do so in OpenRLHF's form.
 
     Example: `faults=[503, "nan"]` answers the first call with 503 and the second with NaN.
     """

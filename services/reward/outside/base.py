@@ -165,7 +165,11 @@ class RewardClient(ABC):
 
     @abstractmethod
     def sent(self, row: RewardRow) -> bytes:
-        """The bytes that are sent for a row. They decide its reward: the key of the cache."""
+        """All that is sent of a row, as bytes of about that length.
+
+        Equal bytes mean an equal reward: they are the key of the cache and of the answers that are
+        kept. The length decides how many rows a request holds.
+        """
 
     @abstractmethod
     async def close(self) -> None:

@@ -491,26 +491,19 @@ async def test_numbers_out_of_range_are_refused(operations: StoreOperations) -> 
 
 
 async def test_every_operation_names_an_unknown_run(operations: StoreOperations) -> None:
-    calls: tuple[Awaitable[object], ...] = (
-        operations.get_run("ghost"),
-        operations.stop_run("ghost"),
-        operations.pause_run("ghost"),
-        operations.resume_run("ghost"),
-        operations.checkpoint_run("ghost", "1"),
-        operations.attach_run("ghost"),
-        operations.log_step("ghost", 1, 1, {"loss": 0.5}),
-        events_of(operations, "ghost"),
-        operations.get_metrics("ghost"),
-        operations.get_dataflow("ghost"),
-        operations.list_samples("ghost"),
-        operations.get_device_use("ghost"),
-        operations.list_alerts("ghost"),
-        operations.read_log("ghost", "actor"),
-    )
-    for call in calls:
+    more: dict[str, tuple[Any, ...]] = {
+        "checkpoint_run": ("1",),
+        "log_step": (1, 1, {"loss": 0.5}),
+        "read_log": ("actor",),
+    }
+    of_run = [method for method in METHODS if "run_id" in method.input_type.fields_by_name]
+    for name in {operation_of(method) for method in of_run} - {"create_run", "watch_run"}:
         with pytest.raises(RolemeshError, match="'ghost'") as missing:
-            await call
-        assert missing.value.reason == "RUN_NOT_FOUND"
+            await getattr(operations, name)("ghost", *more.get(name, ()))
+        assert missing.value.reason == "RUN_NOT_FOUND", name
+    with pytest.raises(RolemeshError, match="'ghost'") as missing:
+        await events_of(operations, "ghost")
+    assert missing.value.reason == "RUN_NOT_FOUND"
 
 
 async def test_a_coordinator_of_one_run_creates_none(operations: StoreOperations) -> None:
