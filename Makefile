@@ -190,8 +190,9 @@ lint: tools ## form, rules, import directions, contracts
 	$(BIN)/buf lint protos
 	$(BIN)/buf format --diff --exit-code protos
 
-type: tools ## mypy --strict
+type: tools ## mypy --strict, and the tests that run nowhere here
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests/gpu tests/benchmarks tests/containers
 
 $(GENERATOR_INSTALLED):
 	"$(BASE_PYTHON)" -m venv $(GENERATOR)

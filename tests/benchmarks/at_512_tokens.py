@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -72,7 +72,7 @@ class Step:
         *,
         head: bool = False,
         advantages: bool = False,
-        recompute: str = "none",
+        recompute: Literal["none", "selective", "full"] = "none",
         kernels: str = "torch",
     ) -> None:
         os.environ[KERNELS_VARIABLE] = kernels
@@ -99,6 +99,7 @@ class Step:
     def run(self) -> float:
         """Adds the gradients; returns the loss."""
         column = self.batch["values"]
+        assert column.offsets is not None
         rewards = torch.zeros_like(column.values)
         rewards[column.offsets[1:] - 1] = 1.0
         mask = torch.ones_like(rewards, dtype=torch.bool)

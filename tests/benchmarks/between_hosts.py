@@ -373,8 +373,8 @@ def main() -> None:
     }
     line["one_host"] = within_one_host(arguments)
     if are_apart() and Path("/dev/net/tun").exists():
-        links = [tuple(map(float, link.split(":"))) for link in arguments.links]
-        line["links"] = [over_link(*link, arguments) for link in links]
+        links = [link.split(":") for link in arguments.links]
+        line["links"] = [over_link(float(rate), float(trip), arguments) for rate, trip in links]
     else:
         line["skipped"] = "this user can make no network namespaces, or there is no /dev/net/tun"
     print(json.dumps(line))

@@ -51,7 +51,7 @@ def compression(megabytes: int) -> dict[str, Any]:
     assert torch.equal(narrow.long(), tokens)
     back = time.perf_counter()
     found["tokens_as_int32"] = summary(
-        memoryview(tokens.numpy()).cast("B"), narrow.nbytes, there - started, back - there
+        tokens.numpy().data.cast("B"), narrow.nbytes, there - started, back - there
     )
     return found
 

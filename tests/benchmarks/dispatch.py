@@ -45,7 +45,7 @@ import psutil
 
 from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.connection import RoleConnection
-from rolemesh.coordinator.dataflow.futures import NodeKind
+from rolemesh.coordinator.dataflow.futures import ExperienceFuture, NodeKind
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
@@ -189,7 +189,7 @@ async def load(
     """Processor's time at which each call came to its end, the root call's first."""
     context = StepContext(
         step=step,
-        algorithm=None,
+        algorithm=None,  # type: ignore[arg-type]
         dataflow=dataflow,
         journal=journal,
         connections=dict.fromkeys(names, shared),
@@ -207,7 +207,7 @@ async def load(
             return result
 
         part = calls.node(NodeKind.INFER, "compute_values", call, reads, ("values",))
-        return dataflow.experience(part)
+        return ExperienceFuture(dataflow, (part,))
 
     async with dataflow:
         root = node(names[0], None)
@@ -311,7 +311,7 @@ async def traffic(address: str, calls_a_step: int) -> dict[str, Any]:
             dataflow = StepGraph(step, pools)
             context = StepContext(
                 step=step,
-                algorithm=None,
+                algorithm=None,  # type: ignore[arg-type]
                 dataflow=dataflow,
                 journal=record,
                 connections={"toy": connection},
@@ -327,7 +327,7 @@ async def traffic(address: str, calls_a_step: int) -> dict[str, Any]:
                 last = None
                 for _ in range(calls_a_step):
                     part = calls.node(NodeKind.INFER, "compute_values", call, last, ("tokens",))
-                    last = dataflow.experience(part)
+                    last = ExperienceFuture(dataflow, (part,))
             tokens = sum(made.num_tokens for made in dataflow.nodes)
             await connection.client.release("run", record.epoch, through_step=step)
         gc.collect()

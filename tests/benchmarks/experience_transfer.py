@@ -103,7 +103,8 @@ async def produce(mebibytes: int, identity: Path) -> None:
     ours, generated = grpc.aio.server(options=SERVER_OPTIONS), grpc.aio.server()
     ExperienceServicer(shared, OperationLedger(), HOST_ID).add_to(ours)
     experience_pb2_grpc.add_ExperienceServiceServicer_to_server(
-        GeneratedServicer(held.experience), generated
+        GeneratedServicer(held.experience),  # type: ignore[abstract]
+        generated,
     )
     ports = [server.add_insecure_port("127.0.0.1:0") for server in (ours, generated)]
     ports.append(ours.add_secure_port("127.0.0.1:0", server_credentials(identity)))

@@ -154,11 +154,14 @@ def constants(trainer: Trainer, repetitions: int, vocab: int) -> dict[str, float
     batch = rows_of(rows, rows, 2, 128, vocab)
     always = replace(model.sharing, margin=float("inf"))
     found = {}
+
+    def there_and_back() -> None:
+        forward_backward(trainer, batch, LOSS)
+        trainer.drop_gradients()
+
     for name, cost in (("shared", always), ("padded", None)):
         model.sharing = cost
-        found[name] = seconds_of(
-            lambda: (forward_backward(trainer, batch, LOSS), trainer.drop_gradients()), repetitions
-        )
+        found[name] = seconds_of(there_and_back, repetitions)
     tokens = {"shared": 2 + sum(batch["loss_mask"].lengths().tolist())}
     tokens["padded"] = rows * int(batch["tokens"].lengths().max())
     a_token = {name: seconds / tokens[name] for name, seconds in found.items()}

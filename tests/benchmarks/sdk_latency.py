@@ -75,6 +75,7 @@ class Direct:
             sampling,
             self.step,
             no_progress,
+            lineage=0,
             only=range(len(PROMPTS)),
         )
 

@@ -99,7 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     # The rule under test must not decide.
     cpu_threads.LEAST_SHARED_PRODUCT = 0
-    measured = []
+    measured: list[dict[str, Any]] = []
     for width in map(int, options.widths.split(",")):
         with tempfile.TemporaryDirectory() as name:
             folder = write_tiny_llama(

@@ -82,7 +82,7 @@ def write_shape(folder: Path, name: str) -> Path:
     )
     torch.manual_seed(0)
     with torch.device("cuda", 0):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     tiny_tokenizer(VOCAB_SIZE).save_pretrained(folder)
     del model

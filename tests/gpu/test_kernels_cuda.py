@@ -3,6 +3,7 @@
 # What the machine lacks is a reason to skip, and that must be known before the imports.
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,4 +81,4 @@ def test_flex_attention_of_shared_prompts_is_that_of_rectangles(completions):
         assert flex_serves(torch.device(CUDA))
     # Two numbers of tokens a group: the second is another shape for what was compiled.
     for group in (2, len(completions)):
-        assert_both_agree(lambda group=group: attended(CUDA, group, 150, completions), 2e-3)
+        assert_both_agree(partial(attended, CUDA, group, 150, completions), 2e-3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ SLACK = 1 << 30
 GREEDY = SamplingSpec(greedy=True, max_new_tokens=16)
 
 
+def greedy_tokens(backend: VllmBackend) -> dict[int, Sequence[int]]:
+    """Completions of a few prompts by row."""
+    made = backend.generate(make_requests(6), GREEDY)
+    return {trajectory.row: trajectory.completion_tokens for trajectory in made}
+
+
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 def test_an_engine_sleeps_takes_weights_wakes_and_makes_room_for_the_next(
     tmp_path: Path, enforce_eager: bool
@@ -53,7 +60,7 @@ def test_an_engine_sleeps_takes_weights_wakes_and_makes_room_for_the_next(
     for _ in range(2):
         backend = VllmBackend(spec, folder, device=DEVICE)
         backend.update_weights(weights, 0)
-        first = {row.row: row.tokens for row in backend.generate(make_requests(6), GREEDY)}
+        first = greedy_tokens(backend)
         awake = free_bytes(DEVICE)
         freed = backend.sleep()
         # Most of the share that the spec gave it.
@@ -64,7 +71,7 @@ def test_an_engine_sleeps_takes_weights_wakes_and_makes_room_for_the_next(
         woken = backend.wake()
         assert woken < freed
         backend.update_weights(weights, 1)
-        again = {row.row: row.tokens for row in backend.generate(make_requests(6), GREEDY)}
+        again = greedy_tokens(backend)
         assert again == first
         # Asleep, as a run leaves it whose actor trained last.
         backend.sleep()

@@ -36,7 +36,7 @@ OUR_PRECISIONS = ("float32", "bfloat16", "fast")
 """Types of products with exact numerics, and fast numerics, which are bfloat16."""
 PEER_PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
 
-TINY = {"num_layers": 5, "hidden_size": 128}
+TINY: dict[str, Any] = {"num_layers": 5, "hidden_size": 128}
 """A random Llama of 804,224 parameters."""
 
 _SETS_THREADS = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_PRELOAD", "PYTHONPATH", "TORCH_NUM_THREADS")
