@@ -134,15 +134,19 @@ class RedisStateStore(StateStore):
 
     async def list_services(self) -> list[ServiceLease]:
         """Services whose lease holds."""
-        names = sorted(await self._link.command("SMEMBERS", f"{_PREFIX}:services"))
-        leases = []
-        for name in names:
-            value = await self._link.command("GET", f"{_PREFIX}:service:{name.decode()}")
-            if value is None:
-                await self._link.command("SREM", f"{_PREFIX}:services", name)
-            else:
-                leases.append(ServiceLease(**json.loads(value)))
-        return leases
+        kept, ended = await self._leased(f"{_PREFIX}:services", f"{_PREFIX}:service:")
+        if ended:
+            await self._link.command("SREM", f"{_PREFIX}:services", *ended)
+        return [ServiceLease(**json.loads(value)) for value in kept]
+
+    async def _leased(self, names_key: str, prefix: str) -> tuple[list[bytes], list[bytes]]:
+        """Values of the names in a set whose lease holds, in order; and the names of the others."""
+        names = sorted(await self._link.command("SMEMBERS", names_key))
+        # At once: one after the other, a thousand services would take a thousand round trips.
+        keys = [prefix + name.decode() for name in names]
+        values = await self._link.command("MGET", *keys) if keys else []
+        ended = [name for name, value in zip(names, values, strict=True) if value is None]
+        return [value for value in values if value is not None], ended
 
     async def enter(self, registration: Registration, ttl_s: float) -> Registration:
         """Gives a process its place."""
@@ -165,12 +169,8 @@ class RedisStateStore(StateStore):
 
     async def registrations(self, mesh: str) -> list[Registration]:
         """Those whose lease holds."""
-        found = []
-        for place in await self._link.command("SMEMBERS", _places_key(mesh)):
-            value = await self._link.command("GET", f"{_places_key(mesh)}:{place.decode()}")
-            if value is not None:
-                found.append(_registration(value))
-        return sorted(found, key=lambda one: (one.role, one.number))
+        kept, _ = await self._leased(_places_key(mesh), f"{_places_key(mesh)}:")
+        return sorted(map(_registration, kept), key=lambda one: (one.role, one.number))
 
     # --- runs ---
 
