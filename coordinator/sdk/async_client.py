@@ -151,27 +151,27 @@ class AsyncClient:
             recipe=text,
             overrides=overrides,
         )
-        return from_message(Run, (await self._call(self._stub.CreateRun, request)).run)
+        return Run.of((await self._call(self._stub.CreateRun, request)).run)
 
     async def get_run(self, run_id: str) -> Run:
         """A run as it is now."""
         answer = await self._call(self._stub.GetRun, pb.GetRunRequest(run_id=run_id))
-        return from_message(Run, answer.run)
+        return Run.of(answer.run)
 
     async def list_runs(self, page_size: int = 100) -> RunList:
         """The newest runs, newest first; at most 1000."""
         answer = await self._call(self._stub.ListRuns, pb.ListRunsRequest(page_size=page_size))
-        return RunList(from_message(Run, run) for run in answer.runs)
+        return RunList(Run.of(run) for run in answer.runs)
 
     async def stop_run(self, run_id: str) -> Run:
         """Asks it to end after the step in progress, with everything saved."""
         answer = await self._call(self._stub.StopRun, pb.StopRunRequest(run_id=run_id))
-        return from_message(Run, answer.run)
+        return Run.of(answer.run)
 
     async def pause_run(self, run_id: str) -> Run:
         """Asks it to make no further step until it is resumed."""
         answer = await self._call(self._stub.PauseRun, pb.PauseRunRequest(run_id=run_id))
-        return from_message(Run, answer.run)
+        return Run.of(answer.run)
 
     async def resume_run(self, run_id: str, *, overrides: Sequence[str] = ()) -> Run:
         """Takes the wish to pause back; starts a run that failed or was stopped from where it is.
@@ -181,12 +181,12 @@ class AsyncClient:
             overrides: Fields of a run that has ended to set besides, e.g. "run.steps=40".
         """
         request = pb.ResumeRunRequest(run_id=run_id, overrides=overrides)
-        return from_message(Run, (await self._call(self._stub.ResumeRun, request)).run)
+        return Run.of((await self._call(self._stub.ResumeRun, request)).run)
 
     async def checkpoint_run(self, run_id: str) -> Run:
         """Asks it to save a checkpoint after the step in progress; an event tells that it was."""
         request = pb.CheckpointRunRequest(run_id=run_id, request_id=uuid.uuid4().hex)
-        return from_message(Run, (await self._call(self._stub.CheckpointRun, request)).run)
+        return Run.of((await self._call(self._stub.CheckpointRun, request)).run)
 
     async def wait_run(self, run_id: str) -> Run:
         """Waits until a run has ended, however it ended; see Run.state and Run.failure."""
@@ -303,12 +303,12 @@ class AsyncClient:
     async def get_dataflow(self, run_id: str, step: int = 0) -> Dataflow:
         """The calls of a step; 0 for the step in progress, or else the newest."""
         request = pb.GetDataflowRequest(run_id=run_id, step=step)
-        return from_message(Dataflow, await self._call(self._stub.GetDataflow, request))
+        return Dataflow.of(await self._call(self._stub.GetDataflow, request))
 
     async def get_plan(self, run_id: str) -> RunPlan | None:
         """What was planned of a run, beside what its steps took; None: it was not planned."""
         answer = await self._call(self._stub.GetPlan, pb.GetPlanRequest(run_id=run_id))
-        return from_message(RunPlan, answer.plan) if answer.HasField("plan") else None
+        return RunPlan.of(answer.plan) if answer.HasField("plan") else None
 
     async def list_samples(self, run_id: str, step: int = 0) -> Samples:
         """Some trajectories of a step; 0 for the newest that has any."""
@@ -334,7 +334,7 @@ class AsyncClient:
     async def list_alerts(self, run_id: str) -> list[Alert]:
         """What deserves attention, the most pressing first."""
         answer = await self._call(self._stub.ListAlerts, pb.ListAlertsRequest(run_id=run_id))
-        return [from_message(Alert, alert) for alert in answer.alerts]
+        return [Alert.of(alert) for alert in answer.alerts]
 
     async def read_log(
         self, run_id: str, log: str = "coordinator", *, offset: int = 0, max_bytes: int = 0
@@ -369,7 +369,7 @@ class AsyncClient:
     async def list_services(self) -> list[RegisteredService]:
         """Services that the coordinator knows."""
         answer = await self._call(self._stub.ListServices, pb.ListServicesRequest())
-        return [from_message(RegisteredService, service) for service in answer.services]
+        return [RegisteredService.of(service) for service in answer.services]
 
     # --- what they share ---
 

@@ -6,12 +6,23 @@ import dataclasses
 import datetime
 import functools
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Self, TypeVar, get_args, get_type_hints
 
 from google.protobuf import timestamp_pb2
 from google.protobuf.message import Message
 
 Value = TypeVar("Value")
+
+
+class FromMessage:
+    """Base of a value that is read from one message."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        """From its message."""
+        return from_message(cls, message)
 
 
 def from_message(kind: type[Value], message: Message, **given: Any) -> Value:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rolemesh.coordinator.sdk.html import definition_list, table
-from rolemesh.coordinator.sdk.messages import from_message
+from rolemesh.coordinator.sdk.messages import FromMessage, from_message
 from rolemesh.v1 import coordinator_pb2
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -39,7 +39,7 @@ class RunState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(FromMessage):
     """A training run."""
 
     run_id: str
@@ -163,7 +163,7 @@ class DataflowNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Dataflow:
+class Dataflow(FromMessage):
     """The calls of a step."""
 
     step: int
@@ -215,7 +215,7 @@ class PlannedPool:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
+class RunPlan(FromMessage):
     """A predicted step beside the measured one: medians of its newest steps, but the first two."""
 
     step_s: float
@@ -343,7 +343,7 @@ class AlertLevel(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Alert:
+class Alert(FromMessage):
     """Something that deserves attention."""
 
     level: AlertLevel
@@ -367,7 +367,7 @@ class LogPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisteredService:
+class RegisteredService(FromMessage):
     """A service that the coordinator knows."""
 
     role: str

@@ -85,7 +85,7 @@ class ServiceCalls:
 
     async def capabilities(self) -> Capabilities:
         """What it can do."""
-        return from_message(Capabilities, await self._call(self._client.get_capabilities))
+        return Capabilities.of(await self._call(self._client.get_capabilities))
 
     async def status(self) -> Status:
         """How it is right now; also tells it that the run goes on."""

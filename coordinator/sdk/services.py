@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rolemesh.coordinator.sdk.messages import from_message
+from rolemesh.coordinator.sdk.messages import FromMessage, from_message
 from rolemesh.v1 import worker_pb2
 
 
@@ -63,7 +63,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class Capabilities(FromMessage):
     """What a service can do."""
 
     role: str

@@ -109,20 +109,20 @@ class WeightCalls(ServiceCalls):
         It outlives the process. Two cuts are kept: of an even step and of an odd one.
         """
         key = self._new_key("save_cut")
-        return from_message(Cut, await self._call(self._client.save_cut, key), step=key.step)
+        return Cut.of(key.step, await self._call(self._client.save_cut, key))
 
     async def restore_cut(self, step: int) -> Cut:
         """Puts the cut of a step back, also in a new process; cuts of later steps are dropped."""
         key = self._new_key("restore_cut")
         told = await self._call(self._client.restore_cut, key, step)
-        cut = from_message(Cut, told, step=step)
+        cut = Cut.of(step, told)
         self.policy_version = cut.policy_version
         return cut
 
     async def list_cuts(self) -> tuple[Cut, ...]:
         """The cuts of the run that it can restore, by ascending step."""
         cuts = await self._call(self._client.list_cuts, self._mesh.run_id)
-        return tuple(from_message(Cut, cut) for cut in cuts)
+        return tuple(Cut.of(cut.step, cut) for cut in cuts)
 
     async def drop_cuts(self) -> None:
         """Removes the cuts of the run, which outlive it otherwise."""

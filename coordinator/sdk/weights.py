@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolemesh.coordinator.sdk.experience import Report
-from rolemesh.coordinator.sdk.messages import from_message
-from rolemesh.v1 import weights_pb2
+from rolemesh.coordinator.sdk.messages import FromMessage, from_message
+from rolemesh.v1 import cuts_pb2, weights_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,14 @@ class Cut:
     num_bytes: int
     """Over all ranks."""
 
+    @staticmethod
+    def of(step: int, told: cuts_pb2.Cut | cuts_pb2.CutResult) -> Cut:
+        """From its message."""
+        return from_message(Cut, told, step=step)
+
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(FromMessage):
     """A parameter of a model."""
 
     name: str
@@ -70,7 +75,7 @@ class Weights:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters, in the model's order."""
-        return tuple(from_message(Parameter, one) for one in self.reference.parameters)
+        return tuple(Parameter.of(one) for one in self.reference.parameters)
 
     def __repr__(self) -> str:
         return f"Weights(version={self.policy_version}, parameters={len(self.parameters)})"

@@ -13,6 +13,8 @@ from typing import Self
 
 import torch
 
+LOOK_AND_RESTART = "look at that rank's log; the services must be restarted together"
+
 
 class TransferFailedError(RuntimeError):
     """Bytes did not arrive, or could not be sent. The transport is of no more use.
@@ -29,7 +31,7 @@ class TransferFailedError(RuntimeError):
         transport: str,
         waited_for: str,
         seconds: float,
-        remedy: str = "look at that rank's log; the services must be restarted together",
+        remedy: str = LOOK_AND_RESTART,
     ) -> None:
         self.rank = rank
         """Number of this rank."""
@@ -148,7 +150,13 @@ class Transport(ABC):
         return self._start(sends, receives, label, is_control)
 
     def failure(
-        self, cause: str, peer: int | None, waited_for: str, *, seconds: float
+        self,
+        cause: str,
+        peer: int | None,
+        waited_for: str,
+        *,
+        seconds: float,
+        remedy: str = LOOK_AND_RESTART,
     ) -> TransferFailedError:
         """An error of this rank's end; arguments as of `TransferFailedError`."""
         return TransferFailedError(
@@ -158,6 +166,7 @@ class Transport(ABC):
             transport=self.name,
             waited_for=waited_for,
             seconds=seconds,
+            remedy=remedy,
         )
 
     def abort(self) -> None:

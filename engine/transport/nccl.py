@@ -225,15 +225,7 @@ class NcclTransport(Transport):
     def _failed(
         self, cause: str, peer: int | None, label: str, deadline: Deadline
     ) -> TransferFailedError:
-        return TransferFailedError(
-            cause,
-            rank=self.rank,
-            peer=peer,
-            transport=self.name,
-            waited_for=label,
-            seconds=deadline.elapsed_s,
-            remedy=_RESTART,
-        )
+        return self.failure(cause, peer, label, seconds=deadline.elapsed_s, remedy=_RESTART)
 
 
 class _NcclExchange(Exchange):
