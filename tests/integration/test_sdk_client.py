@@ -262,6 +262,9 @@ async def test_samples_device_use_and_graphs_come_as_arrays_and_values(
     assert "&lt;i&gt;" in samples._repr_html_()
     (device,) = await client.get_device_use("run")
     assert (device.service, device.busy.tolist(), device.times.tolist()) == ("actor", [0.25], [100])
+    for seconds, found in ((99.5, 1), (100.5, 0)):
+        since = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+        assert len(await client.get_device_use("run", since)) == found
     with pytest.raises(NotFoundError) as missing:
         await client.get_dataflow("run")
     assert missing.value.reason == "STEP_NOT_FOUND"
