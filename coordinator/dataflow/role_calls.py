@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,7 +84,7 @@ class PromptBatch:
         )
 
 
-class Sampler:
+class Sampler(ABC):
     """Samples the trajectories of a step. Of itself it begins none early, and brings no weights."""
 
     steps_ahead = 0
@@ -91,25 +92,25 @@ class Sampler:
     steps_ahead_while_training = 0
     """The same, as soon as the step has sampled."""
 
+    @abstractmethod
     def generate(
         self, context: StepContext, prompts: PromptBatch, sampling: SamplingSpec
     ) -> ExperienceFuture:
         """Completions of the prompts."""
-        raise NotImplementedError
 
-    def begin(self, context: StepContext, prompts: PromptBatch) -> None:
+    def begin(self, context: StepContext, prompts: PromptBatch) -> None:  # noqa: B027
         """Begins to sample a step's prompts before its algorithm asks for them."""
 
-    def step_ends(self, context: StepContext) -> None:
+    def step_ends(self, context: StepContext) -> None:  # noqa: B027
         """Told when all nodes of a step exist."""
 
-    def use(self, services: Sequence[str]) -> None:
+    def use(self, services: Sequence[str]) -> None:  # noqa: B027
         """Told, between two steps, which services sample from here on."""
 
-    async def weights_brought(self) -> None:
+    async def weights_brought(self) -> None:  # noqa: B027
         """Returns once all that was asked to be brought to samplers has arrived there."""
 
-    async def bring_again(self, new: RoleConnection, on_phase: OnPhase) -> None:
+    async def bring_again(self, new: RoleConnection, on_phase: OnPhase) -> None:  # noqa: B027
         """Gives the new process of a lost service the weights that the lost one had."""
 
 
