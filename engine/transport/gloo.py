@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import queue
 import threading
 from collections import defaultdict
@@ -54,7 +55,7 @@ class GlooTransport(TorchGroupTransport):
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, is_control: bool
     ) -> Exchange:
         works: list[tuple[Message, bool, Any]] = []
-        deadline = Deadline(1.0)
+        deadline = Deadline(math.inf)  # A start waits for no peer: if it fails, something broke.
         # Receives first: what comes in early then needs no place in between.
         for is_send, messages in ((False, receives), (True, sends)):
             start = dist.isend if is_send else dist.irecv

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.rank_processes import RankContext, RankPool
 from support.transport_ranks import (
     SLOT_BYTES,
@@ -336,6 +338,30 @@ def silent_rank(context: RankContext, kind: str) -> str:
             exchange.wait(SHORT_S)
         store.set("rank 0 is done", "1")
         return str(caught.value)
+
+
+def send_that_breaks_late(context: RankContext) -> str:
+    """Torch's send takes longer than a second and then says that the connection broke."""
+
+    def broken_send(*_: object, **__: object) -> None:
+        time.sleep(SHORT_S + 1.0)
+        raise RuntimeError("Connection reset by peer")
+
+    with (
+        process_transport(context, "gloo") as transport,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(dist, "isend", broken_send)
+        sends = [Message(1 - context.rank, torch.zeros(1, dtype=torch.uint8))]
+        with pytest.raises(TransferFailedError) as caught:
+            transport.exchange(sends, [])
+    return str(caught.value)
+
+
+def test_a_send_that_breaks_late_is_told_as_broken(rank_pool: RankPool) -> None:
+    for message in rank_pool.run(send_that_breaks_late, 2):
+        assert "the connection broke" in message
+        assert "Connection reset by peer" in message
 
 
 @pytest.mark.parametrize("kind", ["gloo", "memory", "shm"])

@@ -1,11 +1,20 @@
 """Reward functions that go wrong in every way; the completion of the first row says how."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 
 HELD = []
+
+
+def write_everywhere(data):
+    """Writes data to every descriptor that this process has, save its three streams."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2:
+            with contextlib.suppress(OSError):
+                os.write(descriptor, data)
 
 
 def behave(completions, **kwargs):
@@ -37,19 +46,11 @@ def behave(completions, **kwargs):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         os._exit(4)
     if how == "liar":
-        for descriptor in range(3, 64):
-            try:
-                os.write(descriptor, b"\xff" * 64)
-            except OSError:
-                continue
+        write_everywhere(b"\xff" * 64)
         time.sleep(1000)
     if how == "twice":
         body = b'{"rewards":[7.0],"metrics":{}}'
-        for descriptor in range(3, 64):
-            try:
-                os.write(descriptor, len(body).to_bytes(4, "big") + body)
-            except OSError:
-                continue
+        write_everywhere(len(body).to_bytes(4, "big") + body)
     if how == "environment":
         return [float("SECRET_TOKEN" in os.environ) + 2 * ("GIVEN_TOKEN" in os.environ)]
     if how == "pid":
