@@ -26,8 +26,7 @@ umask 077
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 MALLOC_ARENA_MAX=2 PYTHONUNBUFFERED=1
 run=${1:-runs/quickstart-ppo-$SLURM_JOB_ID}
 run=${run%/}
-ends=  # Why the run is told to end: its time limit is near, or the job was cancelled.
-heard= # Set when a signal has come.
+ends= # Why the run is told to end: its time limit is near, or the job was cancelled.
 
 bytes_of_steps() { stat -c %s "$run/metrics.jsonl" 2>/dev/null || echo 0; }
 at_start=$(bytes_of_steps)
@@ -62,18 +61,19 @@ ended() { # EXIT STATUS of the coordinator
     exit "$1"
 }
 
+own=$(mktemp -d) # Process and exit status of the coordinator, whose step is on this shell's node.
+trap 'rm -rf "$own"' EXIT
+
 # Ends the run after its step, with everything saved. Signals of Slurm go to services as well.
 tell_to_end() {
     (
-        until [ -s "$pid" ]; do sleep 1; done
-        kill -TERM "$(<"$pid")"
+        until [ -s "$own/pid" ]; do sleep 1; done
+        kill -TERM "$(<"$own/pid")"
     ) &
 }
-trap 'ends=near heard=1; tell_to_end' USR1
-trap 'ends=cancelled heard=1; tell_to_end' INT
-trap 'ends=cancelled heard=1' TERM # Of scancel, which ends all.
-pid=$(mktemp) # Of the coordinator, whose step is on the node of this shell.
-trap 'rm -f "$pid"' EXIT
+trap 'ends=near; tell_to_end' USR1
+trap 'ends=cancelled; tell_to_end' INT
+trap 'ends=cancelled' TERM # Of scancel, which ends all.
 
 # Services of several nodes: members of one mesh, with an authority that signs for this start alone.
 mesh=$run.mesh
@@ -146,13 +146,13 @@ export ROLEMESH_SERVICES__CRITIC__ADDRESS="$(<"$mesh/critic.address")"
 export ROLEMESH_SERVICES__REFERENCE__ADDRESS="$(<"$mesh/reference.address")"
 export ROLEMESH_SERVICES__REWARD__ADDRESS="$(<"$mesh/reward.address")"
 
-srun --overlap --nodes=1 --ntasks=1 --relative=0 --cpu-bind=none --job-name=coordinator \
-    bash -c 'echo $$ >"$0"; exec "$@"' "$pid" env CUDA_VISIBLE_DEVICES= rolemesh train --restartable recipes/quickstart-ppo.yaml --set 'pools={critic: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"'], roles: [critic]}, reference: {devices: ['"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [reference]}, actor: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"', '"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [actor]}, reward: {devices: [cpu], roles: [reward]}}' --set critic.train.dp=4 --set reference.layout.dp=4 --set actor.train.dp=8 --out "$run" &
+(
+    srun --overlap --nodes=1 --ntasks=1 --relative=0 --cpu-bind=none --job-name=coordinator \
+        bash -c 'echo $$ >"$0"; exec "$@"' "$own/pid" env CUDA_VISIBLE_DEVICES= rolemesh train --restartable recipes/quickstart-ppo.yaml --set 'pools={critic: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"'], roles: [critic]}, reference: {devices: ['"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [reference]}, actor: {devices: ['"'"'cuda:0'"'"', '"'"'cuda:1'"'"', '"'"'cuda:2'"'"', '"'"'cuda:3'"'"', '"'"'cuda:4'"'"', '"'"'cuda:5'"'"', '"'"'cuda:6'"'"', '"'"'cuda:7'"'"'], roles: [actor]}, reward: {devices: [cpu], roles: [reward]}}' --set critic.train.dp=4 --set reference.layout.dp=4 --set actor.train.dp=8 --out "$run"
+    echo $? >"$own/code"
+) &
 coordinator=$!
-while true; do
-    wait "$coordinator"
-    code=$?
-    [ -n "$heard" ] || break
-    heard= # A signal interrupts `wait`, which has to wait on.
-done
-ended "$code"
+# A signal interrupts `wait`. If the step ends at that moment, `wait` does not know its exit status.
+until [ -s "$own/code" ] || ! kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; done
+code=$(cat "$own/code" 2>/dev/null)
+ended "${code:-137}"

@@ -198,8 +198,7 @@ umask 077
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 MALLOC_ARENA_MAX=2 PYTHONUNBUFFERED=1
 run=${1:-runs/@name@-$SLURM_JOB_ID}
 run=${run%/}
-ends=  # Why the run is told to end: its time limit is near, or the job was cancelled.
-heard= # Set when a signal has come.
+ends= # Why the run is told to end: its time limit is near, or the job was cancelled.
 
 bytes_of_steps() { stat -c %s "$run/metrics.jsonl" 2>/dev/null || echo 0; }
 at_start=$(bytes_of_steps)
@@ -234,18 +233,19 @@ ended() { # EXIT STATUS of the coordinator
     exit "$1"
 }
 
+own=$(mktemp -d) # Process and exit status of the coordinator, whose step is on this shell's node.
+trap 'rm -rf "$own"' EXIT
+
 # Ends the run after its step, with everything saved. Signals of Slurm go to services as well.
 tell_to_end() {
     (
-        until [ -s "$pid" ]; do sleep 1; done
-        kill -TERM "$(<"$pid")"
+        until [ -s "$own/pid" ]; do sleep 1; done
+        kill -TERM "$(<"$own/pid")"
     ) &
 }
-trap 'ends=near heard=1; tell_to_end' USR1
-trap 'ends=cancelled heard=1; tell_to_end' INT
-trap 'ends=cancelled heard=1' TERM # Of scancel, which ends all.
-pid=$(mktemp) # Of the coordinator, whose step is on the node of this shell.
-trap 'rm -f "$pid"' EXIT
+trap 'ends=near; tell_to_end' USR1
+trap 'ends=cancelled; tell_to_end' INT
+trap 'ends=cancelled' TERM # Of scancel, which ends all.
 """
 
 _MESH = r"""
@@ -310,14 +310,14 @@ wait_for() { # NAME
 """
 
 _COORDINATOR = r"""
-srun --overlap --nodes=1 --ntasks=1 --relative=0 --cpu-bind=none --job-name=coordinator \
-    bash -c 'echo $$ >"$0"; exec "$@"' "$pid" @train@ --out "$run" &
+(
+    srun --overlap --nodes=1 --ntasks=1 --relative=0 --cpu-bind=none --job-name=coordinator \
+        bash -c 'echo $$ >"$0"; exec "$@"' "$own/pid" @train@ --out "$run"
+    echo $? >"$own/code"
+) &
 coordinator=$!
-while true; do
-    wait "$coordinator"
-    code=$?
-    [ -n "$heard" ] || break
-    heard= # A signal interrupts `wait`, which has to wait on.
-done
-ended "$code"
+# A signal interrupts `wait`. If the step ends at that moment, `wait` does not know its exit status.
+until [ -s "$own/code" ] || ! kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; done
+code=$(cat "$own/code" 2>/dev/null)
+ended "${code:-137}"
 """
