@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 
 from support.hosts import HostNetwork, run_ip
@@ -68,8 +69,12 @@ class Cable:
         try:
             numbers = [str(plug) for plug in plugs]
             given = [str(self._bits_per_s), str(self._round_trip_s)]
-            self._process = subprocess.Popen([sys.executable, __file__, *numbers, *given],
-                                             pass_fds=plugs)  # fmt: skip
+            # In the folder of the tests, so that the process finds this package.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "support.cables", *numbers, *given],
+                pass_fds=plugs,
+                cwd=Path(__file__).parents[1],
+            )
         finally:
             for plug in plugs:
                 os.close(plug)
