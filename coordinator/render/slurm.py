@@ -319,5 +319,5 @@ coordinator=$!
 # A signal interrupts `wait`. If the step ends at that moment, `wait` does not know its exit status.
 until [ -s "$own/code" ] || ! kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; done
 code=$(cat "$own/code" 2>/dev/null)
-ended "${code:-137}"
+ended "${code:-137}" # Without a status, what waited for the step was killed itself.
 """

@@ -229,6 +229,13 @@ def test_the_status_is_the_coordinators_also_where_the_shell_does_not_know_it(jo
     assert not is_queued_again(fake)
 
 
+def test_a_coordinator_whose_status_was_never_written_counts_as_killed(job: Start) -> None:
+    # Of memory, say: the shell that would write it goes with the step.
+    fake = job("--setup", 'srun() { command srun "$@"; kill -9 "$BASHPID"; }', files=("end",))
+    fake.wait()
+    assert is_queued_again(fake)
+
+
 def test_services_on_nodes_get_their_gpus_and_the_coordinator_their_addresses(job: Start) -> None:
     fake = job(*TWO_NODES)
     fake.wait_until(lambda: fake.has("trains"))
