@@ -42,6 +42,9 @@ SERVICES = {
 """Roles by name of the service."""
 _GIB = 2**30
 
+NUM_STEPS = 12
+"""Steps of the runs "made" and "live" on which tests of what a coordinator answers stand."""
+
 
 async def fill_store(
     store: StateStore,

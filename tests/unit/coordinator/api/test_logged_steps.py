@@ -34,11 +34,6 @@ async def store(tmp_path: Path) -> StateStore:
     return store
 
 
-@pytest.fixture
-def operations(store: StateStore) -> StoreOperations:
-    return StoreOperations(store)
-
-
 async def attached(operations: StoreOperations) -> int:
     return (await operations.attach_run(RUN)).fencing_epoch
 
