@@ -29,6 +29,8 @@ _PREFIXES = (
     *("CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "HIP_", "HSA_", "ROCR_"),
     # Threads.
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_"),
+    # Which instructions of the CPU the products of torch may use.
+    *("ATEN_", "ONEDNN_", "DNNL_"),
     # Libraries of the services.
     *("TORCH", "PYTORCH_", "TRITON_", "VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
     *("GRPC_", "OTEL_", "ROLEMESH_"),

@@ -66,7 +66,7 @@ class CausalLm(Decoder):
             # A sampler computes log-probs of the same tokens, and under autocast the two would be
             # 0.02 apart. On a GPU autocast stays: its kernels are made for bfloat16, and the
             # sampler's activations are bfloat16 there too.
-            round_weights(self.lm.base_model, narrow_gradients=not self.multiplies_in_float32)
+            round_weights(self.lm.base_model)
             self.autocasts = False
         self.lm.requires_grad_(trainable)
 
@@ -106,7 +106,7 @@ class CausalLm(Decoder):
         hidden_ND = rows.states(hidden_BTD)
         tp, vocabulary_VD = self.mesh.tp, self.vocabulary_VD
         compute_dtype = COMPUTE_DTYPES[self.spec.compute_dtype]
-        if self.multiplies_in_float32 and compute_dtype == torch.bfloat16:
+        if self.multiplies_in_float32:
             # The values of the sampler's weights, as in the layers.
             vocabulary_VD, compute_dtype = rounded(vocabulary_VD), torch.float32
         return token_logprobs(

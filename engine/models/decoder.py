@@ -23,7 +23,7 @@ from rolemesh.engine.layout.families import (
 )
 from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.recompute import apply_recompute
-from rolemesh.engine.models.rounding import narrow_layers
+from rolemesh.engine.models.rounding import narrow_layers, round_weights
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.packing.batching import PaddedRows
@@ -72,7 +72,8 @@ class Decoder(nn.Module):
             device: Where the weights live.
             mesh: The rank's place.
             may_miss: Prefixes of parameters that the folder may lack.
-            numerics: Whether activations may be bfloat16.
+            numerics: Whether activations may be bfloat16. On a CPU without instructions for it no
+                product is of bfloat16, whatever this says.
             trainable: False for a frozen model.
 
         Raises:
@@ -114,20 +115,28 @@ class Decoder(nn.Module):
             )
         else:
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
-        self.multiplies_in_float32 = numerics == "fast" and not machine.multiplies_bfloat16
-        """Whether products of bfloat16 would only take longer, so that none are made."""
+        self.multiplies_in_float32 = (
+            spec.compute_dtype == "bfloat16" and not machine.multiplies_bfloat16
+        )
+        """Whether numbers of bfloat16 are multiplied as float32, in which this machine is fast."""
         for line in described(choices):
             logger.info("%s: model.%s", type(self).__name__, line)
         self.is_narrow = choices["activations"].value == "bfloat16"
         """Whether the layers compute in bfloat16 from end to end."""
-        self.autocasts = spec.compute_dtype == "bfloat16" and not self.is_narrow
+        self.autocasts = (
+            spec.compute_dtype == "bfloat16"
+            and not self.is_narrow
+            and not self.multiplies_in_float32
+        )
         """Whether torch's autocast makes the layers' products bfloat16."""
         if trainable:
             apply_recompute(self.lm, choices["recompute"].value)
         elif choices["frozen_dtype"].value == "bfloat16":
             self._hold_in_bfloat16()
         if self.is_narrow:
-            narrow_layers(self.lm.base_model)
+            narrow_layers(self.lm.base_model, narrow_products=not self.multiplies_in_float32)
+        elif self.multiplies_in_float32:
+            round_weights(self.lm.base_model, narrow_gradients=False)
         self.sharing: SharingCost | None = None
         """What forward passes cost where completions may share their prompt; None: they never do.
         """

@@ -152,7 +152,7 @@ class ScoringModel(Decoder):
         with torch.autocast(
             rows.tokens_BT.device.type,
             torch.bfloat16,
-            enabled=self.spec.compute_dtype == "bfloat16",
+            enabled=self.spec.compute_dtype == "bfloat16" and not self.multiplies_in_float32,
         ):
             logits_BL: torch.Tensor = self.lm(
                 input_ids=rows.tokens_BT, attention_mask=is_token_BT

@@ -27,7 +27,8 @@ class ModelSpec(Spec):
     """Type of matrix products. Weights and optimizer state stay float32. With numerics "exact",
     bfloat16 is autocast, except for policy and reference on a CPU: there each pass rounds the
     weights and keeps activations float32, so that log-probs agree with the sampler's; backward
-    products are bfloat16. With "fast", activations are bfloat16 too."""
+    products are bfloat16. With "fast", activations are bfloat16 too. A CPU without instructions for
+    bfloat16 multiplies the rounded weights as float32, in every model and pass."""
     activations: ComputeDtype | None = None
     """Type of hidden states between layers. None: float32 with numerics "exact", and on a CPU
     without bfloat16 instructions; else the compute_dtype."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from support.rollout_checks import load_trainer_model, rounded_copy
 from support.tiny_families import write_tiny_decoder
 from support.token_batches import score, token_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertForSequenceClassification
 
 from rolemesh.engine.models import decoder
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.packing.batching import PaddedRows, pad_rows
 from rolemesh.engine.specs import ModelSpec, Numerics
 from rolemesh.engine.specs.by_device import Device
+from rolemesh.engine.specs.models import ComputeDtype
 
 TOLERANCE = 2e-5
 """float32 sums in another order, through two layers."""
@@ -60,6 +64,14 @@ def _rows() -> PaddedRows:
     return pad_rows(token_batch(vocab_size=100), "cpu")
 
 
+def _write_tiny_encoder(folder: Path) -> Path:
+    """A judge that is no decoder."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = BertConfig(vocab_size=100, num_attention_heads=2, num_labels=1, **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
 def _gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: weight.grad for name, weight in model.named_parameters()}
 
@@ -100,24 +112,90 @@ def test_weights_and_logits_stay_float32(folder: Path, on: Any) -> None:
     assert float((logprobs - exact).abs().mean().detach()) < 0.05
 
 
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
 def test_without_instructions_for_bfloat16_every_product_is_float32(
-    folder: Path, tmp_path: Path, on: Any
+    folder: Path, tmp_path: Path, on: Any, numerics: Numerics
 ) -> None:
     load = load_trainer_model(folder)
     rounded_copy(load).save_pretrained(tmp_path / "rounded")
     plain = on(NO_BFLOAT16, tmp_path / "rounded", compute_dtype="float32")
-    fast, exact = on(NO_BFLOAT16, folder), on(NO_BFLOAT16, folder, numerics="exact")
+    model, usual = (
+        on(device, folder, numerics=given)
+        for device, given in ((NO_BFLOAT16, numerics), (BFLOAT16, "exact"))
+    )
     scores = {}
-    for name, model in (("plain", plain), ("fast", fast), ("exact", exact)):
-        scores[name], _ = score(model, _rows(), temperature=1.0)
+    for name, scored in (("plain", plain), ("model", model), ("usual", usual)):
+        scores[name], _ = score(scored, _rows(), temperature=1.0)
         scores[name].square().sum().backward()
-    # The sampler's values, as in exact numerics, and gradients that nothing has rounded.
-    torch.testing.assert_close(scores["fast"], scores["exact"], rtol=0, atol=TOLERANCE)
+    # The sampler's values, as on every CPU, and gradients that nothing has rounded.
+    for name in ("plain", "usual"):
+        torch.testing.assert_close(scores["model"], scores[name], rtol=0, atol=TOLERANCE)
     for name, gradient in _gradients(plain.lm).items():
-        assert _distance(_gradients(fast.lm)[name], gradient) < TOLERANCE, name
-    far = [_distance(_gradients(exact.lm)[name], g) for name, g in _gradients(plain.lm).items()]
+        assert _distance(_gradients(model.lm)[name], gradient) < TOLERANCE, name
+    far = [_distance(_gradients(usual.lm)[name], g) for name, g in _gradients(plain.lm).items()]
     assert max(far) > 10 * TOLERANCE
     assert max(far) < GRADIENT_TOLERANCE
+
+
+class _Products(TorchDispatchMode):
+    """Counts the matrix products in a block, by the type of their factors."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names = names
+        self.types: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in func.__name__ for word in self._names):
+            self.types.update(
+                {arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 1}
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("activations", [None, "bfloat16"])
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("role", ["policy", "critic", "frozen policy", "frozen judge", "encoder"])
+def test_no_product_is_of_bfloat16_where_the_machine_is_slow_in_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+    numerics: Numerics,
+    activations: ComputeDtype | None,
+) -> None:
+    if role == "encoder":
+        folder = _write_tiny_encoder(tmp_path / "model")
+    else:
+        folder = write_tiny_decoder(tmp_path / "model", "llama")
+    is_frozen = role not in ("policy", "critic")
+    spec = ModelSpec(
+        path=folder,
+        activations=None if role == "encoder" else activations,
+        frozen_dtype="bfloat16" if is_frozen and role != "encoder" else None,
+    )
+    # Attention takes the type of the activations, where a recipe gives it.
+    names = ("mm", "linear", *(() if activations else ("attention",)))
+    seen = {}
+    for device in (BFLOAT16, NO_BFLOAT16):
+        monkeypatch.setattr(decoder, "device_of", lambda _, device=device: device)
+        model: Any
+        if "policy" in role:
+            model = CausalLm(spec, numerics=numerics, trainable=not is_frozen)
+        else:
+            head = ScoreHead(per="row") if role == "encoder" else VALUE_HEAD
+            model = ScoringModel(spec, head, trainable=not is_frozen, numerics=numerics)
+        with _Products(*names) as products:
+            if "policy" in role:
+                scores, _ = score(model, _rows(), temperature=1.0)
+            else:
+                scores = model(_rows())
+            if not is_frozen:
+                scores.square().sum().backward()
+        seen[device] = products.types
+    assert torch.bfloat16 not in seen[NO_BFLOAT16]
+    assert seen[NO_BFLOAT16][torch.float32]
+    if not is_frozen:  # and the count sees them where there are some
+        assert seen[BFLOAT16][torch.bfloat16]
 
 
 @pytest.mark.parametrize(
