@@ -12,11 +12,13 @@ from support.token_batches import score, token_batch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rolemesh.engine.models import decoder
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rounding import round_weights, rounded, rounded_product
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import pad_rows
 from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.specs.by_device import Device
 
 FLOAT32_TOLERANCE = 1e-6
 """Of a sum's largest entry: 64 float32 products, each exact to 6e-8."""
@@ -140,11 +142,21 @@ def test_an_autocast_around_the_caller_rounds_no_activation(folder: Path) -> Non
     assert torch.equal(plain, inside)
 
 
-def test_a_critic_stays_with_autocast_which_is_faster_and_has_no_sampler(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("multiplies_bfloat16", "expected"), [(True, torch.bfloat16), (False, torch.float32)]
+)
+def test_a_critic_has_no_sampler_and_multiplies_what_the_machine_is_fast_in(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    multiplies_bfloat16: bool,
+    expected: torch.dtype,
+) -> None:
+    machine = Device("cpu", multiplies_bfloat16=multiplies_bfloat16)
+    monkeypatch.setattr(decoder, "device_of", lambda _: machine)
     critic = ScoringModel(ModelSpec(path=folder, compute_dtype="bfloat16"), VALUE_HEAD)
     products: list[torch.dtype] = []
     critic.lm.base_model.layers[0].mlp.up_proj.register_forward_hook(
         lambda _, arguments, result: products.append(result.dtype)
     )
     critic(pad_rows(token_batch(vocab_size=100), "cpu"))
-    assert products == [torch.bfloat16]
+    assert products == [expected]
