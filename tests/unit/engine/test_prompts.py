@@ -188,10 +188,33 @@ def test_json_lines_take_text_and_turns(tmp_path):
     assert held_out == []
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    path = tmp_path / "train.jsonl"
+    # As Excel and PowerShell write it, with their line ends.
+    path.write_text('{"prompt": "a"}\r\n{"prompt": "b"}\r\n', encoding="utf-8-sig", newline="")
+    train, _ = load_rows(JsonlSpec(path=path))
+    assert [row.messages[0]["content"] for row in train] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "message"),
+    [
+        ("utf-16", r"data\.path .*train\.jsonl is UTF-16: save it as UTF-8"),
+        ("latin-1", r"is not UTF-8 \(invalid start byte at byte 12\): save it as UTF-8"),
+    ],
+)
+def test_text_that_is_no_utf_8_is_refused(tmp_path, encoding, message):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "\u00fcber"}', encoding=encoding)
+    with pytest.raises(ValueError, match=message):
+        load_rows(JsonlSpec(path=path))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", r"line 1: not JSON"),
+        ("[" * 100_000, r"line 1: nests too deep to be read: nest less"),
         ('{"question": "x"}', r"line 1: needs an object with the key 'prompt'"),
         ('{"prompt": 7}', r"line 1: 'prompt' must be text or a list"),
         ('{"prompt": "a", "answer": [1]}', r"line 1: 'answer' must be text or a number"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.data import jsonl
+from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.services.reward.outside.base import RewardRow
 
 LONG_CHARACTERS = 200_000
@@ -76,17 +77,11 @@ def read_rows(path: Path) -> list[RewardRow]:
         CheckInputError: The file cannot be read; the text names the line.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckInputError(f"--jsonl {path} cannot be read: {error}") from error
+        records = list(jsonl.records(path, "--jsonl"))
+    except DataInvalidError as error:
+        raise CheckInputError(str(error)) from error
     rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise CheckInputError(f"--jsonl {path}, line {number} is no JSON: {error}") from error
+    for record, where in records:
         if not isinstance(record, dict):
             record = {}
         prompt, completion = record.pop("prompt", None), record.pop("completion", None)
@@ -97,7 +92,7 @@ def read_rows(path: Path) -> list[RewardRow]:
         texts = (prompt, *("" if text is None else text for text in (completion, answer)))
         if not all(isinstance(text, str) for text in texts):
             raise CheckInputError(
-                f"--jsonl {path}, line {number}: give an object with the text prompt, and maybe "
+                f"{where}: give an object with the text prompt, and maybe "
                 "completion and answer (--recipe renders prompts of messages)"
             )
         completions = completions_of(texts[2]) if completion is None else [completion]
