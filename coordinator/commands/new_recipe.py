@@ -25,7 +25,7 @@ from rolemesh.engine.specs.urls import masked_url
 
 SAMPLES_PER_PROMPT = 4
 _PROMPTS_PER_STEP = 16
-_MOST_HELD_OUT = 128
+_MOST_EVALUATED = 128
 _LONGEST_PROMPT = 2048
 """Prompts above this many tokens are left out unless the recipe is changed."""
 _LENGTH_UNIT = 64
@@ -64,17 +64,14 @@ class KnownData:
     path: Path
     facts: Mapping[str, Any]
 
-    @property
-    def num_held_out(self) -> int:
-        """Rows to draw from the training rows, so that some are left to compare with."""
-        if self.facts["num_held_out"]:
-            return 0
-        return min(_MOST_HELD_OUT, int(self.facts["num_distinct"]) // 10)
+    def num_kept(self, lengths: Lengths) -> int:
+        """Training rows that are short enough."""
+        return sum(length <= lengths.prompt for length in self.facts["train_lengths"])
 
-    @property
-    def num_evaluated(self) -> int:
+    def num_evaluated(self, lengths: Lengths) -> int:
         """Held-out prompts to answer before and after."""
-        return min(_MOST_HELD_OUT, int(self.facts["num_held_out"]) or self.num_held_out)
+        held_out = self.facts["held_out_lengths"]
+        return min(_MOST_EVALUATED, sum(length <= lengths.prompt for length in held_out))
 
     def lengths(self, model: Path, *, is_tiny: bool) -> Lengths:
         """Bounds that hold all prompts, as far as the model sees so many tokens.
@@ -84,14 +81,15 @@ class KnownData:
         """
         limit = _longest_sequence(model)
         new_tokens = min(16 if is_tiny else 256, max(1, limit // 2))
-        longest = min(self.facts["lengths"][0], _LONGEST_PROMPT)
+        longest = min(self._longest_first()[0], _LONGEST_PROMPT)
         wanted = -(-(longest + new_tokens) // _LENGTH_UNIT) * _LENGTH_UNIT
         found = Lengths(new_tokens, min(wanted, limit))
-        if self.facts["lengths"][-1] > found.prompt:
+        shortest = self.facts["train_lengths"][-1]
+        if shortest > found.prompt:
             raise InitError(
-                f"--from {self.path}: the shortest prompt has {self.facts['lengths'][-1]} tokens, "
-                f"but with a model that sees {limit} there is room for {found.prompt}: give "
-                "shorter prompts, or a model that sees more"
+                f"--from {self.path}: the shortest prompt has {shortest} tokens, but with a model "
+                f"that sees {limit} there is room for {found.prompt}: give shorter prompts, or a "
+                "model that sees more"
             )
         return found
 
@@ -106,14 +104,19 @@ class KnownData:
             yield f"expected answer: column {facts['answer']!r}; another one with --answer COLUMN"
         if facts["others"]:
             yield f"other columns go to the reward as metadata: {', '.join(facts['others'])}"
-        too_long = sum(length > lengths.prompt for length in facts["lengths"])
+        too_long = sum(length > lengths.prompt for length in self._longest_first())
         if too_long:
             yield f"{too_long} prompts of more than {lengths.prompt} tokens are left out"
-        if self.num_evaluated == 0:
+        if not facts["held_out_lengths"]:
             yield (
                 f"held out: nothing of {facts['num_distinct']} prompts, so no score will be "
                 "compared; with 10 prompts or more, a tenth is"
             )
+        elif self.num_evaluated(lengths) == 0:
+            yield "held out: only prompts that are too long, so no score will be compared"
+
+    def _longest_first(self) -> list[int]:
+        return sorted([*self.facts["train_lengths"], *self.facts["held_out_lengths"]], reverse=True)
 
 
 def known_data(path: Path, model: Path, prompt: str | None, answer: str | None) -> KnownData:
@@ -232,12 +235,11 @@ def recipe_text(
         is_tiny: Whether the model is the tiny one.
     """
     facts = found.facts
-    rows = int(facts["num_rows"]) - found.num_held_out
-    prompts = min(_PROMPTS_PER_STEP, rows)
+    prompts = min(_PROMPTS_PER_STEP, found.num_kept(lengths))
     sampler, devices = _sampler(is_tiny=is_tiny)
     data = [f"{name}: {_yaml(value)}" for name, value in facts["data"].items()]
-    if found.num_held_out:
-        data.append(f"held_out_size: {found.num_held_out}   # never trained on")
+    if facts["held_out_size"]:
+        data.append(f"held_out_size: {facts['held_out_size']}   # never trained on")
     bound = f"max_prompt_tokens: {lengths.prompt}"
     data.append(f"{bound}   # longer prompts are left out, and counted")
     name = re.sub(r"[^a-z0-9]+", "-", found.path.stem.lower()).strip("-")[:40] or "mine"
@@ -256,7 +258,7 @@ run:
   steps: {4 if is_tiny else 50}
   prompts_per_step: {prompts}
   evaluation:
-    num_prompts: {found.num_evaluated}   # held-out prompts, answered before and after
+    num_prompts: {found.num_evaluated(lengths)}   # held-out prompts, answered before and after
 
 algorithm:
   type: grpo   # compares the completions of a prompt with each other

@@ -85,7 +85,7 @@ def _load_stored(spec: StoredRowsSpec, field: str) -> tuple[list[PromptRow], lis
     reader = RowReader(spec, field)
     train = [reader.read(*record) for record in _records(spec, field, reader, held_out=False)]
     if spec.held_out_size:
-        return _draw_held_out(train, spec, field)
+        return draw_held_out(train, spec, field)
     held_out_field = spec.held_out_field()
     if held_out_field is None:
         return train, []
@@ -122,7 +122,7 @@ def _records(
     return tables.parquet_records(path, path_field, reader.wanted)
 
 
-def _draw_held_out(
+def draw_held_out(
     rows: Sequence[PromptRow], spec: StoredRowsSpec, field: str
 ) -> tuple[list[PromptRow], list[PromptRow]]:
     """Draws distinct prompts to hold out; no row with one of them is left for training.

@@ -20,8 +20,9 @@ from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import load_rows
 from rolemesh.engine.data.rendering import Renderer
 from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.data.sources import draw_held_out
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
-from rolemesh.engine.specs import DataSpec, HfDatasetSpec, Spec
+from rolemesh.engine.specs import DataSpec, HfDatasetSpec, Spec, StoredRowsSpec
 
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input")
 CONVERSATION_NAMES = ("messages", "conversation", "conversations")
@@ -33,10 +34,16 @@ ANSWER_NAMES = (
 
 HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
 
+_MOST_HELD_OUT = 128
+
 _LOOKED_AT = 100
 """Records of which the columns are looked at. All are read later, and checked."""
 
 _DATA: TypeAdapter[DataSpec] = TypeAdapter(DataSpec)
+
+
+_Record = tuple[Mapping[str, Any], str]
+"""Values by column, and their place for messages."""
 
 
 class Question(Spec):
@@ -57,7 +64,7 @@ class Guess:
     """What the data is."""
 
     data: Mapping[str, Any]
-    """Section `data` of a recipe, without what is held out of training rows."""
+    """Section `data` of a recipe, without `held_out_size`."""
     prompt: str
     """Column of the prompt."""
     answer: str | None
@@ -65,13 +72,16 @@ class Guess:
     others: Sequence[str]
     """Columns that become metadata."""
     num_rows: int
-    """Training rows."""
+    """Training rows, with those that held_out_size takes."""
     num_distinct: int
     """Distinct prompts among them."""
-    num_held_out: int
-    """Rows of a held-out split."""
-    lengths: Sequence[int]
-    """Tokens of every rendered prompt, the longest first."""
+    held_out_size: int
+    """Prompts to hold out of them, so that some are left to compare with; 0 where a split is held
+    out."""
+    train_lengths: Sequence[int]
+    """Tokens of every rendered prompt that is left to train on, the longest first."""
+    held_out_lengths: Sequence[int]
+    """Tokens of every rendered prompt that is held out, the longest first."""
 
 
 def guess(question: Question) -> Guess:
@@ -91,18 +101,27 @@ def guess(question: Question) -> Guess:
     # A column that is called like its meaning is taken without being named.
     told = {meaning: column for meaning, column in named.items() if meaning != column}
     data = {**source, **({"columns": told} if told else {})}
-    train, held_out = load_rows(_DATA.validate_python(data))
+    spec = _DATA.validate_python(data)
+    assert isinstance(spec, StoredRowsSpec)
+    rows, held_out = load_rows(spec)
+    num_distinct = len({row.identity for row in rows})
+    is_given = spec.held_out_field() is not None
+    held_out_size = 0 if is_given else min(_MOST_HELD_OUT, num_distinct // 10)
+    train = rows
+    if held_out_size:
+        drawn = spec.model_copy(update={"held_out_size": held_out_size})
+        train, held_out = draw_held_out(rows, drawn, "data")
     renderer = Renderer(load_light_tokenizer(question.model))
-    rows = [*train, *held_out]
     return Guess(
         data=data,
         prompt=prompt,
         answer=answer,
         others=[name for name in columns if name not in (prompt, answer)],
-        num_rows=len(train),
-        num_distinct=len({row.identity for row in train}),
-        num_held_out=len(held_out),
-        lengths=[length for length, _ in long_prompts(rows, renderer, 0)],
+        num_rows=len(rows),
+        num_distinct=num_distinct,
+        held_out_size=held_out_size,
+        train_lengths=[length for length, _ in long_prompts(train, renderer, 0)],
+        held_out_lengths=[length for length, _ in long_prompts(held_out, renderer, 0)],
     )
 
 
@@ -161,7 +180,8 @@ def _splits(path: Path) -> list[str]:
     ]
 
 
-def _some_records(source: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _some_records(source: Mapping[str, Any]) -> list[_Record]:
+    """The first records, each with its place."""
     every: Callable[[Sequence[str]], list[str]] = list
     path = Path(source["path"])
     if source["type"] == "jsonl":
@@ -179,28 +199,33 @@ def _some_records(source: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             raise DataInvalidError(
                 f"{where}: is no object but a {type(record).__name__}: give one JSON object a line"
             )
-        records.append(record)
+        records.append((record, where))
     return records
 
 
-def _columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record))
+def _columns(records: Sequence[_Record]) -> list[str]:
+    return list(dict.fromkeys(name for record, _ in records for name in record))
 
 
 def _prompt_column(
-    columns: Sequence[str], records: Sequence[Mapping[str, Any]], question: Question
+    columns: Sequence[str], records: Sequence[_Record], question: Question
 ) -> tuple[str, str]:
     """The column of the prompt, and whether it is a "prompt" or "messages", a conversation."""
     if question.prompt is not None:
         _check_there(question.prompt, columns, "--prompt")
         return question.prompt, _meaning(question.prompt, records)
     usable = [
-        column for column in columns if all(_is_prompt(record.get(column)) for record in records)
+        column for column in columns if all(_is_prompt(record.get(column)) for record, _ in records)
     ]
     for names, meaning in ((PROMPT_NAMES, "prompt"), (CONVERSATION_NAMES, "messages")):
         for column in _called(names, columns):
             if column in usable:
                 return column, "messages" if meaning == "messages" else _meaning(column, records)
+    for column in _called((*PROMPT_NAMES, *CONVERSATION_NAMES), columns):
+        if any(_is_prompt(record.get(column)) for record, _ in records):
+            _refuse_gap(column, records)
+    # Only a column that is called like something else than a prompt can be meant now.
+    usable = [column for column in usable if column not in _called(ANSWER_NAMES, columns)]
     if len(usable) == 1:
         return usable[0], _meaning(usable[0], records)
     raise DataInvalidError(
@@ -209,26 +234,47 @@ def _prompt_column(
     )
 
 
-def _meaning(column: str, records: Sequence[Mapping[str, Any]]) -> str:
+def _refuse_gap(column: str, records: Sequence[_Record]) -> None:
+    """Refuses the first record in which a column is no prompt, since it is one in others."""
+    record, where = next(one for one in records if not _is_prompt(one[0].get(column)))
+    found = (
+        f"its {column!r} is neither text nor a list of turns"
+        if record.get(column) is not None
+        else f"has no {column!r}, the prompt of other rows; it has {', '.join(record) or 'nothing'}"
+    )
+    raise DataInvalidError(
+        f"{where}: {found}: give all rows the same columns, or name the column of the prompt with "
+        "--prompt COLUMN"
+    )
+
+
+def _meaning(column: str, records: Sequence[_Record]) -> str:
     """A list of turns that an assistant ends is a conversation; anything else is a prompt."""
-    value = records[0].get(column)
+    value = records[0][0].get(column)
     if isinstance(value, list) and _are_turns(value) and value[-1]["role"] == "assistant":
         return "messages"
     return "prompt"
 
 
 def _answer_column(
-    columns: Sequence[str],
-    records: Sequence[Mapping[str, Any]],
-    question: Question,
-    prompt: str,
+    columns: Sequence[str], records: Sequence[_Record], question: Question, prompt: str
 ) -> str | None:
     if question.answer is not None:
         _check_there(question.answer, columns, "--answer")
         return question.answer
-    for column in _called(ANSWER_NAMES, columns):
-        if column != prompt and all(_is_answer(record.get(column)) for record in records):
-            return column
+    called = [column for column in _called(ANSWER_NAMES, columns) if column != prompt]
+    for column in called:
+        if not all(_is_answer(record.get(column)) for record, _ in records):
+            continue
+        for record, where in records:
+            other = next((name for name in called if name in record), column)
+            if column not in record and other != column:
+                raise DataInvalidError(
+                    f"{where}: has no {column!r}, the expected answer of other rows, but "
+                    f"{other!r}: give all rows the same columns, or name the column of the answer "
+                    "with --answer COLUMN"
+                )
+        return column
     return None
 
 

@@ -92,6 +92,14 @@ def test_columns_are_found_and_told(model: Path) -> None:
     assert Path("my-recipe.yaml").read_text().count("#") > 10
 
 
+def test_a_step_takes_no_more_prompts_than_are_short_enough(folder: Path, model: Path) -> None:
+    rows = [{"prompt": f"{n} + 1?", "answer": n + 1} for n in range(7)]
+    write_lines(folder / "eight.jsonl", [*rows, {"prompt": "1 " * 4000, "answer": 0}])
+    recipe, output = made(model, "--from", "eight.jsonl", "--reward", "rewards.py:f")
+    assert recipe.run.prompts_per_step == 7
+    assert "1 prompts of more than" in output
+
+
 @pytest.mark.slow
 def test_a_recipe_with_a_tiny_model_trains_unchanged() -> None:
     ended = rolemesh("init", "--from", "my.jsonl", "--reward", "rewards.py:f", "--tiny")
@@ -230,7 +238,7 @@ def test_the_columns_that_are_chosen(
 @pytest.mark.parametrize(
     ("changes", "message"),
     mostly_slow(
-        (0, 2, 3, 7, 10, 15, 18, 21, 24),
+        (0, 2, 3, 7, 10, 14, 18, 21, 24, 27),
         [
             ({"--out": "there.yaml"}, "--out there.yaml exists: name another file"),
             ({"--out": "no/such/my.yaml"}, "there is no folder no/such: make it first"),
@@ -255,6 +263,17 @@ def test_the_columns_that_are_chosen(
             ),
             ({"--answer": "three"}, "--answer is 'three', which the data does not have"),
             ({"--from": "long.jsonl"}, "the shortest prompt has"),
+            (
+                {"--from": "mixed.jsonl"},
+                "mixed.jsonl, line 2: has no 'prompt', the prompt of other rows; it has question, "
+                "answer: give all rows the same columns, or name",
+            ),
+            ({"--from": "answers.jsonl"}, "prompt cannot be told from answer: name it with"),
+            (
+                {"--from": "answered.jsonl"},
+                "answered.jsonl, line 2: has no 'answer', the expected answer of other rows, but "
+                "'solution'",
+            ),
             ({"--reward": "gone.py:f"}, "gone.py cannot be read (No such file or directory)"),
             ({"--reward": "rewards.py:g"}, "rewards.py has no function 'g'; it has f"),
             ({"--reward": "broken.py:f"}, "broken.py is no Python"),
@@ -286,6 +305,11 @@ def test_bad_input_is_one_clear_message_and_nothing_is_written(
     write_lines(folder / "two.jsonl", [{"one": "a", "two": "b"}])
     write_lines(folder / "plain.jsonl", [{"prompt": "a"}])
     write_lines(folder / "long.jsonl", [{"prompt": "1 " * 4000}])
+    mixed = [{"prompt": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+    write_lines(folder / "mixed.jsonl", mixed)
+    write_lines(folder / "answers.jsonl", [{"answer": "b"}])
+    answered = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "solution": "d"}]
+    write_lines(folder / "answered.jsonl", answered)
     options = {
         "--from": "my.jsonl",
         "--reward": "rewards.py:f",
