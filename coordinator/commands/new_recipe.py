@@ -66,11 +66,12 @@ class KnownData:
 
     def num_kept(self, lengths: Lengths) -> int:
         """Training rows that are short enough."""
-        return sum(length <= lengths.prompt for length in self.facts["train_lengths"])
+        train: list[int] = self.facts["train_lengths"]
+        return sum(length <= lengths.prompt for length in train)
 
     def num_evaluated(self, lengths: Lengths) -> int:
         """Held-out prompts to answer before and after."""
-        held_out = self.facts["held_out_lengths"]
+        held_out: list[int] = self.facts["held_out_lengths"]
         return min(_MOST_EVALUATED, sum(length <= lengths.prompt for length in held_out))
 
     def lengths(self, model: Path, *, is_tiny: bool) -> Lengths:
