@@ -38,7 +38,8 @@ class Prompt:
     tokens: Sequence[int]
     """Token ids of the rendered prompt."""
     answer: str
-    """Expected answer as text; empty when the data has none."""
+    """Expected answer as text; empty when the data has none. A list, an object, true and false are
+    JSON here, and as they are in the metadata: `json.loads(row.metadata)["answer"]`."""
     metadata: str
     """A JSON object of the row's other columns, as text: `json.loads(row.metadata)["level"]`."""
 

@@ -8,10 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rolemesh.engine.data.answers import ANSWER, json_text
 from rolemesh.engine.specs import StoredRowsSpec
 
 MAX_METADATA_BYTES = 64 * 1024
 """Most bytes of a row's metadata, which is sent with each of its trajectories."""
+
+MAX_ANSWER_DEPTH = 60
+"""Most levels of an answer that is no text. Services take JSON of 64, and the metadata is one."""
 
 Message = Mapping[str, Any]
 """A chat turn: role and content, and other keys that the template reads."""
@@ -36,9 +40,9 @@ class PromptRow:
     assistant_prefix: str = ""
     """Text that the assistant's turn already begins with; part of the prompt."""
     answer: str = ""
-    """Expected answer, empty when the data set has none."""
+    """Expected answer, empty when the data set has none; JSON where it is no text."""
     metadata: str = "{}"
-    """Other columns as JSON, for rewards and curricula."""
+    """Other columns as JSON, for rewards and curricula, and an answer that is no text."""
     completion: Completion | None = None
     """Given completion."""
     chosen: Completion | None = None
@@ -98,7 +102,8 @@ class RowReader:
         self._check_named(record, where)
         taken = set(self._columns.values())
         others = [name for name in record if name not in taken]
-        metadata = self._metadata(record, others, where)
+        answer, value = self._answer(self._value(record, "answer"), where)
+        metadata = self._metadata(record, others, value, where)
         text = self._value(record, "text")
         prompt, turns = self._value(record, "prompt"), self._value(record, "messages")
         if prompt is None and turns is None:
@@ -136,7 +141,7 @@ class RowReader:
         return PromptRow(
             messages=self._with_system(messages),
             assistant_prefix=self._spec.assistant_prefix,
-            answer=self._answer(self._value(record, "answer"), where),
+            answer=answer,
             metadata=metadata,
             is_wanted=self._label(self._value(record, "label"), where),
             where=where,
@@ -268,16 +273,27 @@ class RowReader:
             return messages
         return [{"role": "system", "content": system}, *messages]
 
-    def _answer(self, answer: Any, where: str) -> str:
+    def _answer(self, answer: Any, where: str) -> tuple[str, Any]:
+        """The answer as text, and as it is where that is neither text nor a number, else None."""
         if answer is None:
-            return ""
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise DataInvalidError(f"{where}: {self._name('answer')!r} must be text or a number")
+            return "", None
         if isinstance(answer, float) and not math.isfinite(answer):
             raise DataInvalidError(
                 f"{where}: {self._name('answer')!r} is {answer}: give null for no answer"
             )
-        return self._text(str(answer), "answer", where)
+        if isinstance(answer, str | int | float) and not isinstance(answer, bool):
+            return self._text(str(answer), "answer", where), None
+        _check_depth(answer, self._name("answer"), where)
+        try:
+            # Tables have dates and decimal numbers too, which metadata has as text.
+            value = json.loads(json.dumps(_json_value(answer), default=str))
+        except TypeError as error:
+            raise DataInvalidError(
+                f"{where}: {self._name('answer')!r}: {error}: give text, a number, or what JSON has"
+            ) from error
+        text = self._text(json_text(value), "answer", where)
+        # A date in a table is text, like one in JSON.
+        return (value, None) if isinstance(value, str) else (text, value)
 
     def _label(self, label: Any, where: str) -> bool | None:
         if label is None:
@@ -288,9 +304,20 @@ class RowReader:
             f"{where}: {self._name('label')!r} is {label!r}: give true or false, 1 or 0"
         )
 
-    def _metadata(self, record: Mapping[str, Any], others: Sequence[str], where: str) -> str:
+    def _metadata(
+        self, record: Mapping[str, Any], others: Sequence[str], answer: Any, where: str
+    ) -> str:
+        """JSON of the columns that are metadata, with an answer that is no text; None: it is."""
         names = others if self._spec.metadata is None else self._spec.metadata
         chosen = {name: record[name] for name in names}
+        if answer is not None:
+            column = self._name("answer")
+            if ANSWER in chosen and column != ANSWER:
+                raise DataInvalidError(
+                    f"{where}: {column!r} is no text, so it travels as {ANSWER!r} in the metadata, "
+                    f"where another column is called so: leave that out of {self._field}.metadata"
+                )
+            chosen[ANSWER] = answer
         try:
             encoded = json.dumps(_json_value(chosen), default=str)
         except TypeError as error:
@@ -315,10 +342,27 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_json_value(part) for part in value]
     if isinstance(value, bytes):
-        raise TypeError(f"a column holds {len(value)} raw bytes, which metadata cannot")
+        raise TypeError(f"a column holds {len(value)} raw bytes, which JSON cannot")
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def _check_depth(value: Any, name: str, where: str) -> None:
+    """Refuses a value that nests deeper than services read, level by level."""
+    level = [value]
+    for _ in range(MAX_ANSWER_DEPTH):
+        nested = [part for part in level if isinstance(part, Mapping | list | tuple)]
+        level = [
+            inner
+            for part in nested
+            for inner in (part.values() if isinstance(part, Mapping) else part)
+        ]
+        if not level:
+            return
+    raise DataInvalidError(
+        f"{where}: {name!r} nests more than {MAX_ANSWER_DEPTH} levels: nest less"
+    )
 
 
 def _listed(record: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from rolemesh.engine import reasoning_tasks
+from rolemesh.engine.data.answers import accepted
 from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -95,6 +96,7 @@ class ArithmeticReward:
     The exact answer earns `exact`. A bare number that is wrong earns `form`. Text whose last
     number is the answer earns `contained` times the share of its characters that the answer
     takes: "1 + 2 = 3" earns a ninth of `contained`, so that dropping words always pays.
+    Of an answer that is a list any item is right.
 
     Example with the defaults and the answer "12"::
 
@@ -122,13 +124,14 @@ class ArithmeticReward:
                 "a row has no answer, so that arithmetic cannot be judged: use data that has "
                 "answers, or another reward.source"
             )
-        if text == answer:
+        right = accepted(answer)
+        if text in right:
             return self._spec.exact
         if _NUMBER.fullmatch(text):
             return self._spec.form
         numbers = _NUMBER.findall(text)
-        if numbers and numbers[-1] == answer:
-            return self._spec.contained * len(answer) / len(text)
+        if numbers and numbers[-1] in right:
+            return self._spec.contained * len(numbers[-1]) / len(text)
         return 0.0
 
 

@@ -31,7 +31,7 @@ class ColumnsSpec(Spec):
     text: str | None = None
     """Text without a prompt, to keep what pretraining taught."""
     answer: str | None = None
-    """Expected answer: text or a number."""
+    """Expected answer: any JSON value; of a list each item is right."""
     completion: str | None = None
     """Given completion: text, or messages that begin with an assistant turn."""
     chosen: str | None = None

@@ -295,7 +295,8 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    return value is None or (isinstance(value, str | int | float) and not isinstance(value, bool))
+    # Turns are a given completion, which is compared with nothing.
+    return not _are_turns(value)
 
 
 def _are_turns(value: Any) -> bool:

@@ -206,7 +206,8 @@ CONVERSATIONS = [
                 {"prompt": "two", "answer": "three"},
                 "three",
             ),
-            ([{"prompt": "a", "solution": [1]}], [], {}, None),
+            ([{"prompt": "a", "solution": [1]}], [], {"answer": "solution"}, "solution"),
+            ([{"prompt": "a", "response": CONVERSATIONS[0]}], [], {}, None),
         ],
     ),
 )

@@ -38,9 +38,9 @@ class RewardRow:
     completion_tokens: tuple[int, ...] = ()
     """Token ids exactly as sampled."""
     answer: str = ""
-    """Expected answer; empty if the data has none."""
+    """Expected answer; empty if the data has none, JSON if it is no text."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Row of the data set."""
+    """Row of the data set; an answer that is no text stands in it as it is."""
 
 
 class OutsideRewardError(RuntimeError):

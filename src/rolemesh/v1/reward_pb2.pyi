@@ -108,7 +108,9 @@ class Trajectory(_message.Message):
     completion: _builtins.str
     """The completion as text, without special tokens."""
     answer: _builtins.str
-    """The expected answer, when the data set has one."""
+    """The expected answer, when the data set has one. Of an answer that is neither
+    text nor a number its JSON; then metadata_json has the value under "answer".
+    """
     metadata_json: _builtins.str
     """The data set's row as JSON, at most 64 KiB."""
     @_builtins.property

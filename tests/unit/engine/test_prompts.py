@@ -1,13 +1,18 @@
 """Prompts by position: pure, disjoint, and loud about what is wrong."""
 
+import datetime
+import functools
 import json
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from rolemesh.engine.data.answers import answer_as_given
 from rolemesh.engine.data.prompts import EmptyDataError, PromptRow, PromptSet, load_rows
-from rolemesh.engine.specs import JsonlSpec, ReasoningGymSpec
+from rolemesh.engine.specs import JsonlSpec, ParquetSpec, ReasoningGymSpec
 
 SUMS = {
     "task": "basic_arithmetic",
@@ -217,7 +222,17 @@ def test_text_that_is_no_utf_8_is_refused(tmp_path, encoding, message):
         ("[" * 100_000, r"line 1: nests too deep to be read: nest less"),
         ('{"question": "x"}', r"line 1: needs an object with the key 'prompt'"),
         ('{"prompt": 7}', r"line 1: 'prompt' must be text or a list"),
-        ('{"prompt": "a", "answer": [1]}', r"line 1: 'answer' must be text or a number"),
+        (
+            json.dumps(
+                {"prompt": "a", "answer": functools.reduce(lambda x, _: [x], range(60), [])}
+            ),
+            r"line 1: 'answer' nests more than 60 levels",
+        ),
+        ('{"prompt": "a", "answer": ["\\ud800"]}', r"'answer' has a character .*half of a pair"),
+        (
+            json.dumps({"prompt": "a", "answer": [1234567] * 10_000}),
+            r"its metadata takes \d+ bytes, .* column 'answer'",
+        ),
         ('{"prompt": []}', r"line 1: 'prompt' must be text or a list"),
         ("", r"no training prompt"),
     ],
@@ -226,6 +241,61 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
     path = write_lines(tmp_path / "train.jsonl", line)
     with pytest.raises(ValueError, match=message):
         load_rows(JsonlSpec(path=path))
+
+
+@pytest.mark.parametrize(
+    "answer", [True, False, ["4", "vier", 4], [], {"a": [1.5, None]}, ["\u00e9"]]
+)
+def test_any_json_value_is_an_answer(tmp_path, answer):
+    path = write_lines(
+        tmp_path / "train.jsonl",
+        json.dumps({"prompt": "2 + 2?", "right": answer, "level": 1}),
+        json.dumps({"prompt": "2 + 3?", "right": "5", "level": 1}),
+    )
+    (row, plain), _ = load_rows(JsonlSpec(path=path, columns={"answer": "right"}))
+    assert json.loads(row.answer) == answer
+    assert json.loads(row.metadata) == {"level": 1, "answer": answer}
+    assert answer_as_given(row.answer, json.loads(row.metadata)) == answer
+    assert json.loads(plain.metadata) == {"level": 1}
+    # It is a text that only looks like JSON where the metadata has no such value.
+    assert answer_as_given(row.answer, {"answer": "other"}) == row.answer
+
+
+def test_an_answer_does_not_hide_another_column_of_that_name(tmp_path):
+    path = write_lines(
+        tmp_path / "train.jsonl", json.dumps({"prompt": "a", "right": ["b"], "answer": "c"})
+    )
+    columns = {"answer": "right"}
+    with pytest.raises(
+        ValueError, match=r"'right' is no text, .* leave that out of data\.metadata"
+    ):
+        load_rows(JsonlSpec(path=path, columns=columns))
+    (row,), _ = load_rows(JsonlSpec(path=path, columns=columns, metadata=[]))
+    assert json.loads(row.metadata) == {"answer": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "value"),
+    [
+        (["4", "vier"], '["4", "vier"]', ["4", "vier"]),
+        ({"low": 3, "high": None}, '{"low": 3, "high": null}', {"low": 3, "high": None}),
+        ([float("nan")], "[null]", [None]),
+        (datetime.date(2020, 1, 2), "2020-01-02", None),
+    ],
+)
+def test_values_of_tables_are_answers_too(tmp_path, answer, text, value):
+    table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": answer}])
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    (row,), _ = load_rows(ParquetSpec(path=tmp_path / "train.parquet"))
+    assert row.answer == text
+    assert json.loads(row.metadata).get("answer") == value
+
+
+def test_raw_bytes_are_no_answer(tmp_path):
+    table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": [b"x"]}])
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"'answer': .* raw bytes.*: give text, a number"):
+        load_rows(ParquetSpec(path=tmp_path / "train.parquet"))
 
 
 def test_a_null_answer_is_no_answer_and_separators_stay_inside_strings(tmp_path):

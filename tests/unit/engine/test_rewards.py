@@ -50,6 +50,23 @@ def test_arithmetic_is_graded_by_how_close_it_is_to_the_bare_answer(completion, 
     assert scores.tolist() == pytest.approx([reward])
 
 
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("0.5", 1.0),
+        ("1/2", 1.0),
+        ("5", 0.1),
+        ("it is 0.5", 0.2 * 3 / 9),
+        ("[]", 0.0),
+        ('["1/2", 0.5]', 1.0),
+    ],
+)
+def test_any_item_of_an_answer_that_is_a_list_is_right(completion, reward):
+    source = ArithmeticReward(ArithmeticRewardSpec(exact=1.0, contained=0.2, form=0.1))
+    scores = source.score(batch([completion], ['["1/2", 0.5]']), ignore)
+    assert scores.tolist() == pytest.approx([reward])
+
+
 def test_dropping_words_always_pays():
     source = ArithmeticReward(ArithmeticRewardSpec())
     ladder = ["The answer is 12", "It is 12", "= 12", "12"]

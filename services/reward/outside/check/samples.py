@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.engine.data import jsonl
+from rolemesh.engine.data.answers import ANSWER, accepted, json_text
 from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.services.reward.outside.base import RewardRow
 
@@ -63,9 +64,9 @@ def completions_of(answer: str) -> Sequence[str]:
     """Completions to try where none is given: the expected answer, if any, and a wrong one.
 
     Args:
-        answer: Expected answer; "" for none.
+        answer: Expected answer; "" for none. Of a list in JSON the first item is taken.
     """
-    return [answer, WRONG] if answer else [WRONG]
+    return [accepted(answer)[:2][-1], WRONG] if answer else [WRONG]
 
 
 def read_rows(path: Path) -> list[RewardRow]:
@@ -86,9 +87,11 @@ def read_rows(path: Path) -> list[RewardRow]:
             record = {}
         prompt, completion = record.pop("prompt", None), record.pop("completion", None)
         answer = record.pop("answer", None)
-        if isinstance(answer, int | float) and not isinstance(answer, bool):
-            # As the data of a run is read.
-            answer = str(answer)
+        # As the data of a run is read.
+        if isinstance(answer, bool | list | dict):
+            record[ANSWER] = answer
+        if answer is not None and not isinstance(answer, str):
+            answer = json_text(answer)
         texts = (prompt, *("" if text is None else text for text in (completion, answer)))
         if not all(isinstance(text, str) for text in texts):
             raise CheckInputError(

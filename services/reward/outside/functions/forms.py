@@ -36,8 +36,12 @@ class Batch:
         self._metadata: list[dict[str, Any]] = [row["metadata"] for row in rows]
 
     def texts(self, name: str) -> list[str]:
-        """Texts of one field: prompt, query or answer."""
+        """Texts of one field: prompt or query."""
         return [str(row[name]) for row in self._rows]
+
+    def answers(self) -> list[Any]:
+        """Expected answers: text, or another JSON value as the data has it; None for none."""
+        return [None if row["answer"] == "" else row["answer"] for row in self._rows]
 
     def prompts(self) -> list[Any]:
         """Each prompt as in the data if its metadata has "prompt", else the rendered text."""
@@ -65,9 +69,11 @@ class Batch:
             for name in names
             if name not in _OWN_COLUMNS
         }
-        given = self.texts("answer")
-        if any(given):
-            columns.setdefault("answer", [answer or None for answer in given])
+        given = self.answers()
+        if any(answer is not None for answer in given):
+            # The metadata has an answer that is no text, and maybe the data's own of every row.
+            pairs = zip(self._metadata, given, strict=True)
+            columns["answer"] = [metadata.get("answer", answer) for metadata, answer in pairs]
         return columns
 
     def log_metric(self, name: str, value: Any) -> None:
@@ -157,8 +163,7 @@ class OpenRlhfForm:
 
     def call(self, batch: Batch) -> Any:
         """Passes by position: the names of the parameters are the file's own."""
-        labels = [answer or None for answer in batch.texts("answer")]
-        return self._function(batch.texts("query"), batch.texts("prompt"), labels)
+        return self._function(batch.texts("query"), batch.texts("prompt"), batch.answers())
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
         """The rewards; scores and extra_logs become metrics."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from rolemesh.engine.data.answers import answer_as_given
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import FailSpec, PythonRewardSpec
 from rolemesh.services.reward.outside.answers import kept
@@ -166,6 +167,6 @@ def _plain(row: RewardRow) -> dict[str, Any]:
         "completion": row.completion,
         "query": row.query,
         "completion_ids": row.completion_tokens,
-        "answer": row.answer,
+        "answer": answer_as_given(row.answer, row.metadata),
         "metadata": dict(row.metadata),
     }

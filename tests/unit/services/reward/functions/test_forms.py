@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from rolemesh.engine.data.answers import json_text
+from rolemesh.services.reward.outside.base import RewardRow
 from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
 from rolemesh.services.reward.outside.functions.forms import Batch, form_of
+from rolemesh.services.reward.outside.functions.reward import _plain
 
 
 def row(completion: str, answer: str = "", **metadata: Any) -> dict[str, Any]:
@@ -39,6 +42,24 @@ def test_a_trl_function_gets_all_by_keyword() -> None:
     assert seen["trainer_state"].global_step == 5
     assert callable(seen["log_extra"])
     assert callable(seen["log_metric"])
+
+
+def test_an_answer_that_is_no_text_comes_as_it_is() -> None:
+    def trl(completions: Any, answer: Any) -> Any:
+        return answer
+
+    def openrlhf(queries: Any, prompts: Any, labels: Any) -> Any:
+        return labels
+
+    values: list[Any] = [["4", "four"], False, {"low": 3}, [], "4"]
+    given = [(one, {} if isinstance(one, str) else {"answer": one}) for one in values]
+    sent = [(one if isinstance(one, str) else json_text(one), metadata) for one, metadata in given]
+    rows = [
+        _plain(RewardRow(prompt="p", completion="c", query="pc", answer=text, metadata=metadata))
+        for text, metadata in [*sent, ("", {})]
+    ]
+    assert seen_by(trl, *rows) == [*values, None]
+    assert seen_by(openrlhf, *rows) == [*values, None]
 
 
 def test_a_function_without_kwargs_gets_what_it_names() -> None:
