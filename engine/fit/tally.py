@@ -104,9 +104,9 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta and self._counts(leaf):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._alive:
-                    self._see(storage, self._purpose)
+                for storage in _storages(leaf):
+                    if storage._cdata not in self._alive:
+                        self._see(storage, self._purpose)
         return result
 
     def _see(self, storage: torch.UntypedStorage, purpose: Purpose) -> None:
@@ -130,6 +130,12 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, purpose: Purpose, size: int) -> None:
         self.held[purpose] += size
         self.total += size
+
+
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Where a tensor's numbers lie; a sparse one has its indices apart."""
+    parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+    return [part.untyped_storage() for part in parts]
 
 
 def _is_wrapper(kind: type) -> bool:

@@ -131,6 +131,8 @@ class Decoder(nn.Module):
         """Whether torch's autocast makes the layers' products bfloat16."""
         if trainable:
             apply_recompute(self.lm, choices["recompute"].value)
+            if mesh.fsdp.size == 1:
+                _spare_dense_gradient(self.lm)
         elif choices["frozen_dtype"].value == "bfloat16":
             self._hold_in_bfloat16()
         if self.is_narrow:
@@ -277,6 +279,18 @@ class Decoder(nn.Module):
                 f"this rank has stage {self.mesh.pp.index} of {self.mesh.pp.size}: only the last "
                 "stage has a head; send its hidden states to the next stage"
             )
+
+
+def _spare_dense_gradient(lm: Any) -> None:
+    """Lets a tied embedding give its gradient as rows, which torch adds to the output layer's.
+
+    Else it makes a table of zeros for them, as large as the vocabulary, and adds that: 0.2 s of a
+    micro-batch of 2.5 s for SmolLM2-135M on 2 cores, and 113 MB. An embedding that is not tied
+    would keep a sparse gradient, which no optimizer here steps.
+    """
+    output, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
+    if output is not None and embedding is not None and output.weight is embedding.weight:
+        embedding.sparse = True
 
 
 def _sizes(config: Any, mesh: RankMesh) -> ModelSizes:

@@ -146,10 +146,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         need_hidden, need_vocabulary = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
         grad_vocabulary_VD = (
-            torch.zeros_like(vocabulary_VD, dtype=project.accumulate_dtype)
+            torch.empty_like(vocabulary_VD, dtype=project.accumulate_dtype)
             if need_vocabulary
             else None
         )
+        if grad_vocabulary_VD is not None and not len(hidden_ND):
+            grad_vocabulary_VD.zero_()
         with project.without_autocast():
             for chunk in _chunks(len(hidden_ND), chunk_tokens):
                 logits_CV = project(hidden_ND[chunk])
@@ -172,9 +174,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if grad_hidden_ND is not None:
                     grad_hidden_ND[chunk] = project.product(grad_CV, project.vocabulary_VD)
                 if grad_vocabulary_VD is not None:
-                    project.add_product(
-                        grad_vocabulary_VD, grad_CV.t(), project.to_compute(hidden_ND[chunk])
-                    )
+                    # The first chunk writes: zeros to add to are as many bytes as the vocabulary.
+                    put = project.add_product if chunk.start else project.write_product
+                    put(grad_vocabulary_VD, grad_CV.t(), project.to_compute(hidden_ND[chunk]))
         if grad_vocabulary_VD is not None:
             grad_vocabulary_VD = grad_vocabulary_VD.to(vocabulary_VD.dtype)
         if vocabulary is not None and grad_hidden_ND is not None:

@@ -77,6 +77,8 @@ class Projection:
         """Writes a product in the accumulation type."""
         if self._has_wide_output:
             torch.mm(left, right, out_dtype=self.accumulate_dtype, out=result)
+        elif self._dtype == result.dtype:
+            torch.mm(left, right, out=result)
         else:
             result.copy_(self.product(left, right))
 

@@ -13,6 +13,7 @@ from support.fake_streams import FakeStreams
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import forward_backward, plan_whole, update_whole
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
@@ -131,6 +132,42 @@ def test_gradients_of_two_calls_add_up(folder: Path) -> None:
     forward_backward(twice, batch, POLICY_LOSS)
     doubled = {name: 2 * gradient for name, gradient in _gradients(once).items()}
     assert _relative_distance(_gradients(twice), doubled) < CUT_TOLERANCE
+
+
+class _Tables(TorchDispatchMode):
+    """Counts the gradients of lookups that are as large as the embedding."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.embedding_dense_backward.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("max_tokens", [2048, 24])
+def test_a_tied_embedding_makes_no_table_of_its_own_for_its_gradient(
+    folder: Path, max_tokens: int
+) -> None:
+    trainer = _trainer(folder, micro_batch_tokens=max_tokens)
+    embedding = trainer.model.lm.get_input_embeddings()
+    assert embedding.weight is trainer.model.vocabulary_VD
+    batch = _batch(trainer)
+    with _Tables() as tables:
+        forward_backward(trainer, batch, POLICY_LOSS)
+    assert tables.count == 0
+    found = _gradients(trainer)
+
+    trainer.drop_gradients()
+    embedding.sparse = False
+    with _Tables() as tables:
+        forward_backward(trainer, batch, POLICY_LOSS)
+    assert tables.count > 0  # torch's own way
+    expected = _gradients(trainer)
+
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient.layout == torch.strided
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=CUT_TOLERANCE)
 
 
 def test_updates_equal_a_hand_written_loop_with_torchs_adamw(folder: Path) -> None:
