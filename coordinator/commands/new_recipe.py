@@ -20,6 +20,7 @@ from rolemesh.coordinator.commands.findings.diagnosis import installed_versions
 from rolemesh.coordinator.recipe.model_sizes import num_parameters
 from rolemesh.coordinator.run.checks.installation import INSTALL
 from rolemesh.coordinator.state.child_environment import child_environment
+from rolemesh.engine.messages import said_last
 from rolemesh.engine.specs import RewardSpec
 from rolemesh.engine.specs.urls import masked_url
 
@@ -164,7 +165,7 @@ def _asked(module: str, *arguments: str, input: str = "") -> str:
             "data in the recipe later"
         ) from error
     if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+        last = said_last(done.stderr).removeprefix("error: ")
         is_broken = re.search(r"^(ModuleNotFound|Import)Error\b", done.stderr, re.MULTILINE)
         hint = "; run `rolemesh doctor`, which names what is wrong with an installation"
         raise InitError(f"{module} failed: {last}{hint if is_broken else ''}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from rolemesh.coordinator.state.child_environment import child_environment
+from rolemesh.engine.messages import said_last
 from rolemesh.engine.specs.variables import OWN_SECRETS
 
 
@@ -53,8 +54,7 @@ def told_by(
                 yield json.loads(line)
             if process.wait():
                 errors.seek(0)
-                last = errors.read().strip().rpartition("\n")[2]
-                raise PreviewError(f"the process that {work} failed: {last}")
+                raise PreviewError(f"the process that {work} failed: {said_last(errors.read())}")
         finally:
             if process.poll() is None:
                 process.kill()

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from rolemesh.engine.messages import said_last
 from rolemesh.engine.sandbox.view import View
 
 _PROBE_TIMEOUT_S = 10.0
@@ -38,7 +39,7 @@ def why_not(program: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    said = done.stderr.strip().rpartition("\n")[2]
+    said = said_last(done.stderr)
     return "" if done.returncode == 0 else said or f"exit code {done.returncode}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.base import (
     Deadline,
@@ -78,11 +79,11 @@ class GlooTransport(TorchGroupTransport):
     def _failed(
         self, peer: int, error: Exception, label: str, deadline: Deadline
     ) -> TransferFailedError:
-        lines = str(error).splitlines() or [type(error).__name__]
+        said = on_one_line(str(error)) or type(error).__name__
         if deadline.remaining_s < _TICK_S:
             cause = "it did not do its part in time"
         else:
-            cause = f"the connection broke, so it ended or gave up ({lines[0]})"
+            cause = f"the connection broke, so it ended or gave up ({said})"
         return self.failure(cause, peer, label, seconds=deadline.elapsed_s)
 
 

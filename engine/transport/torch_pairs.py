@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.base import (
     Deadline,
@@ -117,8 +118,7 @@ class TorchPairsTransport(TorchGroupTransport):
 
     def failed(self, error: Exception, label: str, deadline: Deadline) -> TransferFailedError:
         """The error of a round that broke."""
-        lines = str(error).splitlines() or [type(error).__name__]
-        cause = f"torch reports: {lines[0]}"
+        cause = f"torch reports: {on_one_line(str(error)) or type(error).__name__}"
         return self.failure(cause, None, label, seconds=deadline.elapsed_s)
 
 

@@ -32,6 +32,7 @@ from rolemesh.coordinator.run.reporting.records import check_directory_is_free
 from rolemesh.coordinator.run.results.evaluation import can_evaluate
 from rolemesh.coordinator.run.services.host_gpus import HostGpus
 from rolemesh.coordinator.state.child_environment import child_environment
+from rolemesh.engine.messages import said_last
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     OutsideRewardSpec,
@@ -160,7 +161,7 @@ async def _preview(
             process.kill()
             await process.wait()
     if is_whole and process.returncode:
-        last = (await errors).decode(errors="replace").strip().rpartition("\n")[2]
+        last = said_last((await errors).decode(errors="replace"))
         yield fail("data", f"the process that reads the data failed: {last}")
 
 

@@ -27,7 +27,7 @@ from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.reporting.records import end_abandoned, enter_again, enter_run
 from rolemesh.coordinator.run.saving.resume import holds_run
-from rolemesh.coordinator.run.services.launch import last_lines
+from rolemesh.coordinator.run.services.launch import LOG_LINE, last_lines
 from rolemesh.coordinator.state.errors import (
     RunNotFoundError,
     StateStoreError,
@@ -377,8 +377,8 @@ class Hub:
     async def _abandoned(self, run_id: str, cause: str) -> None:
         """Ends a run whose process is gone, unless the run has written its end itself."""
         log = self._log(run_id)
-        lines = [f"  | {line}" for line in await asyncio.to_thread(last_lines, log)]
-        said = "\n".join((f"the end of its log, {log}:", *lines)) if lines else "without a word"
+        lines = [f"{LOG_LINE}{line}" for line in await asyncio.to_thread(last_lines, log)]
+        said = "".join((f"the end of its log, {log}:", *lines)) if lines else "without a word"
         await end_abandoned(self._store, run_id, RunError(f"{cause}; {said}"))
 
     async def adopt(self) -> None:

@@ -17,7 +17,8 @@ from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.saving.checkpoints import Checkpoints
 from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.progress import RunProgress
-from rolemesh.coordinator.run.services.launch import LaunchError
+from rolemesh.coordinator.run.services.launch import LOG_LINE, LaunchError
+from rolemesh.engine.messages import on_one_line
 from rolemesh.rpc.errors import (
     AbortedError,
     CallCancelledError,
@@ -183,6 +184,5 @@ async def go_back(
 
 
 def told_of(error: BaseException) -> str:
-    """The first line of an error: a lost service's has the end of its log below."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    """An error on one line, without the end of a lost service's log, which stands below."""
+    return on_one_line(str(error).partition(LOG_LINE)[0]) or type(error).__name__

@@ -25,7 +25,9 @@ from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE, living_
 from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.results.metrics import GRAPHS_FILE
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE, RUN_FILE, holds_run
+from rolemesh.coordinator.run.services.launch import LOG_LINE
 from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
+from rolemesh.engine.messages import on_one_line
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -302,11 +304,11 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
 
 
 def _brief(failure: str) -> str:
-    """The first line of a failure. What follows is mostly the end of a log."""
-    first, _, rest = failure.partition("\n")
-    is_cut = bool(rest.strip()) or len(first) > _SHOWN_CHARACTERS
+    """A failure on one line, without the end of a log."""
+    said, _, log = failure.partition(LOG_LINE)
+    told = on_one_line(said, _SHOWN_CHARACTERS)
     hint = " ... (`rolemesh status DIR --json` has it all, `rolemesh logs DIR` more)"
-    return first[:_SHOWN_CHARACTERS] + (hint if is_cut else "")
+    return told.removesuffix("...") + hint if log or told.endswith("...") else told
 
 
 def log_files(directory: Path, role: str | None) -> list[Path]:

@@ -38,6 +38,9 @@ SIGKILL."""
 _GROUP_END_S = 10.0
 """Longest wait for the end of what a killed service started: it gives memory of devices back."""
 
+LOG_LINE = "\n  | "
+"""Before each line of a log that stands below an error."""
+
 _ANNOUNCE_POLL_S = 0.05
 _TAIL_BYTES = 16384
 _TAIL_LINES = 8
@@ -81,7 +84,7 @@ class ServiceExit:
         # With several ranks this process was their agent. Its last lines name the rank that ended.
         who = "rank 0" if self.num_ranks == 1 else f"with {self.num_ranks} ranks"
         head = f"{self.role} {who} (pid {self.pid}) {how}; {log}"
-        return "\n".join((head, *(f"  | {line}" for line in self.last_lines)))
+        return "".join((head, *(f"{LOG_LINE}{line}" for line in self.last_lines)))
 
 
 @dataclass(slots=True, eq=False)

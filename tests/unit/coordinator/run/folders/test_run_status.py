@@ -16,6 +16,7 @@ from rolemesh.coordinator.api.credentials import read_tokens
 from rolemesh.coordinator.api.known_doors import noted
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.run.attempts.recovery import told_of
 from rolemesh.coordinator.run.folders.folder import print_status, read_status
 from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -69,15 +70,14 @@ def test_a_run_that_has_ended_says_how_often_it_recovered(tmp_path: Path) -> Non
 
 
 def test_a_failure_is_one_line_and_the_traceback_stays_in_the_log(tmp_path: Path) -> None:
-    failure = (
-        "actor rank 0 was killed; its log ends with:\n  | Traceback (most recent call last):\n"
-    )
+    failure = "none\nof these; its log ends with:\n  | Traceback (most recent call last):\n  | more"
     summary = {"state": "failed", "failure": failure, "steps": 9}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert read_status(tmp_path).failure == failure
     text = printed(tmp_path)
-    assert "actor rank 0 was killed; its log ends with: ... (`rolemesh status DIR --json`" in text
+    assert "none of these; its log ends with: ... (`rolemesh status DIR --json`" in text
     assert "Traceback" not in text
+    assert told_of(RuntimeError(failure)) == "none of these; its log ends with:"
 
 
 @pytest.mark.parametrize(
