@@ -7,6 +7,7 @@ device down.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,10 +16,7 @@ from typing import cast
 
 import torch
 
-from rolemesh.engine.specs.by_device import Device, DeviceType
-
-_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""Instructions for products of bfloat16, as torch calls them on x86 and on ARM."""
+from rolemesh.engine.specs.by_device import Device, DeviceType, cpu_of
 
 _assumed: ContextVar[str | None] = ContextVar("assumed_device_kind", default=None)
 
@@ -50,8 +48,8 @@ def device_of(device_type: str) -> Device:
     """
     if device_type != "cpu":
         return Device(cast(DeviceType, device_type))
-    has = torch.cpu.get_capabilities()
-    return Device("cpu", multiplies_bfloat16=any(has.get(name, False) for name in _BFLOAT16))
+    told = torch.cpu.get_capabilities()
+    return cpu_of([name for name, has in told.items() if has], os.environ)
 
 
 def give_back_memory(device: torch.device) -> None:

@@ -19,7 +19,12 @@ from rich.console import Console
 from rolemesh.coordinator import sdk
 from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import Doors
-from rolemesh.coordinator.commands.findings.placing import load_placed, start_cautions
+from rolemesh.coordinator.commands.findings.cpu import cpu_here
+from rolemesh.coordinator.commands.findings.placing import (
+    load_placed,
+    pools_on_cpu,
+    start_cautions,
+)
 from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
 from rolemesh.coordinator.commands.terminal.console import (
     JsonConsole,
@@ -286,7 +291,10 @@ def _train(
         session.tell_doors = functools.partial(tell_doors, shown, observer)
         _log_to(session.directory / "logs" / "coordinator.log")
         observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
-        for caution in start_cautions(recipe, gpus, services_in(recipe)):
+        services = services_in(recipe)
+        if pools_on_cpu(recipe, services):
+            observer.on_event(f"CPU: {cpu_here()}")
+        for caution in start_cautions(recipe, gpus, services):
             observer.on_event(f"caution: {caution.text}; {caution.remedy}")
         try:
             summary = asyncio.run(session.execute())

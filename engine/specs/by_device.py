@@ -6,7 +6,7 @@ they say, and `rolemesh doctor RECIPE` shows the same before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,20 @@ RECOMPUTE_BYTES = 8 * 2**30
 """Activations of a micro-batch above which layers are recomputed: a tenth of an 80 GB GPU, which
 weights, moments and a sampler share with them. Recomputing costs a forward pass more, a quarter of
 the time of an update."""
+
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
+"""Instructions for products of bfloat16, as Linux and torch call them, on x86 and on ARM."""
+
+_MOST_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables that hold oneDNN, and so torch's products, to older instructions; the first one wins.
+"""
+_WITHOUT_BFLOAT16 = frozenset(
+    (
+        *("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"),
+        *("avx512_core", "avx512_core_vnni"),
+    )
+)
+"""Values of theirs that leave no products of bfloat16."""
 
 _GIVEN = "given by the recipe"
 _NO_BFLOAT16 = "this CPU has no bfloat16 instructions: float32 products are faster"
@@ -44,6 +58,23 @@ class Device:
     type: DeviceType
     multiplies_bfloat16: bool = True
     """Whether it has instructions for products of bfloat16; a GPU has."""
+
+
+def held_to_older(environment: Mapping[str, str]) -> str:
+    """The setting that keeps a CPU's products of bfloat16 from use; empty where none does.
+
+    Example: "ONEDNN_MAX_CPU_ISA=AVX2".
+    """
+    for name in _MOST_ISA:
+        if value := environment.get(name):
+            return f"{name}={value}" if value.lower() in _WITHOUT_BFLOAT16 else ""
+    return ""
+
+
+def cpu_of(instructions: Container[str], environment: Mapping[str, str]) -> Device:
+    """A CPU by its instructions, and by what the user's variables leave of them."""
+    has_them = any(name in instructions for name in BFLOAT16_INSTRUCTIONS)
+    return Device("cpu", multiplies_bfloat16=has_them and not held_to_older(environment))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

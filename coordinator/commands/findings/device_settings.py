@@ -6,9 +6,7 @@ The same functions choose when a service makes its model or sampler, and its log
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.commands.findings.findings import Finding, ok
@@ -22,14 +20,6 @@ from rolemesh.engine.specs.by_device import (
     model_choices,
     sampler_choices,
 )
-
-_BFLOAT16 = re.compile(r"\b(avx512_bf16|amx_bf16|bf16)\b")
-"""Instructions for products of bfloat16, as Linux calls them on x86 and on ARM."""
-
-
-def cpu_multiplies_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this machine's CPU has instructions for it; False where nothing says so."""
-    return cpu_info.is_file() and _BFLOAT16.search(cpu_info.read_text()) is not None
 
 
 def device_settings(recipe: Recipe, cpu: Device) -> Iterator[Finding]:

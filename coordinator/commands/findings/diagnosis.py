@@ -23,10 +23,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.commands.findings.device_settings import (
-    cpu_multiplies_bfloat16,
-    device_settings,
-)
+from rolemesh.coordinator.commands.findings.cpu import check_cpu, cpu_here, usable_cores
+from rolemesh.coordinator.commands.findings.device_settings import device_settings
 from rolemesh.coordinator.commands.findings.findings import Finding, enough, fail, ok, warn
 from rolemesh.coordinator.commands.findings.gpu_findings import check_gpus
 from rolemesh.coordinator.commands.findings.placing import start_cautions
@@ -39,7 +37,6 @@ from rolemesh.coordinator.run.services.host_gpus import HostGpus
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.engine.sandbox.host import find_sandbox
-from rolemesh.engine.specs.by_device import Device
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 PYTHON = SpecifierSet(">=3.11,<3.15")
@@ -65,6 +62,7 @@ async def diagnose(recipe: Recipe | None = None, gpus: HostGpus | None = None) -
     return [
         check_python(sys.version_info[:2]),
         *check_packages(installed),
+        check_cpu(cpu_here()),
         *await check_gpus(installed),
         check_memory(psutil.virtual_memory().total, usable_cores()),
         check_shared_memory(SHM_DIRECTORY),
@@ -155,11 +153,6 @@ def _check_companions(installed: dict[str, str]) -> Iterator[Finding]:
                 "dies of it",
                 f"pip uninstall {' '.join(_CUDA_ONLY)} (text needs none of them)",
             )
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_memory(total_bytes: int, cores: int) -> Finding:
@@ -275,8 +268,7 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
         services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
         own = {role_of(name) for name in services if recipe.address(name) is None}
         check_paths(recipe, own)
-        cpu = Device("cpu", multiplies_bfloat16=cpu_multiplies_bfloat16())
-        settings = list(device_settings(recipe, cpu))
+        settings = list(device_settings(recipe, cpu_here().device))
     except ValueError as error:
         return [fail("recipe", str(error))]
     return [ok("recipe", f"{recipe.run.name}: its files are there"), *settings]

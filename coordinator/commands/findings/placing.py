@@ -71,6 +71,22 @@ def placement(recipe: Recipe, num_gpus: int) -> list[str]:
     return settings
 
 
+def pools_on_cpu(recipe: Recipe, own_services: Mapping[str, str | None]) -> list[str]:
+    """Keys of the pools whose models compute on this host's CPU.
+
+    Args:
+        recipe: With its pools.
+        own_services: By name of each service: its address, None where this host starts it.
+    """
+    own = {role_of(name) for name, address in own_services.items() if address is None}
+    return [
+        f"pools.{name}"
+        for name, pool in recipe.pools.items()
+        if set(pool.devices) == {"cpu"}
+        and any(role in own and needs_gpu(recipe, role) for role in pool.roles)
+    ]
+
+
 def start_cautions(
     recipe: Recipe, gpus: HostGpus, own_services: Mapping[str, str | None]
 ) -> Iterator[Caution]:
@@ -81,13 +97,7 @@ def start_cautions(
         gpus: Of this host.
         own_services: By name of each service: its address, None where this host starts it.
     """
-    own = {role_of(name) for name, address in own_services.items() if address is None}
-    on_cpu = [
-        f"pools.{name}"
-        for name, pool in recipe.pools.items()
-        if set(pool.devices) == {"cpu"}
-        and any(role in own and needs_gpu(recipe, role) for role in pool.roles)
-    ]
+    on_cpu = pools_on_cpu(recipe, own_services)
     if on_cpu and gpus.unusable:
         yield Caution(f"models compute on the CPU: {gpus.unusable}", "fix it, or leave it so")
     elif on_cpu and gpus.count:

@@ -14,6 +14,7 @@ from rolemesh.engine.specs.by_device import (
     Device,
     ModelSizes,
     activation_bytes,
+    cpu_of,
     described,
     model_choices,
     sampler_choices,
@@ -148,3 +149,21 @@ def test_a_choice_is_told_with_its_reason() -> None:
     lines = list(described(sampler_choices(VllmSpec(max_num_seqs=3), CPU)))
     assert lines[0] == "max_num_seqs 3 (given by the recipe)"
     assert lines[1] == "enforce_eager true (on a CPU there are no graphs to capture)"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, True),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True),
+        ({"ONEDNN_MAX_CPU_ISA": "avx512_core"}, False),
+        ({"DNNL_MAX_CPU_ISA": "AVX2"}, False),
+        # oneDNN reads its newer name first.
+        ({"ONEDNN_MAX_CPU_ISA": "ALL", "DNNL_MAX_CPU_ISA": "AVX2"}, True),
+    ],
+)
+def test_what_a_cpu_is_fast_in_is_what_variables_leave_of_it(
+    variables: dict[str, str], expected: bool
+) -> None:
+    assert cpu_of({"avx512_bf16"}, variables).multiplies_bfloat16 is expected
+    assert not cpu_of({"avx512_f"}, variables).multiplies_bfloat16

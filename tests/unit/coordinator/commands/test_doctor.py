@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rolemesh.coordinator.commands.findings.device_settings import (
-    cpu_multiplies_bfloat16,
-    device_settings,
-)
+from rolemesh.coordinator.commands.findings.cpu import check_cpu, cpu_here
+from rolemesh.coordinator.commands.findings.device_settings import device_settings
 from rolemesh.coordinator.commands.findings.diagnosis import (
     check_disk,
     check_loopback,
@@ -306,17 +305,59 @@ def test_what_devices_decide_is_shown_for_each_role(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("flags", "text"),
     [
-        ("flags\t: fpu avx512f avx512_bf16 avx512_vnni", True),
-        ("flags\t: fpu amx_bf16 amx_tile", True),
-        ("Features\t: fp asimd i8mm bf16", True),
-        ("flags\t: fpu avx512f avx512_vnni", False),
+        (
+            "flags\t: fpu avx2 avx512f avx512_bf16 avx512_vnni",
+            "AVX2, AVX-512, AVX512_BF16: multiplies bfloat16 (AVX512_BF16)",
+        ),
+        ("flags\t: avx2 amx_bf16 amx_tile", "AVX2, AMX: multiplies bfloat16 (AMX)"),
+        ("Features\t: fp asimd i8mm bf16", "NEON, BF16: multiplies bfloat16 (BF16)"),
+        (
+            "flags\t: fpu avx2 avx512f avx512_vnni",
+            "AVX2, AVX-512: multiplies float32 (no bfloat16 instructions)",
+        ),
     ],
 )
-def test_instructions_for_bfloat16_are_read_off_the_cpu(
-    tmp_path: Path, flags: str, expected: bool
+def test_what_a_cpu_multiplies_fast_is_read_off_its_instructions(
+    tmp_path: Path, flags: str, text: str
 ) -> None:
-    (tmp_path / "cpuinfo").write_text(f"model name\t: some\n{flags}\n")
-    assert cpu_multiplies_bfloat16(tmp_path / "cpuinfo") is expected
-    assert not cpu_multiplies_bfloat16(tmp_path / "none")
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"model name\t: some CPU\n{flags}\n" * 2)
+    cpu = cpu_here(file, {})
+    assert cpu.device.multiplies_bfloat16 is ("bfloat16 (" in text)
+    finding = check_cpu(cpu)
+    assert (finding.level, finding.text.startswith("some CPU, ")) == (Level.OK, True)
+    assert finding.text.endswith(f", {text}")
+    assert str(cpu).endswith(text.partition(": ")[2])
+
+
+def test_of_a_cpu_that_nothing_tells_of_nothing_is_said(tmp_path: Path) -> None:
+    cpu = cpu_here(tmp_path / "none", {})
+    assert not cpu.device.multiplies_bfloat16
+    assert "multiplies" not in f"{cpu} {check_cpu(cpu)}"
+
+
+def test_a_setting_that_holds_a_cpu_to_older_instructions_decides(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("flags\t: avx2 avx512f avx512_bf16\n")
+    # The variables of a process, as `rolemesh doctor` finds them, and torch in a service.
+    program = (
+        "import sys, pathlib\n"
+        "from rolemesh.coordinator.commands.findings.cpu import check_cpu, cpu_here\n"
+        "finding = check_cpu(cpu_here(pathlib.Path(sys.argv[1])))\n"
+        "print(finding.text, '->', finding.remedy)\n"
+        "from rolemesh.engine.devices import device_of\n"
+        "print(device_of('cpu').multiplies_bfloat16)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, file],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told, multiplies = done.stdout.splitlines()
+    assert "multiplies float32 (ONEDNN_MAX_CPU_ISA=AVX2 keeps its bfloat16" in told
+    assert "-> unset ONEDNN_MAX_CPU_ISA" in told
+    assert multiplies == "False"

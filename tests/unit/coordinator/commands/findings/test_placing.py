@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.coordinator.commands.findings.placing import load_placed, start_cautions
+from rolemesh.coordinator.commands.findings.placing import (
+    load_placed,
+    pools_on_cpu,
+    start_cautions,
+)
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES, HostGpus, host_gpus
@@ -79,6 +83,8 @@ def test_a_cpu_on_a_host_with_gpus_is_told(tmp_path: Path) -> None:
     assert list(start_cautions(on_cpu, HostGpus(), SERVICES)) == []
     elsewhere = dict.fromkeys(SERVICES, "10.0.0.7:5000")
     assert list(start_cautions(on_cpu, gpus(2), elsewhere)) == []
+    assert pools_on_cpu(on_cpu, SERVICES) == ["pools.all"]
+    assert pools_on_cpu(on_cpu, elsewhere) == pools_on_cpu(placed(tmp_path, "", 2), SERVICES) == []
     assert list(start_cautions(placed(tmp_path, "", 2), gpus(2), SERVICES)) == []
 
 
