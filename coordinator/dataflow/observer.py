@@ -22,6 +22,17 @@ class RunObserver(Protocol):
             total: Units in all, 0 when not known.
         """
 
+    def on_estimate(self, step: int, seconds: float, gone_s: float) -> None:
+        """A step that is being made will take so long, by those of its calls that were made.
+
+        Told of the first step of an attempt, where its calls say it, again and again.
+
+        Args:
+            step: Its number.
+            seconds: From its begin to its end.
+            gone_s: Seconds of these that are gone.
+        """
+
     def on_step(self, record: Mapping[str, float]) -> None:
         """A step was made; the record is a line of metrics.jsonl."""
 
@@ -33,6 +44,9 @@ class QuietObserver:
     """Shows nothing."""
 
     def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        """Shows nothing."""
+
+    def on_estimate(self, step: int, seconds: float, gone_s: float) -> None:
         """Shows nothing."""
 
     def on_step(self, record: Mapping[str, float]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from support.fake_roles import (
     until,
 )
 from support.fake_runs import SPLIT_POOLS, Recorder, make_run, read_lines
+from support.mapping_jobs import LLAMAS
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError
+from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.recipe.schema import Recipe, TracingSpec
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -129,6 +132,22 @@ async def test_a_run_begins_with_its_cautions(tmp_path: Path) -> None:
     assert len(told) == 1
     assert "algorithm.mini_batch_rows is 3 and" in told[0]
     assert "give mini_batch_rows as a multiple of 2" in told[0]
+
+
+async def test_the_first_step_is_estimated_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    tiny = partial(Model.from_config, LLAMAS["tiny"])
+    monkeypatch.setattr(Model, "from_folder", lambda _, **how: tiny(**how))
+    async with fake_mesh() as mesh:
+        recipe = fake_recipe(steps=2, evaluation={"num_prompts": 8, "every_steps": 1})
+        await make_run(mesh, tmp_path, recipe, MemoryStateStore(), observer=recorder).execute()
+    assert recorder.estimates
+    # Of the first step alone, and of nothing that is evaluated before or after it.
+    for step, seconds, gone_s in recorder.estimates:
+        assert (step, 0 < gone_s <= seconds) == (1, True)
+    assert recorder.estimates[-1][2] <= recorder.records[0]["time/step"]
 
 
 def mesh_reward_spec() -> dict[str, Any]:

@@ -25,9 +25,13 @@ class Recorder:
         self.phases: list[tuple[str, str, int, int]] = []
         self.records: list[dict[str, float]] = []
         self.events: list[str] = []
+        self.estimates: list[tuple[int, float, float]] = []
 
     def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
         self.phases.append((role, stage, done, total))
+
+    def on_estimate(self, step: int, seconds: float, gone_s: float) -> None:
+        self.estimates.append((step, seconds, gone_s))
 
     def on_step(self, record: Any) -> None:
         self.records.append(dict(record))

@@ -71,6 +71,8 @@ _PLAIN_PROGRESS_EVERY_S = 10.0
 """First pause between two lines of a call that takes long; it doubles."""
 
 _LONGEST_PROGRESS_PAUSE_S = 60.0
+_TOLD_AGAIN = 1.25
+"""Factor by which an estimate has to change for another line."""
 _BAR_WIDTH = 40
 _NUMBERS = re.compile(r"\d+")
 
@@ -128,6 +130,8 @@ class PlainConsole:
         self._stream = stream or sys.stdout
         self._calls: dict[str, _Call] = {}
         self._pace = Pace(num_steps)
+        self._told_s = 0.0
+        """Estimate of the first step that was told last."""
 
     def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
         """A line when a role starts, and later ones of whatever takes long."""
@@ -148,6 +152,17 @@ class PlainConsole:
             call.told_at = now
             call.pause_s = min(2 * call.pause_s, _LONGEST_PROGRESS_PAUSE_S)
             self.on_event(" ".join(filter(None, (f"{role}: {stage}", call.progress()))))
+
+    def on_estimate(self, step: int, seconds: float, gone_s: float) -> None:
+        """A line of the first estimate, and of one that corrects it."""
+        if not self._pace.expects(step, seconds, gone_s):
+            return
+        if self._told_s / _TOLD_AGAIN < seconds < self._told_s * _TOLD_AGAIN:
+            return
+        self._told_s = seconds
+        told = f"step {step} takes about {seconds:.0f} s, by its calls so far"
+        left = in_words(self._pace.left_s)
+        self.on_event(told + (f" | {left}" if left else ""))
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """One line."""
@@ -223,7 +238,7 @@ class LiveConsole:
         return Group(table, *self._run_bar())
 
     def _run_bar(self) -> Iterator[Table]:
-        """How far the run is, once it has made a step and has some left."""
+        """How far the run is, once that is known and it has steps left."""
         pace, left_s = self._pace, self._pace.left_s
         if left_s is None or pace.num_steps is None:
             return
@@ -245,6 +260,10 @@ class LiveConsole:
         is_same = shown is not None and (role == RECOVERING or shown.stage == stage)
         since = shown.since if shown is not None and is_same else now
         self._roles[role] = _Call(stage, done, total, since, now)
+
+    def on_estimate(self, step: int, seconds: float, gone_s: float) -> None:
+        """What the bar shows until the step is made."""
+        self._pace.expects(step, seconds, gone_s)
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """A row, with headings from time to time."""
@@ -313,6 +332,10 @@ class LoggingObserver:
             if stage:
                 logger.info("%s: %s", role, stage)
         self.show(lambda: self._shown.on_phase(role, stage, done, total))
+
+    def on_estimate(self, step: int, seconds: float, gone_s: float) -> None:
+        """Passes it on; the next one corrects it, so the log has none."""
+        self.show(lambda: self._shown.on_estimate(step, seconds, gone_s))
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """Logs the whole record."""

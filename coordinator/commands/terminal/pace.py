@@ -23,6 +23,9 @@ class Pace:
         """Steps made."""
         self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
         self._made_at: float | None = None
+        self._expected_s: float | None = None
+        """Of a step that is being made, before any has been."""
+        self._began_at = 0.0
 
     def made(self, step: int, seconds: float | None) -> None:
         """A step was made, in so many seconds from its first call to its commit; None: unknown."""
@@ -34,16 +37,32 @@ class Pace:
             self._seconds.append(seconds)
         self.step, self._made_at = step, now
 
+    def expects(self, step: int, seconds: float, gone_s: float) -> bool:
+        """The step after those that were made will take so long, of which some seconds are gone.
+
+        Returns:
+            Whether that counts: where a step has been made, what it took says more.
+        """
+        if self._seconds:
+            return False
+        self.step = step - 1
+        self._expected_s, self._began_at = seconds, time.monotonic() - gone_s
+        return True
+
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step is made; None before the first, and where nothing is left."""
-        made_at, num_steps = self._made_at, self.num_steps
-        if made_at is None or not self._seconds or num_steps is None or self.step >= num_steps:
+        """Seconds until the last step is made; None where it is not known, or nothing is left."""
+        if self._seconds and self._made_at is not None:
+            one_s, began_at = sum(self._seconds) / len(self._seconds), self._made_at
+        elif self._expected_s is not None:
+            one_s, began_at = self._expected_s, self._began_at
+        else:
             return None
-        one_s = sum(self._seconds) / len(self._seconds)
+        if self.num_steps is None or self.step >= self.num_steps:
+            return None
         # The step in progress takes at least as long as it has.
-        going_s = min(time.monotonic() - made_at, one_s)
-        return (num_steps - self.step) * one_s - going_s
+        going_s = min(time.monotonic() - began_at, one_s)
+        return (self.num_steps - self.step) * one_s - going_s
 
 
 def call_left_s(seconds: float, done: int, total: int) -> float | None:

@@ -197,6 +197,24 @@ class Timeline:
             ends.append(start + duration)
         return ends
 
+    def ends_from(
+        self, now: float, known: Mapping[int, float], seconds: Sequence[float]
+    ) -> list[float]:
+        """When each task of a step that is being made ends.
+
+        Args:
+            now: The present time; what has not begun begins no earlier.
+            known: Ends of the tasks that have begun, by their index: as they were, or will be.
+            seconds: Of each task; those of tasks in `known` are not read.
+        """
+        ends: list[float] = []
+        for index, (duration, before) in enumerate(zip(seconds, self._before, strict=True)):
+            if index in known:
+                ends.append(known[index])
+            else:
+                ends.append(max([now, *(ends[one] for one in before)]) + duration)
+        return ends
+
     def crowded(self, seconds: Sequence[float], ranks: Sequence[int], crowd: float) -> list[float]:
         """Seconds of tasks whose ranks all compute on one machine's CPUs, and slow each other.
 

@@ -123,6 +123,10 @@ class NotingObserver:
         """Passes it on."""
         self._shown.on_phase(role, stage, done, total)
 
+    def on_estimate(self, step: int, seconds: float, gone_s: float) -> None:
+        """Passes it on."""
+        self._shown.on_estimate(step, seconds, gone_s)
+
     def on_step(self, record: Mapping[str, float]) -> None:
         """Passes it on. The loop that made the step writes the event."""
         self._shown.on_step(record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from rolemesh.coordinator.algorithms.registry import start_step
 from rolemesh.coordinator.api.messages import to_state
@@ -29,6 +30,7 @@ from rolemesh.coordinator.run.saving.checkpoints import Checkpoints
 from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.durable import DurableCheckpoints
 from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER
+from rolemesh.coordinator.run.steps.first_step import FirstStep
 from rolemesh.coordinator.run.steps.health import Health, is_refusal
 from rolemesh.coordinator.run.steps.held_out_rows import HeldOutRows
 from rolemesh.coordinator.run.steps.run_loop import RunLoop
@@ -112,6 +114,9 @@ class TrainingLoop(RunLoop):
             best=self._best.step,
             phase=self._phase,
         )
+        self._first: FirstStep | None = None
+        """Watches the calls of the first step that this attempt makes."""
+        self._is_first = True
         self._health = Health(parts, journal, self.cuts, self.durable)
 
     async def run(self) -> None:
@@ -291,10 +296,22 @@ class TrainingLoop(RunLoop):
             sampler=self._sampler,
             journal=self._journal,
             connections=self._mesh.connections,
-            on_phase=self.parts.observer.on_phase,
+            on_phase=self._on_phase,
             is_evaluation=is_evaluation,
             may_drop=self._recipe.may_drop,
         )
+
+    def _on_phase(self, service: str, stage: str, done: int, total: int) -> None:
+        """Tells what a call of a step does."""
+        self.parts.observer.on_phase(service, stage, done, total)
+        if self._first is not None:
+            self._first.on_phase(service, stage, done, total)
+
+    def _watch_first(self, step: int, nodes: Sequence[Node]) -> None:
+        """Tells, from here on, how long the first step will take."""
+        if self._is_first:
+            tell = partial(self.parts.observer.on_estimate, step)
+            self._first, self._is_first = FirstStep(self._recipe, nodes, tell), False
 
     async def _evaluate(self) -> Evaluation | None:
         """What held-out rows say of the current weights; None when evaluation is switched off."""
@@ -361,11 +378,13 @@ class TrainingLoop(RunLoop):
                     self._samples.begin(step, context.trained_on[-1])
                 self._ahead.begin_while_training(step)
                 self._sampler.step_ends(context)
+                self._watch_first(step, context.dataflow.nodes)
         except NodeFailedError as error:
             if not is_refusal(error):
                 raise
             refusal = error
         finally:
+            self._first = None
             # Also of a step that has failed: they may be the reason.
             for node in context.dataflow.nodes:
                 for note in node.notes:

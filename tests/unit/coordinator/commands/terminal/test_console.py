@@ -383,6 +383,34 @@ def test_a_reward_that_does_not_answer_is_told_while_the_run_waits(
     assert line in stream.getvalue()
 
 
+def test_the_first_step_is_told_by_its_calls_until_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, stream = Clock(monkeypatch), io.StringIO()
+    plain = PlainConsole(stream, num_steps=16)
+    live = LiveConsole(Console(file=io.StringIO(), width=160), num_steps=16)
+    drawn = io.StringIO()
+    try:
+        clock.now += 10
+        for seconds in (30.0, 31.0, 40.0, 49.0):
+            for shown in (LoggingObserver(plain), live):
+                shown.on_estimate(1, seconds, 10.0)
+        clock.now += 14
+        Console(file=drawn, width=160).print(live._activity())
+        record = {"step": 1, "time/step": 50.0, "tokens_per_second": 1.0}
+        plain.on_step(record)
+        # A later attempt knows less than what was made.
+        plain.on_estimate(2, 500.0, 1.0)
+    finally:
+        live.close()
+    first, corrected, made = (line[9:] for line in stream.getvalue().splitlines())
+    assert first == "step 1 takes about 30 s, by its calls so far | about 8 min left"
+    assert corrected == "step 1 takes about 40 s, by its calls so far | about 10 min left"
+    assert made.endswith("| about 12 min left")
+    # 16 steps of 49 s, of which the first one has gone on for 24 s.
+    assert "step 0 of 16, about 13 min left" in drawn.getvalue()
+
+
 def test_consoles_tell_how_long_the_run_takes_still(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = Clock(monkeypatch), io.StringIO()
     plain = PlainConsole(stream, num_steps=5)
