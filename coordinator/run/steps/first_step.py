@@ -43,6 +43,15 @@ class _Passes:
         return self.before + self.main
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """How far a call was, and when."""
+
+    stage: str
+    part: float
+    at: float
+
+
 class FirstStep:
     """Watches the calls of a step. Owner: the coordinator's loop.
 
@@ -70,8 +79,8 @@ class FirstStep:
         self._tell = tell
         self._clock = clock
         self._began_at = clock()
-        self._done: dict[int, tuple[str, float]] = {}
-        """By node: the stage of a call under way, and the part of it that is done."""
+        self._done: dict[int, _Done] = {}
+        """What calls under way have told last, by node."""
         self._sized: tuple[Job, Mapping[int, _Passes]] | None = None
         self._can_tell = self._is_plain()
         pools = list(recipe.pools)
@@ -93,11 +102,15 @@ class FirstStep:
         """Told of what a service does, as an observer is; tells what is known from it."""
         if not self._can_tell:
             return
+        now = self._clock()
         method, _, inner = stage.partition(": ")
         for node in self._nodes:
-            if node.service == service and node.method == method and total:
-                self._done[node.node_id] = inner, done / total
-        now = self._clock()
+            if (node.service, node.method) != (service, method) or not total:
+                continue
+            before = self._done.get(node.node_id)
+            # The same may be told again.
+            if before is None or (before.stage, before.part) != (inner, done / total):
+                self._done[node.node_id] = _Done(inner, done / total, now)
         seconds = self.seconds(now)
         if seconds is not None:
             self._tell(seconds, now - self._began_at)
@@ -119,17 +132,18 @@ class FirstStep:
         for index, node in enumerate(self._nodes):
             if node.started_at is None:
                 continue
-            ends = node.ended_at if node.state is NodeState.DONE else None
-            part = 1.0
-            if ends is None and index in passes and node.state is NodeState.RUNNING:
-                part = self._part(node, passes[index])
-                if part:
-                    ends = node.started_at + max(0.0, now - node.started_at) / part
-            if ends is not None:
-                known[index] = ends
-                if index in passes:
-                    flops[node.pool] += part * passes[index].all
-                    spent[node.pool] += min(now, ends) - node.started_at
+            part, until = 1.0, node.ended_at
+            if node.state is NodeState.RUNNING:
+                part, until = self._reached(node, passes.get(index))
+            if until is None:
+                continue
+            took = until - node.started_at
+            if index in passes:
+                flops[node.pool] += part * passes[index].all
+                spent[node.pool] += took
+            known[index] = node.started_at + took / part
+            if node.state is NodeState.RUNNING:
+                known[index] = max(now, known[index])
         seconds = [0.0] * len(tasks)
         for index, node in enumerate(self._nodes):
             if index in known or tasks[index].kind is TaskKind.SMALL:
@@ -142,12 +156,18 @@ class FirstStep:
         ends_at = Timeline(job.step, self._pools).ends_from(now, known, seconds)
         return max(now, *ends_at) - self._began_at
 
-    def _part(self, node: Node, passes: _Passes) -> float:
-        """The part of a call's operations that is done, as far as it has told."""
-        stage, done = self._done.get(node.node_id, ("", 0.0))
-        if node.method == "update" and stage != "update":
-            return done * passes.before / passes.all
-        return (passes.before + done * passes.main) / passes.all
+    def _reached(self, node: Node, passes: _Passes | None) -> tuple[float, float | None]:
+        """The part of a call's operations that it has told of, and when; None: it has not."""
+        done = self._done.get(node.node_id)
+        assert node.started_at is not None  # it runs
+        # A call that is made again, of a service that was lost, begins anew.
+        if done is None or passes is None or done.at < node.started_at:
+            return 0.0, None
+        if node.method == "update" and done.stage != "update":
+            part = done.part * passes.before / passes.all
+        else:
+            part = (passes.before + done.part * passes.main) / passes.all
+        return part, done.at if part else None
 
     def _sizes(self) -> tuple[Job, Mapping[int, _Passes]] | None:
         """Tasks and operations of the calls, once the rows are there whose lengths they have."""
