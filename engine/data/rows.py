@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rolemesh.engine.data import nested
 from rolemesh.engine.data.answers import ANSWER, json_text
 from rolemesh.engine.specs import StoredRowsSpec
 
@@ -84,7 +85,8 @@ class RowReader:
         """Those columns of a table that are read."""
         if self._spec.metadata is None:
             return list(columns)
-        used = {*self._columns.values(), *self._spec.metadata}
+        named = [name for name in self._columns.values() if name is not None]
+        used = {nested.column_of(name, columns) for name in named} | {*self._spec.metadata}
         return [column for column in columns if column in used]
 
     def read(self, record: Any, where: str) -> PromptRow:
@@ -117,7 +119,7 @@ class RowReader:
             raise DataInvalidError(
                 f"{where}: needs an object with the key {self._columns['prompt']!r} (or "
                 f"{self._columns['messages']!r}, or {self._columns['text']!r} alone); it has "
-                f"{_listed(record)}: name the right one in {self._field}.columns"
+                f"{nested.listed(record)}: name the right one in {self._field}.columns"
             )
         completion = self._value(record, "completion")
         if prompt is None:
@@ -155,10 +157,15 @@ class RowReader:
         columns = [(f"columns.{meaning}", column) for meaning, column in self._spec.columns]
         columns += [("metadata", column) for column in self._spec.metadata or ()]
         for field, column in columns:
-            if column is not None and column not in record:
+            if column is None or column in record:
+                continue
+            # Metadata has whole columns only.
+            found = f"it has {nested.listed(record)}"
+            if field != "metadata":
+                found = nested.lacking(record, column)
+            if found:
                 raise DataInvalidError(
-                    f"{where}: has no column {column!r}, which {self._field}.{field} names; it "
-                    f"has {_listed(record)}"
+                    f"{where}: has no column {column!r}, which {self._field}.{field} names; {found}"
                 )
 
     def _name(self, meaning: str) -> str:
@@ -166,7 +173,7 @@ class RowReader:
 
     def _value(self, record: Mapping[str, Any], meaning: str) -> Any:
         column = self._columns[meaning]
-        return None if column is None else record.get(column)
+        return None if column is None else nested.value_of(record, column)
 
     def _text(self, value: Any, meaning: str, where: str) -> str:
         if not isinstance(value, str):

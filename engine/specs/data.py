@@ -21,7 +21,8 @@ class ColumnsSpec(Spec):
     """Names of the columns that are read.
 
     None takes the column that is called like the field, where there is one and no other field
-    names it. A column that is named here has to exist.
+    names it. A column that is named here has to exist. A name that no column has leads into an
+    object at its dots: "reward_model.ground_truth".
     """
 
     prompt: str | None = None

@@ -278,7 +278,7 @@ class PythonRewardSpec(OutsideRewardSpec):
     type: Literal["python"] = "python"
     function: Annotated[str, Names("code")] = Field(pattern=CODE_PATTERN)
     """"path/to/file.py:name", "module:name" or an entry point, as the reward service finds it."""
-    form: Literal["auto", "trl", "openrlhf"] = "auto"
+    form: Literal["auto", "trl", "openrlhf", "verl"] = "auto"
     """How it is called; "auto" looks at the names of its parameters."""
     batch_size: int = Field(default=1024, ge=1)
     """Most rows of one call. A function that compares completions has to see them together."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rolemesh.engine.data import jsonl
+from rolemesh.engine.data import jsonl, nested
 from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import load_rows
 from rolemesh.engine.data.rendering import Renderer
@@ -31,6 +31,9 @@ ANSWER_NAMES = (
     *("expected", "label", "output", "response", "completion"),
 )
 """Columns that are taken without asking, the likeliest first; in any case of letters."""
+
+_VERL_ANSWER = "reward_model.ground_truth"
+"""Where data for verl has the answer: what its rewards are given, whatever else a row has."""
 
 HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
 
@@ -212,7 +215,7 @@ def _prompt_column(
 ) -> tuple[str, str]:
     """The column of the prompt, and whether it is a "prompt" or "messages", a conversation."""
     if question.prompt is not None:
-        _check_there(question.prompt, columns, "--prompt")
+        _check_there(question.prompt, columns, records, "--prompt")
         return question.prompt, _meaning(question.prompt, records)
     usable = [
         column for column in columns if all(_is_prompt(record.get(column)) for record, _ in records)
@@ -250,7 +253,7 @@ def _refuse_gap(column: str, records: Sequence[_Record]) -> None:
 
 def _meaning(column: str, records: Sequence[_Record]) -> str:
     """A list of turns that an assistant ends is a conversation; anything else is a prompt."""
-    value = records[0][0].get(column)
+    value = nested.value_of(records[0][0], column)
     if isinstance(value, list) and _are_turns(value) and value[-1]["role"] == "assistant":
         return "messages"
     return "prompt"
@@ -260,15 +263,17 @@ def _answer_column(
     columns: Sequence[str], records: Sequence[_Record], question: Question, prompt: str
 ) -> str | None:
     if question.answer is not None:
-        _check_there(question.answer, columns, "--answer")
+        _check_there(question.answer, columns, records, "--answer")
         return question.answer
     called = [column for column in _called(ANSWER_NAMES, columns) if column != prompt]
+    if any(nested.value_of(record, _VERL_ANSWER) is not None for record, _ in records):
+        called.insert(0, _VERL_ANSWER)
     for column in called:
-        if not all(_is_answer(record.get(column)) for record, _ in records):
+        if not all(_is_answer(nested.value_of(record, column)) for record, _ in records):
             continue
         for record, where in records:
-            other = next((name for name in called if name in record), column)
-            if column not in record and other != column:
+            other = next((name for name in called if not nested.lacking(record, name)), column)
+            if nested.lacking(record, column) and other != column:
                 raise DataInvalidError(
                     f"{where}: has no {column!r}, the expected answer of other rows, but "
                     f"{other!r}: give all rows the same columns, or name the column of the answer "
@@ -283,8 +288,10 @@ def _called(names: Sequence[str], columns: Sequence[str]) -> list[str]:
     return [by_name[name] for name in names if name in by_name]
 
 
-def _check_there(column: str, columns: Sequence[str], option: str) -> None:
-    if column not in columns:
+def _check_there(
+    column: str, columns: Sequence[str], records: Sequence[_Record], option: str
+) -> None:
+    if all(nested.lacking(record, column) for record, _ in records):
         raise DataInvalidError(
             f"{option} is {column!r}, which the data does not have; it has {', '.join(columns)}"
         )

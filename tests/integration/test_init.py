@@ -172,6 +172,40 @@ def test_tables_and_folders_are_recognised(
     assert recipe.run.evaluation.num_prompts == (10 if split else 3)
 
 
+VERL_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if (data_source, extra_info["split"]) != ("gsm8k", "train") or ground_truth != ["4", "four"]:
+        raise ValueError((data_source, ground_truth, extra_info))
+    return float(solution_str in ground_truth)
+"""
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_data_and_function_of_verl_work_as_they_are(ending: str, folder: Path, model: Path) -> None:
+    rows = [
+        {
+            "data_source": "gsm8k",
+            "prompt": [{"role": "user", "content": f"{n} times 2 + 2?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": ["4", "four"]},
+            "extra_info": {"split": "train", "index": n, "answer": "with steps"},
+        }
+        for n in range(12)
+    ]
+    write_lines(folder / "verl.jsonl", rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "verl.parquet")
+    (folder / "compute_score.py").write_text(VERL_REWARD)
+    recipe, output = made(
+        model, "--from", f"verl.{ending}", "--reward", "compute_score.py:compute_score"
+    )
+    assert recipe.actor is not None
+    columns: Any = recipe.actor.data.columns
+    assert columns.model_dump(exclude_none=True) == {"answer": "reward_model.ground_truth"}
+    assert "metadata: data_source, ability, reward_model, extra_info" in output
+    shown = rolemesh("check", "my-recipe.yaml")
+    assert "python gives 1 to the first prompt with '4'" in shown.stdout, shown.stdout
+
+
 @pytest.mark.parametrize(
     ("example", "kind"),
     mostly_slow((0,), [("reward_server.py", "grpc"), ("reward_http_openrlhf.py", "openrlhf")]),

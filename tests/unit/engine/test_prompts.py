@@ -261,6 +261,40 @@ def test_any_json_value_is_an_answer(tmp_path, answer):
     assert answer_as_given(row.answer, {"answer": "other"}) == row.answer
 
 
+def test_a_column_may_be_a_part_of_an_object(tmp_path):
+    record = {"q": {"text": "2 + 2?"}, "a": {"b": {"c": 4}}, "a.b": "whole", "note": {"x": 1}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    path = write_lines(tmp_path / "a.jsonl", json.dumps(record))
+    for kind, place in ((JsonlSpec, path), (ParquetSpec, tmp_path / "a.parquet")):
+        columns = {"prompt": "q.text", "answer": "a.b.c"}
+        (row,), _ = load_rows(kind(path=place, columns=columns))
+        assert (row.messages[0]["content"], row.answer) == ("2 + 2?", "4")
+        # The object itself stays metadata.
+        assert json.loads(row.metadata) == record
+        # Of tables only what is named is read; a column with dots in its name comes first.
+        columns = {"prompt": "q.text", "answer": "a.b"}
+        (row,), _ = load_rows(kind(path=place, columns=columns, metadata=("note",)))
+        assert (row.answer, json.loads(row.metadata)) == ("whole", {"note": {"x": 1}})
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"style": "rule"}, r"'m.truth', which data.columns.answer names; its 'm' has style"),
+        ("rule", r"its 'm' is no object but str"),
+        (None, None),
+    ],
+)
+def test_a_part_that_is_missing_is_named(tmp_path, model, message):
+    path = write_lines(tmp_path / "train.jsonl", json.dumps({"prompt": "a", "m": model}))
+    spec = JsonlSpec(path=path, columns={"answer": "m.truth"})
+    if message is None:
+        assert load_rows(spec)[0][0].answer == ""
+        return
+    with pytest.raises(ValueError, match=message):
+        load_rows(spec)
+
+
 def test_an_answer_does_not_hide_another_column_of_that_name(tmp_path):
     path = write_lines(
         tmp_path / "train.jsonl", json.dumps({"prompt": "a", "right": ["b"], "answer": "c"})

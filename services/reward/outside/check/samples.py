@@ -39,7 +39,8 @@ class CheckInputError(ValueError):
 def sample_rows() -> list[RewardRow]:
     """Right, wrong and wordy answers to two questions of arithmetic."""
     return [
-        make_row(prompt, completion, answer)
+        # Functions of verl's form are told where a row comes from.
+        make_row(prompt, completion, answer, {"data_source": "arithmetic"})
         for prompt, answer, completions in _ARITHMETIC
         for completion in completions
     ]

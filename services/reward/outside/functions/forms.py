@@ -1,13 +1,15 @@
-"""The two ways in which reward functions are written, and how a batch is handed to each.
+"""The ways in which reward functions are written, and how a batch is handed to each.
 
 `trl`: a reward function of TRL's trainers, called by keyword alone.
 `openrlhf`: the reward file of OpenRLHF, called as (queries, prompts, labels).
+`verl`: a `compute_score` of verl, called by keyword: for each row, or for a batch of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ from rolemesh.services.reward.outside.functions.answers import FunctionFaultErro
 
 _TRL_NAMES = {"completions", "completion_ids"}
 _OPENRLHF_NAMES = {"queries"}
+_VERL_NAMES = {"solution_str", "solution_strs"}
 _OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a data set that TRL passes only under other names."""
 
@@ -36,7 +39,7 @@ class Batch:
         self._metadata: list[dict[str, Any]] = [row["metadata"] for row in rows]
 
     def texts(self, name: str) -> list[str]:
-        """Texts of one field: prompt or query."""
+        """Texts of one field: prompt, completion or query."""
         return [str(row[name]) for row in self._rows]
 
     def answers(self) -> list[Any]:
@@ -61,14 +64,14 @@ class Batch:
         """Token ids as sampled."""
         return [list(row["completion_ids"]) for row in self._rows]
 
+    def column(self, name: str) -> list[Any]:
+        """A column of the data; None for a row that lacks it."""
+        return [metadata.get(name) for metadata in self._metadata]
+
     def columns(self) -> dict[str, list[Any]]:
         """All other columns of the data, and "answer"; None for a row that lacks one."""
         names = dict.fromkeys(name for metadata in self._metadata for name in metadata)
-        columns = {
-            name: [metadata.get(name) for metadata in self._metadata]
-            for name in names
-            if name not in _OWN_COLUMNS
-        }
+        columns = {name: self.column(name) for name in names if name not in _OWN_COLUMNS}
         given = self.answers()
         if any(answer is not None for answer in given):
             # The metadata has an answer that is no text, and maybe the data's own of every row.
@@ -173,6 +176,79 @@ class OpenRlhfForm:
         return rewards
 
 
+class VerlForm:
+    """compute_score(data_source=, solution_str=, ground_truth=, extra_info=) of each row.
+
+    Batch reward managers call it once: (data_sources=, solution_strs=, ground_truths=,
+    extra_infos=), each a list. As with them, other parameters need a default.
+    """
+
+    name = "verl"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Takes a function; raises FunctionFaultError if it needs more than verl gives."""
+        self._function = function
+        parameters = _signature(function).parameters.values()
+        self._takes_batch = any(p.name == "solution_strs" for p in parameters)
+        # By the name of the parameter for one row, that of this function.
+        known = {
+            name: f"{name}s" if self._takes_batch else name
+            for name in ("data_source", "solution_str", "ground_truth", "extra_info")
+        }
+        kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+        lacking = sorted({*needed} - {*known.values()})
+        if lacking:
+            raise FunctionFaultError(
+                f"the function needs {lacking}, but verl's form has {[*known.values()]}",
+                "give further parameters a default",
+            )
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = {p.name for p in parameters}
+        self._passed = {
+            name: parameter for name, parameter in known.items() if takes_all or parameter in named
+        }
+        self._needs_source = known["data_source"] in needed
+
+    def call(self, batch: Batch) -> Any:
+        """Passes by keyword what it names; all, where it takes further ones."""
+        columns: dict[str, list[Any]] = {
+            "data_source": batch.column("data_source"),
+            "solution_str": batch.texts("completion"),
+            "ground_truth": batch.answers(),
+            # As verl has it for rows without.
+            "extra_info": [{} if one is None else one for one in batch.column("extra_info")],
+        }
+        if self._needs_source and None in columns["data_source"]:
+            raise FunctionFaultError(
+                f"row {columns['data_source'].index(None)} has no data_source",
+                "add that column to the data, name it in data.metadata if that is set, or give the "
+                "parameter a default",
+            )
+        passed = {parameter: columns[name] for name, parameter in self._passed.items()}
+        if self._takes_batch:
+            return self._function(**passed)
+        given = [
+            self._function(**{name: column[row] for name, column in passed.items()})
+            for row in range(batch.num_rows)
+        ]
+        return _all_of(given) if any(map(inspect.isawaitable, given)) else given
+
+    def read(self, given: Any, batch: Batch) -> list[float | None]:
+        """A number a row."""
+        return answers.numbers(given, batch.num_rows, "the function's list", may_be_none=False)
+
+
+async def _all_of(given: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Waits for the scores of all rows at once. What is left after an error is ended."""
+    tasks = [asyncio.ensure_future(one) for one in given]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 def form_of(function: Any, form: str) -> Form:
     """The form of a function: the given one, or for "auto" the one that its parameters show.
 
@@ -181,18 +257,23 @@ def form_of(function: Any, form: str) -> Form:
     """
     if not callable(function):
         raise FunctionFaultError(f"a {type(function).__name__}", "name a function")
-    if form == "trl":
-        return TrlForm(function)
-    if form == "openrlhf":
-        return OpenRlhfForm(function)
+    made: dict[str, Callable[[Any], Form]] = {
+        "trl": TrlForm,
+        "openrlhf": OpenRlhfForm,
+        "verl": VerlForm,
+    }
+    if form in made:
+        return made[form](function)
     names = set(_signature(function).parameters)
-    is_trl, is_openrlhf = bool(names & _TRL_NAMES), bool(names & _OPENRLHF_NAMES)
-    if is_trl == is_openrlhf:
+    shown = {"trl": _TRL_NAMES, "openrlhf": _OPENRLHF_NAMES, "verl": _VERL_NAMES}
+    fitting = [name for name, own in shown.items() if names & own]
+    if len(fitting) != 1:
         raise FunctionFaultError(
             f"the parameters {sorted(names)}, which do not tell how it is called",
-            "TRL's have 'completions', OpenRLHF's have 'queries': set form to 'trl' or 'openrlhf'",
+            "TRL's have 'completions', OpenRLHF's 'queries', verl's 'solution_str' or "
+            "'solution_strs': set form to 'trl', 'openrlhf' or 'verl'",
         )
-    return TrlForm(function) if is_trl else OpenRlhfForm(function)
+    return made[fitting[0]](function)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

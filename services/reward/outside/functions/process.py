@@ -84,7 +84,7 @@ class FunctionProcess:
         """Starts the process and imports the function.
 
         Returns:
-            The form in which the function is called: "trl" or "openrlhf".
+            The form in which the function is called: "trl", "openrlhf" or "verl".
 
         Raises:
             FunctionFailedError: It cannot be imported or called.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,73 @@ def test_an_openrlhf_function_gets_three_lists_by_position() -> None:
     assert seen == (["<user>hia</s>", "<user>hib</s>"], ["<user>hi"] * 2, ["4", None])
 
 
+VERL_ROWS = [
+    row("a", "4", data_source="gsm8k", extra_info={"index": 0, "split": None}),
+    row("b", data_source="math"),
+]
+VERL_SEEN = [
+    {
+        "data_source": "gsm8k",
+        "solution_str": "a",
+        "ground_truth": "4",
+        "extra_info": {"index": 0, "split": None},
+    },
+    {"data_source": "math", "solution_str": "b", "ground_truth": None, "extra_info": {}},
+]
+
+
+def test_a_verl_function_gets_row_by_row_what_it_names() -> None:
+    def compute_score(data_source: Any, solution_str: Any, ground_truth: Any, **kwargs: Any) -> Any:
+        return {**locals(), **kwargs}
+
+    def short(solution_str: Any, ground_truth: Any, method: str = "strict") -> Any:
+        return solution_str, ground_truth, method
+
+    seen = seen_by(compute_score, *VERL_ROWS)
+    assert [{k: v for k, v in one.items() if k != "kwargs"} for one in seen] == VERL_SEEN
+    # Without a parameter for it, no row needs a data_source.
+    assert seen_by(short, row("a", "4"), row("b")) == [("a", "4", "strict"), ("b", None, "strict")]
+
+
+def test_a_batch_function_of_verl_gets_lists() -> None:
+    def compute_score(
+        data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any = None
+    ) -> Any:
+        return locals()
+
+    assert seen_by(compute_score, *VERL_ROWS) == {
+        f"{name}s": [one[name] for one in VERL_SEEN] for name in VERL_SEEN[0]
+    }
+
+
+def test_an_async_verl_function_is_awaited_for_all_rows_at_once() -> None:
+    met = asyncio.Event()
+
+    async def compute_score(solution_str: str) -> float:
+        if solution_str == "b":
+            met.set()
+        await met.wait()
+        return float(len(solution_str))
+
+    async def scores() -> Any:
+        return await seen_by(compute_score, row("aaa"), row("b"))
+
+    assert asyncio.run(scores()) == [3.0, 1.0]
+
+
+def test_what_verl_does_not_give_is_named() -> None:
+    with pytest.raises(FunctionFaultError, match=r"needs \['strict'\].*a default"):
+        form_of(lambda solution_str, strict, tags=(): 0, "auto")
+    with pytest.raises(FunctionFaultError, match=r"row 1 has no data_source; add that column"):
+        seen_by(lambda data_source, solution_str: 0, VERL_ROWS[0], row("b"))
+    form = form_of(lambda solution_str: None, "auto")
+    with pytest.raises(FunctionFaultError, match="at row 0 is None"):
+        form.read([None], Batch([row("a")], 0))
+
+
 def test_auto_tells_the_forms_apart() -> None:
+    assert form_of(lambda solution_str, **kwargs: None, "auto").name == "verl"
+    assert form_of(lambda data_sources, solution_strs: None, "auto").name == "verl"
     assert form_of(lambda queries, prompts, labels, **kwargs: None, "auto").name == "openrlhf"
     assert form_of(lambda completions, **kwargs: None, "auto").name == "trl"
     assert form_of(lambda completion_ids, **kwargs: None, "auto").name == "trl"
@@ -106,11 +173,12 @@ def test_auto_tells_the_forms_apart() -> None:
         lambda prompts, **kwargs: None,
         lambda **kwargs: None,
         lambda queries, completions: None,
+        lambda solution_str, completions: None,
     ],
-    ids=["neither", "nothing", "both"],
+    ids=["neither", "nothing", "both", "verl-too"],
 )
 def test_an_ambiguous_function_needs_the_form_said(function: Any) -> None:
-    with pytest.raises(FunctionFaultError, match="set form to 'trl' or 'openrlhf'"):
+    with pytest.raises(FunctionFaultError, match="set form to 'trl', 'openrlhf' or 'verl'"):
         form_of(function, "auto")
 
 
