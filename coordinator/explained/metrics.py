@@ -81,7 +81,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "reward/<source>/hedged": "Requests that were sent twice because the first was slow.",
         "reward/<source>/cache_hits": "Rows whose reward came from the cache.",
         "reward/<source>/queue_peak": "Most requests that waited for their turn.",
-        "reward/<source>/<metric>": "Everything else that a reward of yours reports.",
+        "reward/<source>/<metric>": "Everything else that a reward of yours reports: the mean of "
+        "a part of it over the rows that have the part, or a metric.",
         "cost/mean": "Mean cost over the rows (`safe_rlhf`).",
         "cost/std": "Standard deviation of the costs.",
         "cost/min": "Smallest cost.",

@@ -172,7 +172,8 @@ class SlimeRewardSpec(EndpointRewardSpec):
     batch_size: Literal[1] = 1
     """The form takes one row a request."""
     reward_key: str | None = None
-    """Which value of an answered mapping is the reward; None: the answer is a bare number."""
+    """Which value of an answered mapping is the reward; None: "score", or the answer is a bare
+    number."""
 
 
 class NemoGymRewardSpec(EndpointRewardSpec):

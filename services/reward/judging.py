@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +77,8 @@ class Judged:
     """bool; False for all rows of a prompt of which one could not be judged."""
     by_source: dict[str, torch.Tensor] = field(default_factory=dict)
     """float32 [B] of each, before its weight; NaN where it does not apply, or failed."""
+    parts: tuple[Mapping[str, float], ...] = ()
+    """Numbers beside the reward of each row, by "<source>/<part>"."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the requests, by "<source>/<metric>"."""
     notes: tuple[str, ...] = ()
@@ -158,6 +160,7 @@ class RewardSources:
         await together([*tasks.values(), score()])
         metrics: dict[str, float] = {}
         notes: list[str] = []
+        parts: list[dict[str, float]] = [{} for _ in range(num_rows)]
         failed_B = torch.zeros(num_rows, dtype=torch.bool)
         for source in self._outside:
             judgement = tasks[source.name].result()
@@ -166,6 +169,8 @@ class RewardSources:
                 notes.append(_note(source, judgement))
                 logger.warning("%s", notes[-1])
             failed_B |= dropped_B
+            for row, of_row in enumerate(judgement.parts):
+                parts[row] |= {f"{source.name}/{part}": value for part, value in of_row.items()}
             metrics |= {f"{source.name}/{name}": value for name, value in judgement.metrics.items()}
             metrics[f"{source.name}/failed_rows"] = float(len(judgement.failures))
             dropped = _whole_groups(dropped_B, prompt_ids)
@@ -176,6 +181,7 @@ class RewardSources:
             rewards_B=rewards_B,
             is_judged_B=is_judged_B,
             by_source=values,
+            parts=tuple(parts),
             metrics=metrics,
             notes=tuple(notes),
         )

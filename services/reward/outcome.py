@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.services.reward.judging import Judged, OutsideSource, OwnSource, RewardSources, Source
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.reward.outside.make import make_outside_reward
+from rolemesh.services.reward.outside.parts import means
 from rolemesh.services.reward.outside_rows import RowReader
 
 LOSS_MASK = "loss_mask"
@@ -29,6 +31,10 @@ LOSS_MASK = "loss_mask"
 
 SOURCE_PREFIX = "reward/"
 """Beginning of the names of columns with the rewards of one source, before its weight."""
+
+
+_PARTS = "parts"
+"""End of the name of the column with the parts of rewards: a JSON object a row."""
 
 
 def make_sources(
@@ -81,6 +87,8 @@ def judged_columns(
             f"{SOURCE_PREFIX}{name}": Column(ColumnKind.ROW, values_B)
             for name, values_B in judged.by_source.items()
         }
+    if sources.asks_outside:
+        columns[f"{column}/{_PARTS}"] = Column.text([json.dumps(row) for row in judged.parts])
     if sources.may_drop:
         is_judged_B = judged.is_judged_B
         if IS_JUDGED in batch:
@@ -112,8 +120,9 @@ def judgement_metrics(
 
     Returns:
         Metrics of `reward_metrics`, or nothing if no row is judged. For each source also its mean
-        and deviation over the rows to which it applies, and the number of other rows. If rows may
-        be dropped, also "<name>/dropped_rows".
+        and deviation over the rows to which it applies, the number of other rows, and the mean of
+        each part of its rewards over the rows that have it. If rows may be dropped, also
+        "<name>/dropped_rows".
     """
     rewards_B = columns[column].values
     metrics: dict[str, float] = {}
@@ -133,4 +142,7 @@ def judgement_metrics(
         if len(given):
             metrics[f"{label}/mean"] = float(given.mean())
             metrics[f"{label}/std"] = float(given.std(correction=0))
+    if f"{column}/{_PARTS}" in columns:
+        rows = [json.loads(text) for text in columns[f"{column}/{_PARTS}"].strings()]
+        metrics |= {f"{name}/{part}": mean for part, mean in means(rows).items()}
     return metrics

@@ -247,7 +247,7 @@ async def test_a_function_that_draws_its_rewards_is_not_called_again(
     file.write_text(
         "import random\n"
         "def drawn(completions, **columns):\n"
-        "    return [random.random() for _ in completions]\n"
+        "    return [{'score': random.random(), 'part': random.random()} for _ in completions]\n"
     )
     spec = {"source": f"python:{file}:drawn"}
     results = []
@@ -263,7 +263,10 @@ async def test_a_function_that_draws_its_rewards_is_not_called_again(
             ):
                 found = await caller.judge(batch(producer, run_id), step)
                 columns = await pulled(producer.runtime, found.experience)
-            results.append(repr(columns["rewards"].values.tolist()))
+            parts = [json.loads(text) for text in columns["rewards/parts"].strings()]
+            mean = sum(one["python/part"] for one in parts) / len(parts)
+            assert found.report.metrics["reward/python/part"] == pytest.approx(mean)
+            results.append(repr((columns["rewards"].values.tolist(), parts)))
     assert results[0] == results[1] == results[2] != results[3]
     assert results[4] not in results[:4]
 

@@ -92,8 +92,19 @@ async def test_slime_servers_get_one_row_a_request(server):
     assert len(server.requests) == 3
     found = await judged(server.url + "/slime_mapping", type="slime", reward_key="score")
     assert found.rewards == SCORES
+    assert found.parts == [{"length": 3.0}, {"length": 3.0}, {"length": 0.0}]
     found = await judged(server.url + "/slime_mapping", type="slime")
+    assert found.rewards == SCORES
+    found = await judged(server.url + "/slime_mapping", type="slime", reward_key="grade")
     assert "reward_key" in str(found.failures[0])
+
+
+def test_an_entry_of_a_server_may_be_an_object_with_score_and_parts():
+    (replica,) = made("http://h/get_reward")._replicas
+    found = replica.client._judged([{"score": 1.0, "acc": True}, 0.5], 2)
+    assert (found.rewards, found.parts) == ([1.0, 0.5], [{"acc": 1.0}, {}])
+    with pytest.raises(RewardAnswerInvalidError, match="row 1 has the part 'acc', which is nan"):
+        replica.client._judged([0.5, {"score": 1.0, "acc": float("nan")}], 2)
 
 
 async def test_nemo_gym_servers_get_a_response_and_keep_rows_apart_by_cookies(server):

@@ -118,6 +118,30 @@ async def test_an_openrlhf_file_works_unmodified() -> None:
     assert judgement.metrics["labelled"] == 0.5
 
 
+async def test_a_verl_function_gives_parts_row_by_row(tmp_path: Path) -> None:
+    file = tmp_path / "compute_score.py"
+    file.write_text(
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str == 'none':\n"
+        "        raise ValueError('no solution')\n"
+        "    acc = solution_str == ground_truth\n"
+        "    return {'score': acc - 0.5, 'acc': acc, 'pred': solution_str, **extra_info}\n"
+    )
+    spec = PythonRewardSpec(function=f"{file}:compute_score", batch_size=2)
+    reward = FunctionReward("it", spec, SANDBOX)
+    rows = [
+        reward_row(text, answer="4", data_source="gsm8k", extra_info=extra)
+        for text, extra in (("4", {"index": 7}), ("5", None), ("none", {}))
+    ]
+    judgement = await reward.judge(rows)
+    bad = await reward.judge([reward_row("4", data_source="x", extra_info={"a b": 1})])
+    await reward.close()
+    assert judgement.rewards == [0.5, -0.5, None]
+    assert judgement.parts == [{"acc": 1.0, "index": 7.0}, {"acc": 0.0}, {}]
+    assert "no solution" in str(judgement.failures[2])
+    assert "at row 0 has the part 'a b'; name it with 1 to 64 letters" in str(bad.failures[0])
+
+
 async def test_the_example_works() -> None:
     spec = PythonRewardSpec(function=f"{EXAMPLE}:accuracy")
     reward = FunctionReward("it", spec, SANDBOX)

@@ -74,7 +74,9 @@ class RewardServer:
         @app.post("/slime_mapping")
         async def slime_mapping(request: Request) -> Response:
             given = await request.json()
-            return await self._answer(request, given, {"score": score(given["response"])}, [])
+            text = given["response"]
+            parts = {"score": score(text), "length": len(text), "why": "it is short"}
+            return await self._answer(request, given, parts, [])
 
         @app.post("/seed_session")
         async def seed(request: Request) -> Response:

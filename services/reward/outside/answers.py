@@ -98,6 +98,7 @@ class _Record(_Closed):
     rewards: list[Annotated[float, Field(allow_inf_nan=False)] | None]
     failures: list[_Failure]
     metrics: dict[str, float]
+    parts: list[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = []
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -109,9 +110,8 @@ class _Record(_Closed):
         rows = [failure.row for failure in self.failures]
         if None in rows:
             return True
-        return len(self.rewards) == num_rows and all(
-            row is not None and 0 <= row < num_rows for row in rows
-        )
+        is_whole = len(self.rewards) == num_rows and len(self.parts) in (0, num_rows)
+        return is_whole and all(row is not None and 0 <= row < num_rows for row in rows)
 
     def judgement(self) -> Judgement:
         """The answer; raises OutsideRewardError if that was the outcome."""
@@ -122,6 +122,7 @@ class _Record(_Closed):
             rewards=list(self.rewards),
             failures={one.row: one.error() for one in self.failures if one.row is not None},
             metrics=dict(self.metrics),
+            parts=self.parts,
         )
 
 
@@ -305,6 +306,7 @@ class Answers:
             rewards=found.rewards,
             failures=failures,
             metrics=dict(found.metrics),
+            parts=[dict(one) for one in found.parts],
         )
         self._log.add(record)
 

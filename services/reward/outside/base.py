@@ -110,6 +110,12 @@ class Judgement:
     """Errors of rows that should have a reward but have none, by position."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Scalars over these rows."""
+    parts: Sequence[Mapping[str, float]] = field(default_factory=list)
+    """Numbers beside the reward of each row, by name; empty where no row has any."""
+
+    def parts_of(self, row: int) -> Mapping[str, float]:
+        """The parts of a row."""
+        return self.parts[row] if self.parts else {}
 
 
 class OutsideReward(ABC):

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -132,11 +132,12 @@ class EndpointReward(OutsideReward):
         """Judges rows; see `OutsideReward.judge`."""
         counts = RequestCounts()
         rewards: list[float | None] = [None] * len(rows)
+        parts: list[Mapping[str, float]] = [{}] * len(rows)
         failures: dict[int, OutsideRewardError] = {}
         means: dict[str, list[tuple[float, int]]] = {}
         sent = [self._replicas[0].client.sent(row) for row in rows]
         keys = [RewardCache.key(content) for content in sent] if self._cache.is_on else []
-        asked = self._unknown(rows, keys, rewards, counts)
+        asked = self._unknown(rows, keys, rewards, parts, counts)
 
         async def one(batch: Sequence[int]) -> None:
             request = functools.partial(self._with_tries, [rows[i] for i in batch], counts)
@@ -156,19 +157,20 @@ class EndpointReward(OutsideReward):
                 if place in found.failures:
                     failures[index] = found.failures[place]
                     continue
-                rewards[index] = found.rewards[place]
+                rewards[index], parts[index] = found.rewards[place], found.parts_of(place)
                 if keys:
-                    self._cache.put(keys[index], rewards[index])
+                    self._cache.put(keys[index], rewards[index], parts[index])
             for metric, value in found.metrics.items():
                 means.setdefault(metric, []).append((value, len(batch)))
 
         sizes = [len(content) for content in sent]
         await together(one(batch) for batch in _batches(asked, sizes, self._spec.batch_size))
         if keys:
-            _copy_to_equal_rows(keys, rewards, failures)
+            _copy_to_equal_rows(keys, rewards, parts, failures)
         return Judgement(
             rewards=rewards,
             failures=failures,
+            parts=parts if any(parts) else [],
             metrics={
                 **{metric: _mean(parts) for metric, parts in means.items()},
                 **counts.metrics(),
@@ -197,15 +199,16 @@ class EndpointReward(OutsideReward):
         rows: Sequence[RewardRow],
         keys: Sequence[bytes],
         rewards: list[float | None],
+        parts: list[Mapping[str, float]],
         counts: RequestCounts,
     ) -> list[int]:
-        """Rows to send: one of each set of equal rows. Fills in rewards that the cache has."""
+        """Rows to send: one of each set of equal rows. Fills in what the cache has."""
         if not keys:
             return list(range(len(rows)))
         asked, seen = [], set()
         for index, key in enumerate(keys):
             if self._cache.has(key):
-                rewards[index] = self._cache.get(key)
+                rewards[index], parts[index] = self._cache.get(key)
                 counts.cache_hits += 1
             elif key not in seen:
                 asked.append(index)
@@ -367,6 +370,7 @@ def _batches(rows: Sequence[int], num_bytes: Sequence[int], batch_size: int) -> 
 def _copy_to_equal_rows(
     keys: Sequence[bytes],
     rewards: list[float | None],
+    parts: list[Mapping[str, float]],
     failures: dict[int, OutsideRewardError],
 ) -> None:
     """Gives each repeated row the reward of the equal row before it."""
@@ -374,7 +378,7 @@ def _copy_to_equal_rows(
     for index, key in enumerate(keys):
         source = first.setdefault(key, index)
         if source != index:
-            rewards[index] = rewards[source]
+            rewards[index], parts[index] = rewards[source], parts[source]
             if source in failures:
                 failures[index] = failures[source]
 

@@ -16,6 +16,7 @@ import httpx
 from rolemesh.engine.specs import EndpointRewardSpec
 from rolemesh.services.reward.outside.base import (
     SHOWN_CHARACTERS,
+    Judgement,
     OutsideRewardError,
     RewardAnswerInvalidError,
     RewardClient,
@@ -24,6 +25,7 @@ from rolemesh.services.reward.outside.base import (
     RewardUnavailableError,
     checked_rewards,
 )
+from rolemesh.services.reward.outside.parts import SCORE, PartsFaultError, split
 
 SpecT = TypeVar("SpecT", bound=EndpointRewardSpec)
 
@@ -208,6 +210,31 @@ class JsonClient(RewardClient, Generic[SpecT]):
     async def close(self) -> None:
         """Closes the connections."""
         await self._http.close()
+
+    def _judged(self, values: object, num_rows: int, key: str = SCORE) -> Judgement:
+        """As `_rewards`, where an entry may also be an object with the reward and its parts.
+
+        Args:
+            values: The entries.
+            num_rows: How many there must be.
+            key: Of the reward in such an object.
+        """
+        if not isinstance(values, list) or not any(isinstance(one, Mapping) for one in values):
+            return Judgement(rewards=self._rewards(values, num_rows))
+        found = []
+        for row, one in enumerate(values):
+            try:
+                is_object = isinstance(one, Mapping)
+                found.append(split(one, f"row {row}", key) if is_object else (one, {}))
+            except PartsFaultError as error:
+                raise RewardAnswerInvalidError(
+                    self.endpoint,
+                    expected="a number, or an object with it and its parts",
+                    found=error.found,
+                    remedy=error.remedy,
+                ) from error
+        rewards = self._rewards([reward for reward, _ in found], num_rows)
+        return Judgement(rewards=rewards, parts=[parts for _, parts in found])
 
     def _rewards(self, values: object, num_rows: int) -> list[float | None]:
         """One number a row, within the bounds of the spec; see `checked_rewards`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -43,8 +44,8 @@ class OpenRlhfClient(JsonClient[OpenRlhfRewardSpec]):
         answer, _ = await self._http.post(encoded(payload))
         if not isinstance(answer, dict) or "rewards" not in answer:
             raise self._invalid('a mapping with "rewards"', shown(answer))
-        rewards = self._rewards(self._listed(answer["rewards"], len(rows)), len(rows))
-        return Judgement(rewards=rewards, metrics=self._metrics(answer, len(rows)))
+        found = self._judged(self._listed(answer["rewards"], len(rows)), len(rows))
+        return dataclasses.replace(found, metrics=self._metrics(answer, len(rows)))
 
     def sent(self, row: RewardRow) -> bytes:
         """See `RewardClient.sent`."""

@@ -11,6 +11,7 @@ from rolemesh.services.reward.outside.base import (
     shown,
 )
 from rolemesh.services.reward.outside.http import JsonClient, encoded
+from rolemesh.services.reward.outside.parts import SCORE
 
 
 class SlimeClient(JsonClient[SlimeRewardSpec]):
@@ -23,13 +24,9 @@ class SlimeClient(JsonClient[SlimeRewardSpec]):
         (row,) = rows
         answer, _ = await self._http.post(self.sent(row))
         key = self._spec.reward_key
-        if key is not None:
-            if not isinstance(answer, dict) or key not in answer:
-                raise self._invalid(f"a mapping with {key!r}, the reward_key", shown(answer))
-            answer = answer[key]
-        elif isinstance(answer, dict):
-            raise self._invalid("a number, since reward_key is not given", shown(answer))
-        return Judgement(rewards=self._rewards([answer], 1))
+        if key is not None and (not isinstance(answer, dict) or key not in answer):
+            raise self._invalid(f"a mapping with {key!r}, the reward_key", shown(answer))
+        return self._judged([answer], 1, key or SCORE)
 
     def sent(self, row: RewardRow) -> bytes:
         """See `RewardClient.sent`."""

@@ -38,6 +38,7 @@ from rolemesh.services.reward.outside.counts import RequestCounts
 from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
 from rolemesh.services.reward.outside.http import JsonEndpoint
 from rolemesh.services.reward.outside.make import make_client, make_outside_reward
+from rolemesh.services.reward.outside.parts import means
 from rolemesh.services.runtime.server.config import sandbox_mode
 
 MOST_TRIES = 5
@@ -111,8 +112,14 @@ class Report:
         rewards = prober.first.rewards
         if self._as_json:
             shown_rows = [
-                {"prompt": r.prompt, "completion": r.completion, "answer": r.answer, "reward": x}
-                for r, x in zip(rows, rewards, strict=True)
+                {
+                    "prompt": row.prompt,
+                    "completion": row.completion,
+                    "answer": row.answer,
+                    "reward": rewards[at],
+                    "parts": dict(prober.first.parts_of(at)),
+                }
+                for at, row in enumerate(rows)
             ]
             self._write("judged", source=name, seconds=round(prober.seconds, 4), rows=shown_rows)
             return
@@ -122,6 +129,8 @@ class Report:
             text = f"{row.prompt!r} -> {row.completion!r}"
             cut = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
             print(f"  {'None' if reward is None else f'{reward:g}':>10}  {cut}")
+        for part, mean in means(prober.first.parts).items():
+            print(f"  {mean:>10g}  mean of part {part}")
         own = prober.first.metrics.keys() - _REQUEST_METRICS
         for metric in sorted(own):
             print(f"  {prober.first.metrics[metric]:>10g}  metric {metric}")

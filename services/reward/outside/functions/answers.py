@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rolemesh.services.reward.outside.base import MAX_FLOAT32
+from rolemesh.services.reward.outside.parts import PartsFaultError, split
 
 _SHOWN_CHARACTERS = 80
 
@@ -19,6 +20,38 @@ class FunctionFaultError(ValueError):
         super().__init__(f"{found}; {remedy}")
         self.found = found
         self.remedy = remedy
+
+
+def rewards(
+    value: Any, num_rows: int, what: str, *, may_be_none: bool
+) -> tuple[list[float | None], list[dict[str, float]]]:
+    """Reads a value as a list of rewards, of which each may be an object with its parts.
+
+    Args:
+        value: As of `numbers`; an entry may also be {"score": reward, <part>: number, ...}.
+        num_rows: Number of entries that it must have.
+        what: Name of the value in messages.
+        may_be_none: Whether None (does not apply to this row) is allowed as a reward.
+
+    Returns:
+        The rewards, and the parts of each row.
+
+    Raises:
+        FunctionFaultError: It is no such list; the text names row and value.
+    """
+    if not isinstance(value, list | tuple) or not any(isinstance(one, Mapping) for one in value):
+        return numbers(value, num_rows, what, may_be_none=may_be_none), [{}] * num_rows
+    plain, parts = [], []
+    for row, one in enumerate(value):
+        found: dict[str, float] = {}
+        if isinstance(one, Mapping):
+            try:
+                one, found = split(one, f"{what} at row {row}")
+            except PartsFaultError as error:
+                raise FunctionFaultError(error.found, error.remedy) from error
+        plain.append(one)
+        parts.append(found)
+    return numbers(plain, num_rows, what, may_be_none=may_be_none), parts
 
 
 def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[float | None]:
@@ -38,7 +71,7 @@ def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[
     if not isinstance(value, list | tuple):
         raise FunctionFaultError(
             f"{what} is {_shown(value)} of type {type(value).__name__}",
-            "give a list with one number a completion",
+            "give a list with a number, or an object with 'score', for each completion",
         )
     if len(value) != num_rows:
         raise FunctionFaultError(
@@ -79,8 +112,10 @@ def number(value: Any, what: str, *, may_be_none: bool = False) -> float:
     return float(value)
 
 
-def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, float]]:
-    """Reads rewards and metrics from the answer of a function in OpenRLHF's form.
+def openrlhf(
+    value: Any, num_rows: int
+) -> tuple[list[float | None], list[dict[str, float]], dict[str, float]]:
+    """Reads rewards, their parts and metrics from the answer of a function in OpenRLHF's form.
 
     The form is {"rewards": ..., "scores": ..., "extra_logs": {name: ...}}, each a list or tensor.
     Only rewards are required; older files return the rewards alone. Metrics are means over rows.
@@ -89,13 +124,13 @@ def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, f
         FunctionFaultError: The answer has another form.
     """
     if not isinstance(value, Mapping):
-        return numbers(value, num_rows, "what the function gave", may_be_none=False), {}
+        return *rewards(value, num_rows, "what the function gave", may_be_none=False), {}
     if "rewards" not in value:
         raise FunctionFaultError(
             f"the function gave an object with the keys {sorted(map(str, value))}",
             "it needs 'rewards', one number a completion",
         )
-    rewards = numbers(value["rewards"], num_rows, "'rewards'", may_be_none=False)
+    found, parts = rewards(value["rewards"], num_rows, "'rewards'", may_be_none=False)
     metrics = {}
     if value.get("scores") is not None:
         scores = numbers(value["scores"], num_rows, "'scores'", may_be_none=False)
@@ -108,7 +143,7 @@ def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, f
     for name, column in logs.items():
         what = f"'extra_logs' {name!r}"
         metrics[str(name)] = mean(numbers(column, num_rows, what, may_be_none=False))
-    return rewards, metrics
+    return found, parts, metrics
 
 
 def mean(values: list[float | None]) -> float:

@@ -24,7 +24,7 @@ _OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class Batch:
-    """Rows for a worker, and the metrics that a function logs about them.
+    """Rows for a worker, the parts of their rewards, and the metrics that a function logs.
 
     Example: rows of two completions whose metadata is {"level": 3} and {} have the columns
     {"level": [3, None]}.
@@ -35,6 +35,7 @@ class Batch:
         self.num_rows = len(rows)
         self.step = step
         self.metrics: dict[str, list[float]] = {}
+        self.parts: list[dict[str, float]] = []
         self._rows = rows
         self._metadata: list[dict[str, Any]] = [row["metadata"] for row in rows]
 
@@ -105,7 +106,11 @@ class Form(Protocol):
         """Calls the function; returns its answer, which may be an awaitable."""
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
-        """Reads the rewards; metrics go to the batch. FunctionFaultError if there are none."""
+        """Reads the rewards. Their parts and metrics go to the batch.
+
+        Raises:
+            FunctionFaultError: There are none.
+        """
 
 
 class TrlForm:
@@ -152,8 +157,11 @@ class TrlForm:
         return self._function(**(known if takes_all else {n: known[n] for n in named & {*known}}))
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
-        """A list of numbers, None where the reward does not apply."""
-        return answers.numbers(given, batch.num_rows, "the function's list", may_be_none=True)
+        """A list of numbers or objects, None where the reward does not apply."""
+        found, batch.parts = answers.rewards(
+            given, batch.num_rows, "the function's list", may_be_none=True
+        )
+        return found
 
 
 class OpenRlhfForm:
@@ -170,7 +178,7 @@ class OpenRlhfForm:
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
         """The rewards; scores and extra_logs become metrics."""
-        rewards, metrics = answers.openrlhf(given, batch.num_rows)
+        rewards, batch.parts, metrics = answers.openrlhf(given, batch.num_rows)
         for name, value in metrics.items():
             batch.log_metric(name, value)
         return rewards
@@ -235,8 +243,11 @@ class VerlForm:
         return _all_of(given) if any(map(inspect.isawaitable, given)) else given
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
-        """A number a row."""
-        return answers.numbers(given, batch.num_rows, "the function's list", may_be_none=False)
+        """A number or an object a row."""
+        found, batch.parts = answers.rewards(
+            given, batch.num_rows, "the function's list", may_be_none=False
+        )
+        return found
 
 
 async def _all_of(given: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -17,7 +17,12 @@ from rolemesh.engine.sandbox.bubblewrap import SIGNALLED
 from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
 from rolemesh.engine.sandbox.view import View
 from rolemesh.engine.specs import PythonRewardSpec
-from rolemesh.services.reward.outside.base import OutsideRewardError, RewardTimeoutError
+from rolemesh.services.reward.outside import parts
+from rolemesh.services.reward.outside.base import (
+    Judgement,
+    OutsideRewardError,
+    RewardTimeoutError,
+)
 
 _EXIT_GRACE_S = 1.0
 """Wait for a process that closed its connection: its exit code says more about the cause."""
@@ -120,13 +125,11 @@ class FunctionProcess:
             raise self._error_of(answer)
         return str(answer.get("form"))
 
-    async def call(
-        self, rows: Sequence[Mapping[str, Any]], step: int | None
-    ) -> tuple[list[float | None], dict[str, float]]:
+    async def call(self, rows: Sequence[Mapping[str, Any]], step: int | None) -> Judgement:
         """Judges rows, each with prompt, completion, completion_ids, answer and metadata.
 
         Returns:
-            A reward for each row, None where it does not apply; and metrics by name.
+            A reward for each row, None where it does not apply, with its parts; and metrics.
 
         Raises:
             FunctionFailedError: The function gave no rewards.
@@ -289,10 +292,8 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-def _checked(
-    answer: Mapping[str, Any], num_rows: int
-) -> tuple[list[float | None], dict[str, float]]:
-    """Rewards and metrics in the answer of a worker; ValueError when it has another shape."""
+def _checked(answer: Mapping[str, Any], num_rows: int) -> Judgement:
+    """What a worker answered; ValueError when it has another shape."""
     rewards, metrics = answer.get("rewards"), answer.get("metrics")
     if not isinstance(rewards, list) or len(rewards) != num_rows:
         raise ValueError(f"no {num_rows} rewards")
@@ -302,9 +303,10 @@ def _checked(
     if not all(type(value) is float or type(value) is int for value in numbers):
         raise ValueError("what is no number")
     try:
-        return (
-            [None if value is None else float(value) for value in rewards],
-            {name: float(value) for name, value in metrics.items()},
+        return Judgement(
+            rewards=[None if value is None else float(value) for value in rewards],
+            metrics={name: float(value) for name, value in metrics.items()},
+            parts=parts.checked(answer.get("parts"), num_rows),
         )
     except OverflowError as error:
         raise ValueError("a number beyond those of float64") from error

@@ -6,7 +6,8 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rolemesh.engine.data.answers import answer_as_given
@@ -71,6 +72,7 @@ class FunctionReward(OutsideReward):
         """Judges rows; see `OutsideReward.judge`."""
         counts = RequestCounts()
         rewards: list[float | None] = []
+        parts: list[Mapping[str, float]] = []
         failures: dict[int, OutsideRewardError] = {}
         sums: dict[str, float] = {}
         size = self._spec.batch_size
@@ -85,11 +87,18 @@ class FunctionReward(OutsideReward):
                     dict.fromkeys(range(len(rewards), len(rewards) + len(batch)), judgement)
                 )
                 rewards += [None] * len(batch)
+                parts += [{}] * len(batch)
                 continue
             rewards += judgement.rewards
+            parts += [judgement.parts_of(row) for row in range(len(batch))]
             for metric, value in judgement.metrics.items():
                 sums[metric] = sums.get(metric, 0.0) + value * len(batch) / len(rows)
-        return Judgement(rewards=rewards, failures=failures, metrics={**sums, **counts.metrics()})
+        return Judgement(
+            rewards=rewards,
+            failures=failures,
+            metrics={**sums, **counts.metrics()},
+            parts=parts if any(parts) else [],
+        )
 
     async def close(self) -> None:
         """Ends all processes, and with them the calls in flight."""
@@ -118,22 +127,23 @@ class FunctionReward(OutsideReward):
     async def _call(self, rows: list[dict[str, Any]]) -> Judgement:
         process = await self._ready()
         try:
-            rewards, metrics = await process.call(rows, current_step.get())
+            found = await process.call(rows, current_step.get())
         finally:
             if process.is_open:
                 self._idle.append(process)
             else:
                 self._all.discard(process)
         endpoint = f"python:{self._spec.function}"
-        checked = checked_rewards(
-            rewards,
+        rewards = checked_rewards(
+            found.rewards,
             len(rows),
             endpoint,
             minimum=self._spec.minimum,
             maximum=self._spec.maximum,
             takes_none=True,
         )
-        return Judgement(rewards=checked, metrics=checked_metrics(metrics, endpoint))
+        metrics = checked_metrics(found.metrics, endpoint)
+        return replace(found, rewards=rewards, metrics=metrics)
 
     async def _ready(self) -> FunctionProcess:
         """An idle process that lives, or a new one."""

@@ -76,7 +76,7 @@ def _answer(form: forms.Form, call: dict[str, Any], runner: asyncio.Runner) -> d
         return {"error": _raised(error), "is_spent": True}
     except BaseException as error:  # of the user's code, SystemExit too
         return {"error": _raised(error)}
-    return {"rewards": rewards, "metrics": metrics}
+    return {"rewards": rewards, "parts": batch.parts, "metrics": metrics}
 
 
 async def _awaited(given: Any) -> Any:

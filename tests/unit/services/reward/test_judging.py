@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import json
 import math
 
 import pytest
@@ -20,9 +21,9 @@ from rolemesh.services.reward.outside_rows import RowReader
 class Scripted(OutsideReward):
     """Gives what it is told to."""
 
-    def __init__(self, rewards=(), failures=None, error=None, hangs=False):
+    def __init__(self, rewards=(), failures=None, error=None, hangs=False, parts=()):
         self.rewards, self.failures, self.error = list(rewards), failures or {}, error
-        self.hangs = hangs
+        self.hangs, self.parts = hangs, parts
         self.rows = []
         self.is_cancelled = self.is_closed = False
 
@@ -36,7 +37,12 @@ class Scripted(OutsideReward):
             except asyncio.CancelledError:
                 self.is_cancelled = True
                 raise
-        return Judgement(rewards=self.rewards, failures=self.failures, metrics={"errors": 1.0})
+        return Judgement(
+            rewards=self.rewards,
+            failures=self.failures,
+            metrics={"errors": 1.0},
+            parts=self.parts,
+        )
 
     async def close(self):
         self.is_closed = True
@@ -240,6 +246,22 @@ async def test_masks_of_dropped_rows_are_false_also_of_those_that_a_judge_before
     assert metrics["cost/mean"] == 2.5
     assert metrics["cost/outside/mean"] == 2.5
     assert metrics["cost/outside/absent_rows"] == 1.0
+
+
+async def test_parts_are_a_column_and_their_means_metrics_of_the_source():
+    first = outside(Scripted([1.0] * 3, parts=[{"acc": 1.0}, {"acc": 0.0, "form": 2.0}, {}]))
+    second = outside(Scripted([1.0] * 3), name="bare")
+    with sources_of(first, second) as sources:
+        found = await sources.judge(batch(), FakeCall(), None)
+        columns = judged_columns("costs", batch(), found, sources)
+    assert [json.loads(text) for text in columns["costs/parts"].strings()] == [
+        {"outside/acc": 1.0},
+        {"outside/acc": 0.0, "outside/form": 2.0},
+        {},
+    ]
+    metrics = judgement_metrics(columns, "costs", "cost", None, None, ())
+    assert (metrics["cost/outside/acc"], metrics["cost/outside/form"]) == (0.5, 2.0)
+    assert not any(name.startswith("cost/bare/acc") for name in metrics)
 
 
 def test_of_nothing_judged_there_is_no_mean():

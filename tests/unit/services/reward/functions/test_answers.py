@@ -14,6 +14,7 @@ from rolemesh.services.reward.outside.functions.answers import (
     FunctionFaultError,
     numbers,
     openrlhf,
+    rewards,
 )
 
 
@@ -72,7 +73,18 @@ def test_openrlhf_scores_and_logs_become_means() -> None:
         "scores": [0.0, 1.0],
         "extra_logs": {"length": torch.tensor([10, 20])},
     }
-    assert openrlhf(given, 2) == ([1.0, 3.0], {"scores": 0.5, "length": 15.0})
+    assert openrlhf(given, 2) == ([1.0, 3.0], [{}, {}], {"scores": 0.5, "length": 15.0})
+
+
+def test_an_entry_may_be_an_object_with_score_and_parts() -> None:
+    given: list[Any] = [{"score": np.float32(0.5), "acc": True, "pred": "4"}, 1, {"score": None}]
+    parts = [{"acc": 1.0}, {}, {}]
+    assert rewards(given, 3, "it", may_be_none=True) == ([0.5, 1.0, None], parts)
+    assert openrlhf({"rewards": given[:2]}, 2) == ([0.5, 1.0], parts[:2], {})
+    with pytest.raises(FunctionFaultError, match=r"at row 1 .*\['acc'\]; give .* 'score'"):
+        rewards([1.0, {"acc": 1}], 2, "it", may_be_none=True)
+    with pytest.raises(FunctionFaultError, match="at row 0 is 'high'"):
+        rewards([{"score": "high"}], 1, "it", may_be_none=True)
 
 
 @pytest.mark.parametrize(

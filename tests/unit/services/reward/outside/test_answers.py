@@ -99,14 +99,17 @@ async def test_an_answer_comes_back_exactly_in_another_process(logs):
     sent = [bytes([number]) for number in range(6)]
     failure = lie()
     given = Judgement(
-        rewards=rewards, failures={5: failure}, metrics={"length": draw.random(), "x": math.inf}
+        rewards=rewards,
+        failures={5: failure},
+        metrics={"length": draw.random(), "x": math.inf},
+        parts=[{"acc": draw.random()}, *[{}] * 5],
     )
     assert await get(logs.call(), sent, given) is given
     back = await get(logs.call(), sent, None)
     assert [one if one is None else struct.pack("<d", one) for one in back.rewards] == [
         one if one is None else struct.pack("<d", one) for one in rewards
     ]
-    assert back.metrics == given.metrics
+    assert (back.metrics, back.parts) == (given.metrics, given.parts)
     assert str(back.failures[5]) == str(failure)
     assert type(back.failures[5]) is RewardAnswerInvalidError
 

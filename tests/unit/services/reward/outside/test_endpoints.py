@@ -272,6 +272,14 @@ async def test_equal_rows_are_asked_for_once_where_rewards_are_remembered():
     assert client.asked[-1] == ["a"]
 
 
+async def test_parts_are_remembered_with_their_reward():
+    client = FakeClient([lambda rows: Judgement(rewards=[1.0], parts=[{"acc": 0.5}])])
+    asked = reward(client, cache_rows=2, batch_size=1)
+    assert (await asked.judge([row("a"), row("a")])).parts == [{"acc": 0.5}] * 2
+    assert (await asked.judge([row("bb"), row("a")])).parts == [{}, {"acc": 0.5}]
+    assert (await asked.judge([row("bb")])).parts == []
+
+
 async def test_failures_are_not_remembered():
     client = FakeClient([lie()])
     asked = reward(client, cache_rows=8)
