@@ -26,6 +26,8 @@ from typing import Any
 import yaml
 from peers.same_work import check_reward, write_prompts
 
+from rolemesh.engine.devices import device_of
+
 FOLDER = Path(__file__).resolve().parent
 REPOSITORY = FOLDER.parents[2]
 ENVIRONMENT = REPOSITORY / ".venv-peers"
@@ -39,7 +41,12 @@ PEER_PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
 TINY: dict[str, Any] = {"num_layers": 5, "hidden_size": 128}
 """A random Llama of 804,224 parameters."""
 
-_SETS_THREADS = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_PRELOAD", "PYTHONPATH", "TORCH_NUM_THREADS")
+_SETS_THREADS = (
+    *("OMP_", "MKL_NUM_", "MKL_DYNAMIC", "KMP_", "GOMP_"),
+    *("LD_PRELOAD", "PYTHONPATH", "TORCH_NUM_THREADS"),
+)
+"""Variables that hold a library to older instructions stay, MKL_ENABLE_INSTRUCTIONS among them:
+both sides are to have the same CPU."""
 
 _SUMS = ("time/step", "time/critical_path")
 """Times of our metrics that are no phase."""
@@ -366,6 +373,7 @@ def measure(benchmark: str, options: argparse.Namespace, peer: Peer, recipe: Rec
             "machine": {
                 "cpus": os.cpu_count(),
                 "arch": platform.machine(),
+                "multiplies_bfloat16": device_of("cpu").multiplies_bfloat16,
                 "load_average": os.getloadavg(),
             },
         }
