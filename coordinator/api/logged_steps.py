@@ -158,6 +158,13 @@ def check_step(
             )
     if len(samples) > MAX_SAMPLES:
         raise InvalidRequestError(f"samples has {len(samples)} rows: give at most {MAX_SAMPLES}")
+    for sample in samples:
+        for name, part in sample.reward_parts.items():
+            if not abs(part) <= MAX_VALUE:
+                raise InvalidRequestError(
+                    f"reward_parts[{name[:200]!r}] of the sample of row {sample.row} is {part}: "
+                    "give a finite float32, or leave the part out"
+                )
     num_bytes = sum(sample.ByteSize() for sample in samples)
     if num_bytes > MAX_SAMPLES_BYTES:
         raise InvalidRequestError(

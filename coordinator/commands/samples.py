@@ -82,6 +82,9 @@ def _none(directory: Path, kept: Sequence[KeptSample], step: int | None) -> str:
 
 def _show(console: Console, sample: KeptSample) -> None:
     reward = "none" if sample.reward is None else f"{sample.reward:.3f}"
+    if sample.reward_parts:
+        parts = (f"{name} {value:.4g}" for name, value in sample.reward_parts.items())
+        reward = f"{reward} ({', '.join(parts)})"
     kind = "held out, after step" if sample.held_out else "step"
     head = f"{kind} {sample.step}, row {sample.row}: reward {reward}, {sample.num_tokens} tokens"
     console.print(Text(head, style="bold"), soft_wrap=True)

@@ -101,6 +101,7 @@ export class Samples {
       ["reward", number(sample.reward)], ["row", count(sample.row)],
       ["version", count(sample.policy_version)], ["tokens", count(sample.token_ids.length)],
       ["mean log-prob", own.length ? number(mean) : "\u2013"],
+      ...Object.entries(sample.reward_parts ?? {}).map(([name, value]) => [name, number(value)]),
     ];
     this.detail.replaceChildren(
       el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),

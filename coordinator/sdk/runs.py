@@ -270,6 +270,8 @@ class Sample:
     """Whether each token is the policy's own, [n]."""
     advantages: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """[n], or empty where the algorithm has none."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Parts of its reward by "<source>/<part>", finite."""
 
     def to_message(self) -> coordinator_pb2.Sample:
         """As it travels."""

@@ -241,6 +241,7 @@ async def test_samples_device_use_and_graphs_come_as_arrays_and_values(
     store: MemoryStateStore, client: AsyncClient
 ) -> None:
     sample = pb.Sample(row=3, prompt="<i>", completion="5", token_ids=[7, 8], logprobs=[-1, -0.5])
+    sample.reward_parts["python/acc"] = 0.5
     await store.append_entry(
         "run",
         RunStream.SAMPLES,
@@ -259,6 +260,8 @@ async def test_samples_device_use_and_graphs_come_as_arrays_and_values(
     assert (samples.step, samples.kept_steps, samples.rows[0].row) == (2, (2,), 3)
     assert samples.rows[0].token_ids.dtype == np.int64
     np.testing.assert_allclose(samples.rows[0].logprobs, [-1, -0.5])
+    assert samples.rows[0].reward_parts == {"python/acc": 0.5}
+    assert samples.rows[0].to_message() == sample
     assert "&lt;i&gt;" in samples._repr_html_()
     (device,) = await client.get_device_use("run")
     assert (device.service, device.busy.tolist(), device.times.tolist()) == ("actor", [0.25], [100])

@@ -366,6 +366,7 @@ def _samples(step: int, draw: random.Random) -> coordinator_pb2.ListSamplesRespo
                 logprobs=[-draw.expovariate(2.0) for _ in tokens],
                 loss_mask=[True] * (len(tokens) - 1) + [False],
                 advantages=[draw.gauss(0, 1) for _ in tokens],
+                reward_parts={"python/acc": float(row != 3)},
             )
         )
     return coordinator_pb2.ListSamplesResponse(step=step, samples=samples)

@@ -299,6 +299,8 @@ class Sample(Answer):
     """Whether each token is the policy's own; tool output is not."""
     advantages: list[Number]
     """Advantage of each token; empty where the algorithm has none."""
+    reward_parts: dict[str, Number]
+    """Parts of its reward by "<source>/<part>"."""
 
 
 class SampleList(Answer):

@@ -74,6 +74,8 @@ class LoggedSample(Wish):
     """Its reward; null where it has none."""
     policy_version: GivenInt64 = Field(default=0, ge=0, le=MAX_INT64)
     """Version of the weights that sampled its first token."""
+    reward_parts: dict[str, float] = Field(default={})
+    """Parts of its reward by "<source>/<part>", finite."""
 
 
 class LoggedStep(Wish):

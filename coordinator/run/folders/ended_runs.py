@@ -200,6 +200,7 @@ def _as_store_has(step: int, kept: Sequence[KeptSample]) -> coordinator_pb2.List
                 answer=one.answer,
                 reward=float("nan") if one.reward is None else one.reward,
                 policy_version=one.policy_version,
+                reward_parts=one.reward_parts,
             )
             for one in kept
         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class KeptSample:
     """Version of the weights that sampled its first token."""
     num_tokens: int
     """Tokens of the completion, at most 4,096 of which are counted."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Parts of its reward by "<source>/<part>"."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -79,6 +81,7 @@ class SamplesFile:
                     reward=sample.reward if math.isfinite(sample.reward) else None,
                     policy_version=sample.policy_version,
                     num_tokens=len(sample.token_ids),
+                    reward_parts=dict(sample.reward_parts),
                 ).to_dict()
             )
         if self._path.stat().st_size > self._max_bytes:

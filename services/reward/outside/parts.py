@@ -1,7 +1,7 @@
 """Rewards that come in parts: {"score": 1.0, "acc": 1} is the reward 1.0 with a part `acc` of 1.
 
-`score` is the reward in every form. Each other number is a part, whose mean becomes a metric. What
-is no number, such as a text or None, is left out.
+`score` is the reward in every form. Each other number is a part: a metric of the step, and a number
+beside the reward in samples. What is no number, such as a text or None, is left out of both.
 """
 
 from __future__ import annotations

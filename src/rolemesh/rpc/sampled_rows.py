@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +14,9 @@ from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.references import names_of
 from rolemesh.v1 import coordinator_pb2, experience_pb2
+
+PARTS = "rewards/parts"
+"""Column of a text a row: a JSON object of the parts of its reward."""
 
 COLUMNS = (
     "tokens",
@@ -22,6 +28,7 @@ COLUMNS = (
     "completion_text",
     "answer",
     "rewards",
+    PARTS,
     "advantages",
 )
 """Columns that are fetched where the experience has them."""
@@ -52,6 +59,7 @@ async def fetch_samples(
 
     Raises:
         RolemeshError: As fetch_columns does.
+        ValueError: Parts of rewards are none.
     """
     held = names_of(reference)
     number = min(max_rows, reference.num_rows)
@@ -73,6 +81,9 @@ def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sa
     Args:
         columns: Some of COLUMNS, at least tokens and prompt_lengths.
         rows: Which rows of the batch these are.
+
+    Raises:
+        ValueError: Parts of rewards are no object of numbers; names the row.
     """
     values = {name: column.rows() for name, column in columns.items()}
 
@@ -101,6 +112,19 @@ def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sa
                 logprobs=numbers("logprobs", place),
                 loss_mask=[bool(value) for value in numbers("loss_mask", place)],
                 advantages=numbers("advantages", place),
+                reward_parts=_parts(values[PARTS][place], row) if PARTS in values else {},
             )
         )
     return samples
+
+
+def _parts(encoded: np.ndarray[Any, Any], row: int) -> dict[str, float]:
+    try:
+        found = json.loads(encoded.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"column {PARTS} of row {row} is no JSON ({error})") from error
+    if not isinstance(found, dict) or not all(
+        type(part) in (int, float) and math.isfinite(part) for part in found.values()
+    ):
+        raise ValueError(f"column {PARTS} of row {row} is no object of finite numbers")
+    return found

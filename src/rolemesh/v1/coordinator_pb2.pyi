@@ -1387,6 +1387,26 @@ class Sample(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RewardPartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROW_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
@@ -1397,6 +1417,7 @@ class Sample(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     ADVANTAGES_FIELD_NUMBER: _builtins.int
+    REWARD_PARTS_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """Row of the batch."""
     prompt: _builtins.str
@@ -1425,6 +1446,10 @@ class Sample(_message.Message):
     def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Advantage of each token; empty where the algorithm has none."""
 
+    @_builtins.property
+    def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Parts of its reward by "<source>/<part>", e.g. "python/acc"; finite."""
+
     def __init__(
         self,
         *,
@@ -1438,10 +1463,11 @@ class Sample(_message.Message):
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
         advantages: _abc.Iterable[_builtins.float] | None = ...,
+        reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "answer", b"answer", "completion", b"completion", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt", b"prompt", "reward", b"reward", "row", b"row", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "answer", b"answer", "completion", b"completion", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt", b"prompt", "reward", b"reward", "reward_parts", b"reward_parts", "row", b"row", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

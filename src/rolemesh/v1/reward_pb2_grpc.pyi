@@ -48,9 +48,11 @@ class RewardServiceStub:
     tokens and prompt_lengths for a model) and answers with the column
       rewards  float32, row (of a cost: costs)
     One whose recipe gives it several sources also answers reward/<name>,
-    float32, row, of each. One that may leave groups out also answers is_judged
-    (bool, row) and loss_mask (bool, completion, false in all rows that it left
-    out); their rewards are NaN.
+    float32, row, of each. One that asks outside also answers rewards/parts (of
+    a cost: costs/parts), text: of each row a JSON object of the finite numbers
+    beside its reward, by "<source>/<part>". One that may leave groups out also
+    answers is_judged (bool, row) and loss_mask (bool, completion, false in all
+    rows that it left out); their rewards are NaN.
     An outside service takes `trajectories` and answers with `rewards`, one for
     each trajectory in the same order. Every reward must be finite.
 
@@ -86,9 +88,11 @@ class RewardServiceAsyncStub(RewardServiceStub):
     tokens and prompt_lengths for a model) and answers with the column
       rewards  float32, row (of a cost: costs)
     One whose recipe gives it several sources also answers reward/<name>,
-    float32, row, of each. One that may leave groups out also answers is_judged
-    (bool, row) and loss_mask (bool, completion, false in all rows that it left
-    out); their rewards are NaN.
+    float32, row, of each. One that asks outside also answers rewards/parts (of
+    a cost: costs/parts), text: of each row a JSON object of the finite numbers
+    beside its reward, by "<source>/<part>". One that may leave groups out also
+    answers is_judged (bool, row) and loss_mask (bool, completion, false in all
+    rows that it left out); their rewards are NaN.
     An outside service takes `trajectories` and answers with `rewards`, one for
     each trajectory in the same order. Every reward must be finite.
 
@@ -127,9 +131,11 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         tokens and prompt_lengths for a model) and answers with the column
           rewards  float32, row (of a cost: costs)
         One whose recipe gives it several sources also answers reward/<name>,
-        float32, row, of each. One that may leave groups out also answers is_judged
-        (bool, row) and loss_mask (bool, completion, false in all rows that it left
-        out); their rewards are NaN.
+        float32, row, of each. One that asks outside also answers rewards/parts (of
+        a cost: costs/parts), text: of each row a JSON object of the finite numbers
+        beside its reward, by "<source>/<part>". One that may leave groups out also
+        answers is_judged (bool, row) and loss_mask (bool, completion, false in all
+        rows that it left out); their rewards are NaN.
         An outside service takes `trajectories` and answers with `rewards`, one for
         each trajectory in the same order. Every reward must be finite.
 

@@ -136,6 +136,10 @@ async def test_a_run_whose_journal_is_lost_keeps_what_its_file_says(tmp_path: Pa
             "samples has 65 rows: give at most 64",
         ),
         ({"samples": [coordinator_pb2.Sample(prompt="x" * 2**20)]}, "samples have .* bytes: give"),
+        (
+            {"samples": [coordinator_pb2.Sample(row=3, reward_parts={"a": math.nan})]},
+            "reward_parts\\['a'\\] of the sample of row 3 is nan: give a finite",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

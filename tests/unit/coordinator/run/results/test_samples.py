@@ -30,6 +30,7 @@ def test_a_row_is_cut_where_it_is_too_long_and_empty_where_a_column_is_missing()
             "logprobs": ColumnData.completion([[-0.5], np.zeros(length)]),
             "policy_versions": ColumnData.completion([[4], np.full(length, 5)], np.int64),
             "prompt_text": ColumnData.text(["short", "x" + long]),
+            "rewards/parts": ColumnData.text(['{"python/acc": 1}', "{}"]),
         }
     )
     short, cut = to_samples(columns, rows=[0, 32])
@@ -37,11 +38,25 @@ def test_a_row_is_cut_where_it_is_too_long_and_empty_where_a_column_is_missing()
     assert (list(short.token_ids), list(short.logprobs), short.policy_version) == ([9], [-0.5], 4)
     assert math.isnan(short.reward)
     assert list(short.advantages) == list(short.loss_mask) == []
-    assert cut.row == 32
+    assert dict(short.reward_parts) == {"python/acc": 1.0}
+    assert (cut.row, dict(cut.reward_parts)) == (32, {})
     assert list(cut.token_ids) == list(range(MAX_TOKENS))
     assert len(cut.logprobs) == MAX_TOKENS
     # Never in the middle of a character.
     assert cut.prompt == "x" + "ä" * ((MAX_TEXT_BYTES - 1) // 2)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": "b"}', '{"a": true}', '{"a": NaN}'])
+def test_parts_that_are_no_numbers_are_refused(text: str) -> None:
+    columns = Columns(
+        {
+            "tokens": ColumnData.sequence([[7]]),
+            "prompt_lengths": ColumnData.row([1], np.int64),
+            "rewards/parts": ColumnData.text([text]),
+        }
+    )
+    with pytest.raises(ValueError, match="rewards/parts of row 3 is no"):
+        to_samples(columns, rows=[3])
 
 
 def test_a_row_without_a_completion_is_a_sample() -> None:

@@ -16,7 +16,13 @@ from rolemesh.v1 import coordinator_pb2
 
 def sample(row: int, reward: float, text: str = "4") -> coordinator_pb2.Sample:
     return coordinator_pb2.Sample(
-        row=row, prompt="2 + 2 =", completion=text, answer="4", reward=reward, token_ids=[7, 8]
+        row=row,
+        prompt="2 + 2 =",
+        completion=text,
+        answer="4",
+        reward=reward,
+        token_ids=[7, 8],
+        reward_parts={"python/acc": 0.5} if row else {},
     )
 
 
@@ -98,6 +104,8 @@ def test_text_of_a_model_is_shown_as_it_is(folder: Path) -> None:
     assert "held out, after step 0, row 0: reward 0.000, 2 tokens" in done.output
     assert "[red]no" in done.output
     assert "expected: 4" in done.output
+    done = CliRunner().invoke(app, ["samples", str(folder), "--step", "1"])
+    assert "step 1, row 5: reward -1.000 (python/acc 0.5), 2 tokens" in done.output
 
 
 @pytest.mark.parametrize(
