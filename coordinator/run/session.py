@@ -43,6 +43,7 @@ from rolemesh.coordinator.run.saving.resume import RUN_FILE, check_changes, open
 from rolemesh.coordinator.run.services.commands import service_commands
 from rolemesh.coordinator.run.services.identities import identities_of
 from rolemesh.coordinator.run.services.launch import QUICK_STOP_GRACE_S, Launcher
+from rolemesh.coordinator.run.services.lost_services import telling_of_another_start
 from rolemesh.coordinator.run.services.registered import RegisteredServices
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.errors import (
@@ -223,7 +224,12 @@ class Session:
             resumed = await self._reached(store) if self._resumes else None
             commands = service_commands(self.recipe, self.directory, self._identities.services)
             launcher = await stack.enter_async_context(
-                Launcher(self._own, commands, self.directory / "logs")
+                Launcher(
+                    self._own,
+                    commands,
+                    self.directory / "logs",
+                    telling_of_another_start(self.recipe, self._observer),
+                )
             )
             stack.enter_context(self._handing_out())
             for name in (*self._own, *self._registering):

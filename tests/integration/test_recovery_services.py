@@ -89,3 +89,21 @@ def test_a_run_ends_with_the_same_bits_though_every_process_is_killed(model, und
     assert 0 < len(before) < STEPS
     summary = json.loads((run.out / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("succeeded", STEPS)
+
+
+def test_a_service_that_is_killed_while_it_starts_for_the_first_time_is_started_once_more(
+    model, tmp_path
+):
+    run = CliRun(tiny_recipe(model, run__steps=1), tmp_path)
+
+    def starting():
+        return [one for one in run.descendants() if "rolemesh.services.critic" in command_of(one)]
+
+    try:
+        run.wait_until(starting, START_S)
+        starting()[0].send_signal(signal.SIGKILL)
+        assert run.wait(START_S) == 0, run.output
+    finally:
+        run.close()
+    assert "critic is started once more: critic rank 0" in run.stdout
+    assert json.loads((run.out / "summary.json").read_text())["recoveries"] == []

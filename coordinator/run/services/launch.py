@@ -41,6 +41,9 @@ _GROUP_END_S = 10.0
 LOG_LINE = "\n  | "
 """Before each line of a log that stands below an error."""
 
+_SIGNAL_EXIT = 128
+"""An exit code above it is this plus the signal that ended a child of the process."""
+
 _ANNOUNCE_POLL_S = 0.05
 _TAIL_BYTES = 16384
 _TAIL_LINES = 8
@@ -65,6 +68,11 @@ class ServiceExit:
     log: Path
     last_lines: tuple[str, ...]
     """Last lines of its log, oldest first."""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, or one of its ranks: its agent says so as a shell does."""
+        return self.signal_number is not None or (self.exit_code or 0) > _SIGNAL_EXIT
 
     @property
     def reason(self) -> str:
@@ -121,7 +129,11 @@ class Launcher:
     """
 
     def __init__(
-        self, roles: Sequence[str], make_command: MakeCommand, log_directory: Path
+        self,
+        roles: Sequence[str],
+        make_command: MakeCommand,
+        log_directory: Path,
+        on_again: Callable[[ServiceExit], None] | None = None,
     ) -> None:
         """Prepares; `start` starts the processes.
 
@@ -129,12 +141,15 @@ class Launcher:
             roles: Roles to start a service for.
             make_command: Gives the command of each service.
             log_directory: Folder for <role>.log, which gets all output of a service.
+            on_again: Told of a service that was killed while `start` waited, and is started once
+                more; None: such a kill is a LaunchError.
         """
         self.close_grace_s = STOP_GRACE_S
         """How long services may take to drain at `close`."""
         self._roles = tuple(roles)
         self._make_command = make_command
         self._log_directory = log_directory
+        self._on_again = on_again
         self._announcements = tempfile.TemporaryDirectory(prefix="rolemesh-")
         self._children: dict[str, _Child] = {}
         self._watches: list[asyncio.Task[None]] = []
@@ -165,13 +180,30 @@ class Launcher:
     async def start(self, deadline_s: float = START_DEADLINE_S) -> dict[str, str]:
         """Starts every service and returns their addresses once all have announced themselves.
 
+        A service that is killed meanwhile is started once more where `on_again` is given. One that
+        ends by itself has said why, and would do so again.
+
         Raises:
             LaunchError: A service ended, or did not announce itself within deadline_s seconds.
         """
         self._log_directory.mkdir(parents=True, exist_ok=True)
         for role in self._roles:
             await self._spawn(role)
-        return await self._addresses(list(self._children.values()), deadline_s)
+        had_another: set[str] = set()
+        while True:
+            try:
+                return await self._addresses(list(self._children.values()), deadline_s)
+            except LaunchError:
+                ends = [child.exit for child in self._children.values() if child.exit is not None]
+                if self._on_again is None or not ends:
+                    raise
+                if any(not end.was_killed or end.role in had_another for end in ends):
+                    raise
+                for end in ends:
+                    had_another.add(end.role)
+                    self._on_again(end)
+                    await self._kill(self._children.pop(end.role))
+                    await self._spawn(end.role)
 
     async def restart(self, service: str, deadline_s: float = START_DEADLINE_S) -> str:
         """Starts a service again, with the command and log that it had, and returns its address.

@@ -8,7 +8,7 @@ from typing import Any
 
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.coordinator.run.services.launch import LaunchError
+from rolemesh.coordinator.run.services.launch import LaunchError, ServiceExit
 
 MEET_AGAIN_DEADLINE_S = 20.0
 """Longest wait after a failure for a service of ours that was not reported as lost. One that does
@@ -162,6 +162,20 @@ class LostServices:
                 del self.addresses[name]
         self.new |= addresses.keys() - self.addresses.keys()
         self.addresses |= addresses
+
+
+def telling_of_another_start(
+    recipe: Recipe, observer: RunObserver
+) -> Callable[[ServiceExit], None] | None:
+    """What `Launcher` tells of a service that was killed before the run had met it.
+
+    None where the run is to survive no failure.
+    """
+
+    def tell(end: ServiceExit) -> None:
+        observer.on_event(f"{end.role} is started once more: {end.reason}")
+
+    return tell if recipe.run.recovery.attempts else None
 
 
 def _are(services: Sequence[str]) -> str:

@@ -39,6 +39,9 @@ MONITOR_INTERVAL_S = 0.1
 LAST_GRACE_S = 1
 """Time that the other ranks have to end before SIGKILL when one has failed."""
 
+_SIGNAL_EXIT = 128
+"""The exit code is this plus the signal that killed a rank."""
+
 EARLY_END = "the agent was told to end before its ranks could drain"
 """What other hosts hear of such an end."""
 
@@ -70,7 +73,8 @@ def run_ranks(config: ServiceConfig) -> int:
 
     Returns:
         0 when all ranks ended well; 1 when one failed, which is logged with rank, pid and cause, or
-        when the hosts of the service do not come together.
+        when the hosts of the service do not come together. On one host 128 and the number of the
+        signal, as of a shell, when one was killed.
     """
     # Messages of elastic are about its configuration. Our own name the rank and the cause.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
@@ -78,7 +82,7 @@ def run_ranks(config: ServiceConfig) -> int:
         follow_parent(config.parent_pid, config.drain_timeout_s + 3 * LAST_GRACE_S, lambda: None)
     end = _End()
     if config.hosts == 1:
-        return 1 if _failure_of_ranks(config, end) else 0
+        return end.exit_code if _failure_of_ranks(config, end) else 0
     link = HostLink(config, on_failure=end.lose_hosts, on_wants_end=end.drain)
     failure = EARLY_END
     try:
@@ -148,6 +152,8 @@ def _failure_of_ranks(config: ServiceConfig, end: _End) -> str:
                 if failure.exitcode < 0
                 else f"ended with exit code {failure.exitcode}"
             )
+            if failure.exitcode < 0:
+                end.exit_code = _SIGNAL_EXIT - failure.exitcode
             rank = config.host_rank * number + local_rank
             who = f"{config.role} rank {rank} (pid {failure.pid}) {how}"
             logger.error("%s; the other %d ranks were ended", who, config.world_size - 1)
@@ -169,6 +175,8 @@ class _End:
         self.is_asked = False
         self.is_early = False
         """Whether ranks ended when they were asked to, but before they could drain."""
+        self.exit_code = 1
+        """Of the agent, where a rank has failed."""
         self.lost = ""
         """Why the ranks are of no use without those of other hosts."""
         self.is_over = threading.Event()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -59,8 +60,14 @@ def running(program: str, **by_role: str) -> object:
     return make
 
 
-def launcher(folder: Path, *roles: str, program: str = SERVE, **by_role: str) -> Launcher:
-    return Launcher(roles, running(program, **by_role), folder)  # type: ignore[arg-type]
+def launcher(
+    folder: Path,
+    *roles: str,
+    program: str = SERVE,
+    on_again: Callable[[ServiceExit], None] | None = None,
+    **by_role: str,
+) -> Launcher:
+    return Launcher(roles, running(program, **by_role), folder, on_again)  # type: ignore[arg-type]
 
 
 def is_alive(pid: int) -> bool:
@@ -121,12 +128,55 @@ async def test_an_exit_before_anybody_asked_is_told_afterwards(tmp_path: Path) -
 
 
 async def test_service_that_fails_while_starting_is_a_launch_error(tmp_path: Path) -> None:
-    subject = launcher(tmp_path, "actor", "critic", critic=FAIL_BEFORE_START)
+    told: list[ServiceExit] = []
+    subject = launcher(tmp_path, "actor", "critic", critic=FAIL_BEFORE_START, on_again=told.append)
     with pytest.raises(LaunchError, match="while starting: critic rank 0") as caught:
         async with subject:
             await subject.start()
     assert "RuntimeError: no such model" in str(caught.value)
+    assert told == []
     assert not any(is_alive(pid) for pid in subject.pids.values())
+
+
+KILLED_AT_START = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
+ENDED_BY_ITS_AGENT = "sys.exit(128 + 9)"
+
+
+def many_times(folder: Path, number: int, death: str) -> str:
+    """A program that dies at its first starts."""
+    marks = str(folder / "starts")
+    count = f"open({marks!r}, 'a').write('.'); number = len(open({marks!r}).read())\n"
+    return ANNOUNCE + count + f"if number <= {number}: {death}\nannounce(); time.sleep(600)"
+
+
+@pytest.mark.parametrize("death", [KILLED_AT_START, ENDED_BY_ITS_AGENT])
+async def test_service_that_is_killed_while_it_starts_is_started_once_more(
+    tmp_path: Path, death: str
+) -> None:
+    told: list[ServiceExit] = []
+    program = many_times(tmp_path, 1, death)
+    async with launcher(
+        tmp_path, "actor", "critic", critic=program, on_again=told.append
+    ) as subject:
+        addresses = await subject.start()
+        assert addresses == {role: f"127.0.0.1:{pid}" for role, pid in subject.pids.items()}
+        assert [end.role for end in told] == ["critic"]
+        # From here on the run is told.
+        os.kill(subject.pids["critic"], signal.SIGKILL)
+        assert (await first_exit(subject)).role == "critic"
+
+
+@pytest.mark.parametrize(("starts", "is_told"), [(2, True), (1, False)])
+async def test_a_second_kill_at_the_start_is_a_launch_error_as_is_one_that_nobody_survives(
+    tmp_path: Path, starts: int, is_told: bool
+) -> None:
+    program = many_times(tmp_path, starts, KILLED_AT_START)
+    told: list[ServiceExit] = []
+    on_again = told.append if is_told else None
+    async with launcher(tmp_path, "critic", program=program, on_again=on_again) as subject:
+        with pytest.raises(LaunchError, match=r"while starting: critic rank 0 .* by signal 9"):
+            await subject.start()
+    assert len(told) == starts - 1
 
 
 async def test_silent_service_is_a_launch_error(tmp_path: Path) -> None:
