@@ -21,6 +21,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.installation import check_roles_run
 from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.engine.model_files import CONFIG_FILE, check_model_files
 
 TINY_MODEL = Path(".models/tiny")
 
@@ -104,7 +105,8 @@ def _model(given: Path | None, *, is_tiny: bool) -> Path:
             raise InitError("--tiny makes a model of its own: leave --model out, or --tiny")
         return tiny_model(TINY_MODEL)
     folder = given or QUICKSTART_MODEL
-    if (folder / "config.json").is_file():
+    if (folder / CONFIG_FILE).is_file():
+        check_model_files(folder, field="--model", head="lm_head", has_tokenizer=True)
         return folder
     if given is None:
         raise InitError(

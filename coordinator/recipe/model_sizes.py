@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.model_files import read_header
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec, RewardSpec, named_sources
-
-_MOST_HEADER_BYTES = 100 << 20
-"""Longest header that the format allows."""
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
@@ -52,23 +50,14 @@ def num_parameters(folder: Path, num_layers: int | None = None) -> int | None:
         Their number; None where the folder has no safetensors that can be read.
     """
     try:
-        headers = [_header(file) for file in sorted(folder.glob("*.safetensors"))]
+        headers = [read_header(file) for file in sorted(folder.glob("*.safetensors"))]
         return sum(_elements(header, num_layers) for header in headers) if headers else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         # What is wrong with it, the role says when it loads it.
         return None
 
 
-def _header(file: Path) -> Mapping[str, Mapping[str, list[int]]]:
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        if size > _MOST_HEADER_BYTES:
-            raise ValueError(f"{file} is no safetensors file")
-        header: Mapping[str, Mapping[str, list[int]]] = json.loads(stream.read(size))
-    return header
-
-
-def _elements(header: Mapping[str, Mapping[str, list[int]]], num_layers: int | None) -> int:
+def _elements(header: Mapping[str, Any], num_layers: int | None) -> int:
     total = 0
     for name, tensor in header.items():
         if name == "__metadata__":

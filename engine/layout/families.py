@@ -185,6 +185,11 @@ _KV_HEADS: dict[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "q
 many as query heads): the defaults of transformers 5.19."""
 
 
+def has_plan(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a config.json is of a family whose parameters are known here."""
+    return config.get("model_type") in _KV_HEADS
+
+
 def check_layout(shape: DecoderShape, layout: TrainLayout | HybridLayout) -> None:
     """Raises LayoutError unless the model can be cut so: heads, widths, vocabulary and layers.
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from transformers import AutoTokenizer
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, check_in_vocabulary
@@ -20,6 +19,7 @@ from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.packing.batching import PAD_TOKEN, PaddedRows, micro_batches
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.specs import ModelSpec
 
 
@@ -62,9 +62,7 @@ class Classifier:
             self._model, self._rank_model = model, trained
         self.max_tokens: int | None = getattr(self._model.config, "max_position_embeddings", None)
         """Longest row that the model sees; None where its config does not say."""
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            spec.path, local_files_only=True, trust_remote_code=False
-        )
+        self._tokenizer = load_tokenizer(spec.path)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text under the classifier's own tokenizer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,23 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rolemesh.engine.messages import on_one_line
+from rolemesh.engine.model_files import ModelFolderError, check_model_files
+from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
+_SHOWN_CHARACTERS = 300
+"""Of what transformers says; it may list all of its families."""
 
 MakeEmpty = Callable[[Sequence[int]], torch.Tensor]
 """Takes the sizes of a tensor and makes it, float32, without values."""
 
 _make_empty: ContextVar[MakeEmpty | None] = ContextVar("make_empty", default=None)
-
-
-class ModelFolderError(ValueError):
-    """A model folder cannot be used: which field named it, what is wrong, what to do."""
 
 
 @contextmanager
@@ -48,48 +45,17 @@ def maker_without_values() -> MakeEmpty | None:
     return _make_empty.get()
 
 
-def check_model_folder(path: Path) -> None:
-    """Raises ModelFolderError unless the folder has a config and all of its safetensors."""
-    remedy = "give a local Hugging Face model folder (nothing is ever downloaded)"
-    if not path.is_dir():
-        found = "is not a folder" if path.exists() else "does not exist"
-        raise ModelFolderError(f"model.path {str(path)!r} {found}: {remedy}")
-    if not (path / "config.json").is_file():
-        raise ModelFolderError(f"model.path {str(path)!r} has no config.json: {remedy}")
-    if maker_without_values() is not None or (path / WEIGHTS_FILE).is_file():
-        return
-    if not (path / INDEX_FILE).is_file():
-        raise ModelFolderError(
-            f"model.path {str(path)!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: "
-            "give a folder with safetensors (other formats can run code and are not read)"
-        )
-    shards = sorted(set(json.loads((path / INDEX_FILE).read_text())["weight_map"].values()))
-    outside = [shard for shard in shards if Path(shard).name != shard]
-    if outside:
-        raise ModelFolderError(
-            f"model.path {str(path)!r}: {INDEX_FILE} names {outside[0]!r}, which is no file of the "
-            "folder: copy the folder again"
-        )
-    absent = [shard for shard in shards if not (path / shard).is_file()]
-    if absent:
-        raise ModelFolderError(
-            f"model.path {str(path)!r} lacks {absent[0]!r} ({len(absent)} of {len(shards)} shards "
-            "are missing): copy the folder again"
-        )
-
-
 def read_config(spec: ModelSpec) -> Any:
     """The folder's transformers config, cut to spec.num_layers.
 
     Raises:
-        ModelFolderError: The folder is missing or not whole.
+        ModelFolderError: The folder is missing or not whole, or of no family that is known here.
         ValueError: num_layers exceeds the model's layers.
     """
-    # Here, as below: who only looks at a folder waits for no model's code.
-    from transformers import AutoConfig
-
-    check_model_folder(spec.path)
-    config = AutoConfig.from_pretrained(spec.path, local_files_only=True, trust_remote_code=False)
+    check_model_files(
+        spec.path, num_layers=spec.num_layers, has_weights=maker_without_values() is None
+    )
+    config = load_config(spec.path)
     if spec.num_layers is not None:
         if spec.num_layers > config.num_hidden_layers:
             raise ValueError(
@@ -119,22 +85,28 @@ def load_model(
         differ), and the parameters that the folder lacked.
 
     Raises:
-        ModelFolderError: A parameter is missing from the files.
+        ModelFolderError: A parameter is missing from the files, or no such model can be made.
     """
     from transformers.utils import logging as transformers_logging
 
     # Bars are drawn with carriage returns, which make a role's log unreadable.
     transformers_logging.disable_progress_bar()
-    model, info = auto_class.from_pretrained(
-        spec.path,
-        config=config,
-        dtype=torch.float32,
-        attn_implementation="sdpa",
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    try:
+        model, info = auto_class.from_pretrained(
+            spec.path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except ValueError as error:
+        raise ModelFolderError(
+            f"model.path {str(spec.path)!r} cannot be loaded by {auto_class.__name__} "
+            f"({on_one_line(str(error), _SHOWN_CHARACTERS)}): take a model of another family"
+        ) from error
     missing = frozenset(info["missing_keys"])
     refuse_missing(missing, may_miss, spec.path, type(model).__name__)
     # torch drops the gradient of an embedding's padding row. Chat models pad with their

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.decoder import Decoder
-from rolemesh.engine.models.folder import ModelFolderError, read_config
+from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec, Numerics

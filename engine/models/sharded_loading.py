@@ -14,11 +14,9 @@ from safetensors import safe_open
 from rolemesh.engine.layout.boxes import train_layout
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, slice_box, stage_tensors
 from rolemesh.engine.layout.manifest import Box
+from rolemesh.engine.model_files import INDEX_FILE, WEIGHTS_FILE, ModelFolderError
 from rolemesh.engine.models.folder import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
     MakeEmpty,
-    ModelFolderError,
     maker_without_values,
     refuse_missing,
 )

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.pretrained import load_config
+
 
 class WeightsStaleError(RuntimeError):
     """The sampler does not hold the weights that it is asked to sample with."""
@@ -40,18 +42,10 @@ def read_model_folder(path: Path, max_model_len: int) -> ModelFolder:
         max_model_len: Longest prompt and completion together that will be asked for, in tokens.
 
     Raises:
-        ValueError: The folder is missing or not a causal language model's, names no stop token,
-            or its model cannot see max_model_len tokens.
+        ModelFolderError: The folder is missing, or no model can be made of its config.json.
+        ValueError: It names no stop token, or its model cannot see max_model_len tokens.
     """
-    from transformers import AutoConfig
-
-    if not (path / "config.json").is_file():
-        found = "has no config.json" if path.is_dir() else "does not exist"
-        raise ValueError(
-            f"model path {str(path)!r} {found}: give a local Hugging Face model folder "
-            "(nothing is ever downloaded)"
-        )
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = load_config(path)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_model_len > limit:
         raise ValueError(

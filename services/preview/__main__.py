@@ -1,9 +1,9 @@
 """Looks at a recipe's data and rewards: python -m rolemesh.services.preview < SPEC.
 
-SPEC is a `PreviewSpec` in JSON. Prints one JSON object a line as soon as each is known: "data",
-"prompt", "lengths", "environment", "reward", "functions", and "error" for what a role would fail
-with at its start. Always ends with exit code 0 unless it cannot work at all: what is found is for
-the caller to judge.
+SPEC is a `PreviewSpec` in JSON. Prints one JSON object a line as soon as each is known: "models",
+"data", "prompt", "lengths", "environment", "reward", "functions", and "error" for what a role would
+fail with at its start. Always ends with exit code 0 unless it cannot work at all: what is found is
+for the caller to judge.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ def main() -> int:
     try:
         from rolemesh.engine.own_functions import OwnFunctions
         from rolemesh.engine.user_code import UserCodeError
-        from rolemesh.services.preview.looking import Preview, PreviewSpec
+        from rolemesh.services.preview.looking import Preview, PreviewSpec, families_of
     except ModuleNotFoundError as error:
         _tell("error", what="packages", text=f"{error.name} is not installed here")
         return 0
     spec = PreviewSpec.model_validate_json(sys.stdin.read())
     try:
+        families, faults = families_of(spec.models)
+        for fault in faults:
+            _tell("error", what="models", text=fault)
+        if faults:
+            return 0
+        _tell("models", families=families)
         preview = Preview(spec)
         _tell("data", **preview.counts())
         prompt, completion = preview.first()

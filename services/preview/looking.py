@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +12,10 @@ from pydantic import Field
 from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import ChatTokenizer
-from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.data.tokenizers import import_light_transformers, load_light_tokenizer
 from rolemesh.engine.environments.base import opening_of, raised
 from rolemesh.engine.environments.factory import environment_maker
+from rolemesh.engine.pretrained import load_config, load_tokenizer
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import (
     DataSpec,
@@ -47,9 +48,21 @@ _FIELDS = {"label": "is_wanted"}
 """Field of PromptRow for a column that is not called like it."""
 
 
+class LookedAtModel(Spec):
+    """A folder of a model that a role loads."""
+
+    field: str
+    """Of the recipe that names it."""
+    path: Path
+    has_tokenizer: bool
+    """Whether the role loads its tokenizer, too."""
+
+
 class PreviewSpec(Spec):
     """What to look at."""
 
+    models: tuple[LookedAtModel, ...] = ()
+    """Folders of all roles that are started here."""
     model: Path
     """Folder with the tokenizer of the role that reads the data."""
     data: DataSpec
@@ -69,6 +82,24 @@ class PreviewSpec(Spec):
     """Longest wait for an answer of a reward, in seconds."""
     own_functions: Mapping[str, OwnFunctionSpec] = Field(default_factory=dict)
     """Losses and estimators of the user, by the field of the recipe that names each."""
+
+
+def families_of(models: Sequence[LookedAtModel]) -> tuple[dict[str, str], list[str]]:
+    """Loads the config of each model, and the tokenizer where its role does.
+
+    Returns:
+        The family of each by its field, and what is wrong with the others.
+    """
+    import_light_transformers()
+    families, faults = {}, []
+    for model in models:
+        try:
+            families[model.field] = str(load_config(model.path, field=model.field).model_type)
+            if model.has_tokenizer:
+                load_tokenizer(model.path, field=model.field)
+        except ValueError as error:
+            faults.append(str(error))
+    return families, faults
 
 
 class Preview:

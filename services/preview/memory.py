@@ -14,13 +14,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoConfig
-
 from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, estimated
 from rolemesh.engine.fit.sampler import sampler_memory
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout
-from rolemesh.engine.models.folder import ModelFolderError
+from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import (
     LayoutSpec,
     LossSpec,
@@ -119,7 +118,7 @@ def _sampler(asked: SamplerQuestion) -> dict[str, Any]:
             f"model.path {str(asked.path)!r} has no config.json: put that of the model there "
             "(its weights are not read)"
         )
-    config = AutoConfig.from_pretrained(asked.path, local_files_only=True, trust_remote_code=False)
+    config = load_config(asked.path)
     found = sampler_memory(DecoderShape.from_config(config.to_dict()), asked.sampler, asked.tp)
     return {**asdict(found), "least": found.least}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.rewards.sources import RewardInvalidError
 from rolemesh.rpc.limits import check_json
 from rolemesh.services.reward.outside.base import RewardRow
@@ -27,26 +28,11 @@ class RowReader:
         """Loads the policy's tokenizer from a folder; None: queries have no special tokens.
 
         Raises:
-            ValueError: There is no tokenizer in the folder.
+            NoTokenizerError: There is no tokenizer in the folder.
         """
         self._tokenizer: PreTrainedTokenizerBase | None = None
         if tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            if not Path(tokenizer).is_dir():
-                raise ValueError(
-                    f"source.tokenizer is {tokenizer!r}, which is no folder: give that of the "
-                    "policy's model; nothing is ever downloaded"
-                )
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(
-                    tokenizer, local_files_only=True, trust_remote_code=False
-                )
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"source.tokenizer is {tokenizer!r}, where no tokenizer can be read "
-                    f"({error}): give the folder of the policy's model"
-                ) from error
+            self._tokenizer = load_tokenizer(Path(tokenizer), field="source.tokenizer")
 
     def read(self, batch: Experience) -> list[RewardRow]:
         """The rows of a batch with the columns TRAJECTORY_COLUMNS.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.model_files import write_empty_model
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
@@ -100,7 +101,7 @@ def test_the_data_of_recipes_is_written_by_a_make_target_and_its_absence_says_so
 
 def without_models(recipe: Any, folder: Path) -> Any:
     """The recipe over a model folder that is there."""
-    (folder / "config.json").write_text("{}")
+    write_empty_model(folder)
     source = recipe.reward.source.model_copy(update={"model": ModelSpec(path=folder)})
     return recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"source": source})})
 

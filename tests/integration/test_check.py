@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support import warm_processes
 from support.slow_cases import mostly_slow
-from support.tiny_models import write_tiny_llama
+from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
 from rolemesh.coordinator.commands.findings import recipe_checks
 
@@ -89,9 +89,10 @@ def test_a_recipe_that_runs_has_nothing_wrong_with_it(
     assert code == 0
     assert {one["level"] for one in findings} == {"OK"}, findings
     assert [one["what"] for one in findings] == [
-        *("recipe", "algorithm", "data", "prompt", "lengths", "reward"),
+        *("recipe", "algorithm", "models", "data", "prompt", "lengths", "reward"),
         *("memory", "shared memory", "disk"),
     ]
+    assert found(findings, "models")[0][1].endswith("whole: actor.model.path llama")
     assert found(findings, "data")[0][1] == "10 rows to train on, 2 held out"
     assert "actor.generate -> reward.compute_reward" in found(findings, "algorithm")[0][1]
     shown = found(findings, "prompt")[0][1]
@@ -101,6 +102,34 @@ def test_a_recipe_that_runs_has_nothing_wrong_with_it(
     # The first prompt of the run with its own answer as the completion.
     assert "right gives 1" not in shown
     assert "python gives 1 to the first prompt" in found(findings, "reward")[0][1]
+
+
+def test_model_folders_that_cannot_work_fail(recipe: dict[str, Any], tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    put(recipe, "actor.model.path", "model")
+    judge = {
+        "type": "classifier",
+        "model": {"path": str(write_tiny_classifier(tmp_path / "judge"))},
+    }
+    put(recipe, "reward.source", judge)
+    (tmp_path / "judge" / "tokenizer.json").write_text('{"added_tokens": [], "model": 3}')
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(config.replace('"llama"', '"gemma99"'))
+    code, findings, _ = check(tmp_path, recipe, "--json")
+    assert code == 1
+    (family, tokenizer) = found(findings, "models")
+    assert {family[0], tokenizer[0]} == {"FAIL"}
+    assert "actor.model.path 'model' has the model_type 'gemma99', which transf" in family[1]
+    assert "reward.source.model.path" in tokenizer[1]
+    assert "has no tokenizer that can be read (" in tokenizer[1]
+    (model / "config.json").write_text(config)
+    with (model / "model.safetensors").open("r+b") as weights:
+        weights.truncate(20_000)
+    code, findings, _ = check(tmp_path, recipe, "--json")
+    assert code == 1
+    ((level, text, _),) = found(findings, "recipe")
+    assert level == "FAIL"
+    assert "actor.model.path 'model': model.safetensors has 20000 bytes, but its header" in text
 
 
 def test_people_get_lines_and_no_run_is_made(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -371,6 +400,7 @@ def test_a_recipe_that_cannot_be_read_is_bad_input(recipe: dict[str, Any], tmp_p
 def test_the_process_that_reads_data_imports_no_torch(model: Path, tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text(LONG % "a")
     spec = {
+        "models": [{"field": "a.model.path", "path": str(model), "has_tokenizer": True}],
         "model": str(model),
         "data": {"type": "jsonl", "path": str(tmp_path / "my.jsonl")},
         "seed": 0,
@@ -388,6 +418,6 @@ def test_the_process_that_reads_data_imports_no_torch(model: Path, tmp_path: Pat
         [sys.executable, "-c", program], input=json.dumps(spec), capture_output=True, text=True
     )
     *told, has_torch = ended.stdout.splitlines()
-    assert [json.loads(line)["type"] for line in told] == ["data", "prompt", "lengths"]
+    assert [json.loads(line)["type"] for line in told] == [*("models", "data", "prompt", "lengths")]
     assert has_torch == "False"
     assert ended.stderr == ""

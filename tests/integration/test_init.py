@@ -320,6 +320,7 @@ def test_the_columns_that_are_chosen(
                 "name it with --answer COLUMN",
             ),
             ({"--model": "gone"}, "--model gone is no folder"),
+            ({"--model": "part"}, "--model 'part' has neither model.safetensors nor"),
             ({"--model": "."}, "--model . has no config.json"),
             ({"--model": None}, "--model is missing"),
             ({"--tiny": ""}, "leave --model out, or --tiny"),
@@ -332,6 +333,8 @@ def test_bad_input_is_one_clear_message_and_nothing_is_written(
     (folder / "there.yaml").write_text("mine")
     (folder / "notes.txt").write_text("hello")
     (folder / "nothing").mkdir()
+    (folder / "part").mkdir()
+    (folder / "part" / "config.json").write_text('{"model_type": "llama"}')
     (folder / "empty.jsonl").write_text("\n")
     (folder / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt\n')
     (folder / "broken.py").write_text("def f(:\n")

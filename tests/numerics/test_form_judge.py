@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.tiny_models import write_tiny_llama
 
 from rolemesh.engine.experience import Column, Experience
-from rolemesh.engine.models.folder import ModelFolderError
+from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.rewards.sources import make_reward
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
 from rolemesh.engine.weights.folders import FolderExistsError

@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier
-from rolemesh.engine.models.folder import ModelFolderError
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel

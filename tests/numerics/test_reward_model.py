@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification, LlamaForSequenceCla
 
 from rolemesh.engine.algorithms.pairs import PairIncompleteError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.classifier import Classifier
-from rolemesh.engine.models.folder import ModelFolderError
 from rolemesh.engine.specs import (
     BradleyTerryLossSpec,
     ClassifierRewardSpec,

@@ -20,11 +20,12 @@ from rolemesh.coordinator.algorithms.registry import roles_in, unused_roles
 from rolemesh.coordinator.commands.findings.findings import Finding, Level, enough, fail, ok, warn
 from rolemesh.coordinator.commands.findings.placing import start_cautions
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.service_flags import named_variables
 from rolemesh.coordinator.run.checks.cautions import cautions
 from rolemesh.coordinator.run.checks.footprint import footprint_of, free_bytes, gib
 from rolemesh.coordinator.run.checks.installation import INSTALL
+from rolemesh.coordinator.run.checks.model_folders import model_folders
 from rolemesh.coordinator.run.checks.planning import plan_step
 from rolemesh.coordinator.run.checks.start_checks import check_start, services_in
 from rolemesh.coordinator.run.folders.folder import RUNS_FOLDER
@@ -177,6 +178,7 @@ def _previewed(
     is_evaluated = recipe.run.evaluation.num_prompts and can_evaluate(recipe, roles_in(recipe))
     outside = any(isinstance(one.source, OutsideRewardSpec) for one in rewards)
     checks = {
+        "models": bool(spec["models"]),
         "data": True,
         "evaluation": is_evaluated,
         "prompt": True,
@@ -213,7 +215,12 @@ def _preview_spec(
     environment = getattr(
         section if recipe.rollout is None else recipe.rollout, "environment", None
     )
+    own = {role_of(name) for name, address in services.items() if address is None}
     return {
+        "models": [
+            {"field": one.field, "path": str(one.path), "has_tokenizer": one.has_tokenizer}
+            for one in model_folders(recipe, sorted(own))
+        ],
         "model": str(model.path),
         "data": data.model_dump(mode="json"),
         "seed": recipe.run.seed,
@@ -236,6 +243,8 @@ def _told(
     match told["type"]:
         case "error" if told["what"] == "packages":
             yield warn("data", f"not looked at: {told['text']}", INSTALL)
+        case "error" if told["what"] == "models":
+            yield fail("models", told["text"])
         case "error":
             what = {"functions": "own functions"}.get(told["what"], told["what"])
             role = "actor"
@@ -250,6 +259,9 @@ def _told(
                     f"not looked at: {told['text']}",
                     f"the {role} at {address} reads its own disk: run the check there",
                 )
+        case "models" if told["families"]:
+            families = ", ".join(f"{field} {name}" for field, name in told["families"].items())
+            yield ok("models", f"known to transformers, and whole: {families}")
         case "functions":
             yield ok("own functions", f"loaded {', '.join(told['names'])}")
         case "environment":

@@ -4,43 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.checks.model_folders import model_folders
+from rolemesh.engine.model_files import CONFIG_FILE
 from rolemesh.engine.specs import (
-    ClassifierRewardSpec,
     DataSpec,
     HfDatasetSpec,
     JsonlSpec,
     MixtureSpec,
     ParquetSpec,
-    RewardSpec,
-    named_sources,
 )
 
 
 def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
-    """Raises ValueError when a service that we start would not find a file of the recipe.
+    """Raises ValueError when a service that we start would not find or read a file of the recipe.
 
     Services that run elsewhere see other disks, and check by themselves.
     """
     roles = sorted(roles)  # of two faults, every run names the same one first
-    models: dict[str, Path] = {}
-    for role in roles:
-        section: Any = recipe.section(role)
-        if isinstance(section, RewardSpec):
-            for reward in named_sources(section.source):
-                if isinstance(reward.source, ClassifierRewardSpec):
-                    models[f"{role}.source.model.path"] = reward.source.model.path
-        else:
-            models[f"{role}.model.path"] = section.model.path
-    for field, path in models.items():
-        if not (path / "config.json").is_file():
-            what = "has no config.json" if path.is_dir() else "is not a folder"
+    for model in model_folders(recipe, roles):
+        path = model.path
+        if not (path / CONFIG_FILE).is_file():
+            what = f"has no {CONFIG_FILE}" if path.is_dir() else "is not a folder"
             raise ValueError(
-                f"{field} is {str(path)!r}, which {what}: give a local Hugging Face model folder"
-                f"{_maker_hint(path)} ({_where()})"
+                f"{model.field} is {str(path)!r}, which {what}: give a local Hugging Face model "
+                f"folder{_maker_hint(path)} ({_where()})"
             )
+        model.check()
     for role in roles:
         section = recipe.section(role)
         for name in ("data", "pretraining_data"):

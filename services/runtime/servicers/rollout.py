@@ -11,8 +11,9 @@ from google.protobuf.message import Message
 
 from rolemesh.engine.data.prompts import PromptSet, load_prompts
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.folder import check_model_folder
+from rolemesh.engine.model_files import check_model_files
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import (
@@ -68,16 +69,12 @@ class PromptSource:
         Raises:
             PromptTooLongError: A prompt leaves the sampler no room.
             ModelFolderError: The folder is not a model's.
+            NoTokenizerError: Its tokenizer cannot be read.
             EmptyDataError: There is no prompt.
             DataInvalidError: Data cannot be read, or is not what it should be.
         """
-        # Here: a service is ready before it has seconds of imports to make.
-        from transformers import AutoTokenizer
-
-        check_model_folder(model.path)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(
-            model.path, local_files_only=True, trust_remote_code=False
-        )
+        check_model_files(model.path, has_weights=isinstance(model, ModelSpec), has_tokenizer=True)
+        self.tokenizer: Any = load_tokenizer(model.path)
         self.prompts: PromptSet = load_prompts(
             data,
             tokenizer=self.tokenizer,

@@ -25,8 +25,8 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rolemesh.engine.data.prompts import PromptSet, load_rows
+from rolemesh.engine.model_files import WEIGHTS_FILE
 from rolemesh.engine.models.classifier import Classifier, pad_token_rows
-from rolemesh.engine.models.folder import WEIGHTS_FILE
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.seeds import derive_seed

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.model_files import write_empty_model
 
 from rolemesh.coordinator.commands.findings.cpu import check_cpu, cpu_here
 from rolemesh.coordinator.commands.findings.device_settings import device_settings
@@ -250,9 +251,7 @@ def test_model_folder_is_looked_for(tmp_path: Path) -> None:
 
 
 def test_recipe_with_a_missing_model_fails_by_its_field(tmp_path: Path) -> None:
-    missing, there = tmp_path / "none", tmp_path / "model"
-    there.mkdir()
-    (there / "config.json").write_text("{}")
+    missing, there = tmp_path / "none", write_empty_model(tmp_path / "model")
     recipe = load_recipe(
         [RECIPES / "quickstart-ppo.yaml"],
         overrides=[

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_roles import fake_recipe
+from support.model_files import write_empty_model
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.inputs import check_paths
-from rolemesh.engine.specs import ActorSpec
+from rolemesh.engine.specs import ActorSpec, CriticSpec, ReferenceSpec, RewardSpec, RolloutRoleSpec
 
 
 def recipe_with(tmp_path: Path, **actor: Any) -> Recipe:
     """A recipe whose actor has a model, and these fields."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = write_empty_model(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     section = {
@@ -28,6 +28,46 @@ def recipe_with(tmp_path: Path, **actor: Any) -> Recipe:
         **actor,
     }
     return fake_recipe().model_copy(update={"actor": ActorSpec.model_validate(section)})
+
+
+@pytest.mark.parametrize(
+    ("role", "field"),
+    [
+        ("actor", "actor.model.path"),
+        ("critic", "critic.model.path"),
+        ("reference", "reference.model.path"),
+        ("reward", "reward.source.rewards.1.source.model.path"),
+        ("cost", "cost.source.model.path"),
+        ("rollout", "rollout.model.path"),
+    ],
+)
+def test_the_model_folder_of_each_role_is_looked_at(tmp_path: Path, role: str, field: str) -> None:
+    folder = write_empty_model(tmp_path / "folder")
+    model = {"path": str(folder)}
+    judge = {"type": "classifier", "model": model}
+    sections = {
+        "actor": {},
+        "critic": CriticSpec(model=model),
+        "reference": ReferenceSpec(model=model),
+        "reward": RewardSpec(source=[{"source": {"type": "arithmetic"}}, {"source": judge}]),
+        "cost": RewardSpec(source=judge),
+        "rollout": RolloutRoleSpec(
+            model=model,
+            rollout={"type": "hf"},
+            data={"type": "reasoning_gym", "task": "chain_sum"},
+        ),
+    }
+    recipe = recipe_with(tmp_path, model=model)
+    if role != "actor":
+        recipe = recipe.model_copy(update={role: sections[role]})
+    check_paths(recipe, [role])
+    with (folder / "model.safetensors").open("r+b") as weights:
+        weights.truncate(9)
+    if role == "rollout":
+        check_paths(recipe, [role])  # its weights come from the actor
+        (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{field} {str(folder)!r}')}"):
+        check_paths(recipe, [role])
 
 
 def test_a_recipe_whose_files_are_there_passes(tmp_path: Path) -> None:

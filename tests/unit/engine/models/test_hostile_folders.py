@@ -13,9 +13,10 @@ from support.hostile_folders import PICKLES, Planted, pickle_that_runs, plant
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.model_files import ModelFolderError, check_model_files
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier
-from rolemesh.engine.models.folder import ModelFolderError, check_model_folder, read_config
+from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import expected_weights, read_model_folder
 from rolemesh.engine.specs import HfSpec, ModelSpec
@@ -93,7 +94,7 @@ def test_weights_that_are_pickles_are_refused(name: str, tmp_path: Path) -> None
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle_that_runs(tmp_path / "ran"))
     with pytest.raises(ModelFolderError, match="other formats can run code and are not read"):
-        check_model_folder(folder)
+        check_model_files(folder)
     with pytest.raises(ModelFolderError, match="other formats can run code and are not read"):
         CausalLm(spec(folder))
     assert not (tmp_path / "ran").exists()

@@ -1,0 +1,75 @@
+"""Folders of models that a recipe names, by role, and what each role reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.model_files import check_model_files
+from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec, WeightedSumSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A folder, and what a role reads of it."""
+
+    field: str
+    """Of the recipe that names it."""
+    path: Path
+    num_layers: int | None = None
+    """Layers that are kept; None for all."""
+    head: Literal["lm_head", "score"] | None = None
+    """What has to stand on top of the model."""
+    has_weights: bool = True
+    has_tokenizer: bool = False
+
+    def check(self) -> None:
+        """Raises ModelFolderError, as the role would; see `check_model_files`."""
+        check_model_files(
+            self.path,
+            field=self.field,
+            num_layers=self.num_layers,
+            head=self.head,
+            has_weights=self.has_weights,
+            has_tokenizer=self.has_tokenizer,
+        )
+
+
+def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]:
+    """The folders that these roles of a recipe load models, tokenizers or configs from."""
+    for role in roles:
+        section: Any = recipe.section(role)
+        if isinstance(section, RewardSpec):
+            yield from _judges(role, section)
+            continue
+        is_rollout = role == "rollout"
+        yield ModelFolder(
+            field=f"{role}.model.path",
+            path=section.model.path,
+            num_layers=None if is_rollout else section.model.num_layers,
+            head="lm_head" if role in ("actor", "reference") else None,
+            has_weights=not is_rollout,  # they come from the actor
+            has_tokenizer=is_rollout or role == "actor",
+        )
+
+
+def _judges(role: str, section: RewardSpec) -> Iterator[ModelFolder]:
+    source = section.source
+    sources = {f"{role}.source": source}
+    if isinstance(source, WeightedSumSpec):
+        sources = {
+            f"{role}.source.rewards.{number}.source": one.source
+            for number, one in enumerate(source.rewards)
+        }
+    for field, one in sources.items():
+        if isinstance(one, ClassifierRewardSpec):
+            yield ModelFolder(
+                field=f"{field}.model.path",
+                path=one.model.path,
+                num_layers=one.model.num_layers,
+                head=None if one.new_head else "score",
+                has_tokenizer=True,
+            )
