@@ -36,7 +36,8 @@ def describe(error: ValidationError, origins: Mapping[tuple[str, ...], str]) -> 
         origins: Where a field was set, by its path.
     """
     problems = error.errors()
-    texts = [_describe_one(problem, origins) for problem in problems[:_MOST_DESCRIBED]]
+    missing = [_walk(problem["loc"])[0] for problem in problems if problem["type"] == "missing"]
+    texts = [_describe_one(problem, origins, missing) for problem in problems[:_MOST_DESCRIBED]]
     if len(problems) == 1:
         return texts[0]
     if len(problems) > len(texts):
@@ -46,7 +47,11 @@ def describe(error: ValidationError, origins: Mapping[tuple[str, ...], str]) -> 
     )
 
 
-def _describe_one(problem: ErrorDetails, origins: Mapping[tuple[str, ...], str]) -> str:
+def _describe_one(
+    problem: ErrorDetails,
+    origins: Mapping[tuple[str, ...], str],
+    missing: Sequence[tuple[str, ...]],
+) -> str:
     where, models = _walk(problem["loc"])
     dotted = ".".join(where)
     parent = models[-1]
@@ -54,7 +59,7 @@ def _describe_one(problem: ErrorDetails, origins: Mapping[tuple[str, ...], str])
     context = problem.get("ctx", {})
     match problem["type"]:
         case "extra_forbidden":
-            return f"{dotted}: unknown key{source}; {_nearest(where, parent)}"
+            return f"{dotted}: unknown key{source}; {_nearest(where, parent, missing)}"
         case "missing":
             return f"{dotted}: required, but not given{_meaning(parent, where[-1])}"
         case "union_tag_invalid":
@@ -195,18 +200,31 @@ def _variants(annotation: Any) -> dict[str, type[BaseModel]]:
     }
 
 
-def _nearest(where: tuple[str, ...], parent: type[BaseModel]) -> str:
+def _nearest(
+    where: tuple[str, ...], parent: type[BaseModel], missing: Sequence[tuple[str, ...]]
+) -> str:
+    """What may have been meant by a key: of its section first, then below it, then elsewhere."""
     *above, name = where
     prefix = ".".join(above)
     near = difflib.get_close_matches(name, parent.model_fields, n=1, cutoff=_CLOSE)
     if near:
         return f"did you mean {'.'.join((*above, near[0]))}?"
-    # The right name in the wrong place: look below here, then everywhere.
-    for model, start in ((parent, prefix), (Recipe, "")):
-        places = [path for path in _paths(model, start) if path.rpartition(".")[2] == name]
-        if places:
-            return f"did you mean {' or '.join(places[:3])}?"
-    return f"keys {'of ' + prefix if prefix else 'here'} are {', '.join(parent.model_fields)}"
+    below = _places(name, parent, prefix)
+    if below:
+        return f"did you mean {' or '.join(below)}?"
+    absent = [".".join(one) for one in missing if [*one[:-1]] == above]
+    if absent:
+        return f"did you mean {' or '.join(absent[:3])}, which is required?"
+    keys = f"keys {'of ' + prefix if prefix else 'here'} are {', '.join(parent.model_fields)}"
+    elsewhere = _places(name, Recipe, "")
+    return f"{keys}; did you mean {' or '.join(elsewhere)}?" if elsewhere else keys
+
+
+def _places(name: str, model: type[BaseModel], prefix: str) -> list[str]:
+    """Where the right name would be, each once; the first few."""
+    # Variants of a section may have the same key.
+    found = dict.fromkeys(p for p in _paths(model, prefix) if p.rpartition(".")[2] == name)
+    return list(found)[:3]
 
 
 def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:

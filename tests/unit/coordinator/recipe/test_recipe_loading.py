@@ -137,6 +137,19 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
             "did you mean services.actor.address?",
         ),
         (
+            "store={type: memory, kv_cache_gib: 1}",
+            "store.kv_cache_gib: unknown key (--set store={type: memory, kv_cache_gib: 1}); keys of "
+            "store are type; did you mean actor.rollout.kv_cache_gib or rollout.rollout.kv_cache_gib?",
+        ),
+        (
+            "actor.environment={type: python, environment: 'a.py:B', target: 1}",
+            "actor.environment.target: unknown key (--set actor.environment={type: python, "
+            "environment: 'a.py:B', target: 1}); keys of actor.environment are max_turns, "
+            "max_turn_tokens, max_observation_tokens, type, environment, config, timeout_s, "
+            "memory_mib, max_output_bytes, variables, readable, network; did you mean "
+            "algorithm.advantages.kl_in_reward.target?",
+        ),
+        (
             "actor.rollout.type=vlm",
             "actor.rollout.type is 'vlm' (--set actor.rollout.type=vlm): "
             "valid types are vllm, hf; did you mean 'vllm'?",
@@ -220,6 +233,13 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
 )
 def test_wrong_override_is_explained(recipe_file: Path, override: str, message: str) -> None:
     assert refused(recipe_file, override) == message
+
+
+def test_a_key_that_is_missing_in_the_section_at_hand_is_suggested_first(recipe_file: Path) -> None:
+    override = "actor.environment={type: python, target: 'a.py:B'}"
+    assert refused(recipe_file, override).endswith(
+        "; did you mean actor.environment.environment, which is required?"
+    )
 
 
 @pytest.mark.parametrize(
