@@ -1,7 +1,7 @@
 """`rolemesh doctor`: what this machine has, what it lacks, and what to do about it.
 
 Reads versions from package metadata: importing torch and vLLM takes half a minute and is itself
-what may be broken.
+what may be broken. A process of its own measures what needs torch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rolemesh.coordinator.commands.findings.device_settings import device_settin
 from rolemesh.coordinator.commands.findings.findings import Finding, enough, fail, ok, warn
 from rolemesh.coordinator.commands.findings.gpu_findings import check_gpus
 from rolemesh.coordinator.commands.findings.placing import start_cautions
+from rolemesh.coordinator.commands.findings.quickstart_time import check_minutes
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths
@@ -70,9 +71,16 @@ async def diagnose(recipe: Recipe | None = None, gpus: HostGpus | None = None) -
         check_loopback(),
         check_sandbox(),
         await check_store(EmbeddedStoreSpec() if recipe is None else recipe.store),
-        *([check_quickstart(QUICKSTART_MODEL)] if recipe is None else check_recipe(recipe)),
+        *(_quickstart(installed) if recipe is None else check_recipe(recipe)),
         *check_gpu_memory(recipe, gpus or HostGpus()),
     ]
+
+
+def _quickstart(installed: dict[str, str]) -> Iterator[Finding]:
+    yield check_quickstart(QUICKSTART_MODEL)
+    # What lacks torch was said, and multiplies nothing.
+    if "torch" in installed:
+        yield check_minutes()
 
 
 def check_python(version: tuple[int, int]) -> Finding:

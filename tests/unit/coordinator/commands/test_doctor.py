@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.model_files import write_empty_model
 
+from rolemesh.coordinator.commands.findings import quickstart_time
 from rolemesh.coordinator.commands.findings.cpu import check_cpu, cpu_here
 from rolemesh.coordinator.commands.findings.device_settings import device_settings
 from rolemesh.coordinator.commands.findings.diagnosis import (
@@ -31,6 +33,8 @@ from rolemesh.coordinator.commands.findings.gpu_findings import (
     check_nccl,
     torch_cuda,
 )
+from rolemesh.coordinator.commands.findings.quickstart_time import Products, check_minutes
+from rolemesh.coordinator.commands.processes import PreviewError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.engine.specs.by_device import Device
@@ -360,3 +364,25 @@ def test_a_setting_that_holds_a_cpu_to_older_instructions_decides(tmp_path: Path
     assert "multiplies float32 (ONEDNN_MAX_CPU_ISA=AVX2 keeps its bfloat16" in told
     assert "-> unset ONEDNN_MAX_CPU_ISA" in told
     assert multiplies == "False"
+
+
+def test_the_quickstart_takes_its_products_and_what_is_beside_them() -> None:
+    one = Products(forward=67e9, backward=64e9, cores=1)
+    # 10 s of products of each kind, and 13 s of the rest, in each of 16 steps.
+    assert one.step_s == pytest.approx(33.0)
+    assert one.minutes == pytest.approx((40 + 1.4e12 / 67e9 + 16 * 33.0) / 60)
+    assert replace(one, cores=2).step_s == pytest.approx(33.0 / 2)
+    assert replace(one, cores=64).step_s == replace(one, cores=8).step_s
+
+
+def test_the_quickstarts_minutes_are_measured_by_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = check_minutes({"ONEDNN_MAX_CPU_ISA": "AVX2"})
+    assert (finding.level, finding.text[:6]) == (Level.OK, "about ")
+    assert " minutes after the installation, " in finding.text
+
+    def failing(*_: str, **__: object) -> None:
+        raise PreviewError("the process that measures products failed: why")
+
+    monkeypatch.setattr(quickstart_time, "told_by", failing)
+    finding = check_minutes()
+    assert (finding.level, finding.text.endswith("failed: why")) == (Level.SKIP, True)

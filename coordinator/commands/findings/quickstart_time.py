@@ -1,0 +1,79 @@
+"""How long the quickstart takes on this host's CPU, from products that a process measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rolemesh.coordinator.commands.findings.findings import Finding, Level, ok
+from rolemesh.coordinator.commands.processes import PreviewError, told_by
+
+# A step of recipes/quickstart-ppo.yaml multiplies 1.31 TFLOP: generation and reference 0.22 each,
+# values 0.05, the critic's update 0.16, the actor's 0.67 (`python tests/benchmarks/step_time.py`,
+# `against_products`). Of these the actor and the reference compute forward products in float32 on
+# any CPU; all others are of the type that it is fast in (docs/model.md).
+_FORWARD_FLOPS = 0.67e12
+_BACKWARD_FLOPS = 0.64e12
+
+_OTHER_CORE_S = 13.0
+"""Seconds of a core that a step takes beside its products: attention, what is computed number by
+number, the optimizer, the sampler's program, and waiting. A quiet step of 10.5 s on 2 cores has 8
+of products, and processor time says the same of both kinds of CPU (docs/measurements.md, "What
+doctor says of the quickstart")."""
+
+_EVALUATION_FLOPS = 1.4e12
+"""Forward products of both evaluations, whose prompts begin alike: 13 s where a generation of 0.22
+TFLOP takes 2 s."""
+
+_START_S = 40.0
+"""Processes, models, the checkpoint and the export."""
+
+_STEPS = 16
+
+_MOST_CORES = 8
+"""Products of 500 rows gain little from more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Products:
+    """What a core multiplies, in operations a second."""
+
+    forward: float
+    """In float32."""
+    backward: float
+    """In the type that the CPU is fast in."""
+    cores: int
+    """That a service computes with."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        seconds = _FORWARD_FLOPS / self.forward + _BACKWARD_FLOPS / self.backward
+        return (seconds + _OTHER_CORE_S) / min(self.cores, _MOST_CORES)
+
+    @property
+    def minutes(self) -> float:
+        """Minutes of the quickstart, from its first line to its last."""
+        evaluations_s = _EVALUATION_FLOPS / self.forward / min(self.cores, _MOST_CORES)
+        return (_START_S + evaluations_s + _STEPS * self.step_s) / 60
+
+
+def check_minutes(environment: Mapping[str, str] | None = None) -> Finding:
+    """How long the quickstart takes here, by what a process measures in a second or two.
+
+    Args:
+        environment: Variables of that process beside those that every child gets.
+    """
+    module = "rolemesh.services.preview.products"
+    try:
+        (told,) = told_by(module, work="measures products", environment=environment or {})
+    except PreviewError as error:
+        text = f"not measured: {error}"
+        return Finding(level=Level.SKIP, what="quickstart", text=text)
+    products = Products(**told)
+    rates = f"{products.forward / 1e9:.0f} GFLOP/s a core forward and {products.backward / 1e9:.0f}"
+    return ok(
+        "quickstart",
+        f"about {max(1.0, products.minutes):.0f} minutes after the installation, "
+        f"{products.step_s:.0f} s a step, where nothing else runs ({rates} backward)",
+    )
