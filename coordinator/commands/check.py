@@ -19,6 +19,7 @@ from rolemesh.coordinator.commands.terminal.ending import (
 )
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.services.host_gpus import HostGpus, host_gpus
 
@@ -45,6 +46,7 @@ def check(
     try:
         gpus = host_gpus()
         loaded = load_placed(recipe, gpus, overrides=overrides or (), environment=os.environ)
+        loaded = with_files(loaded)
     except RecipeError as error:
         fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     shown = FindingsShown(as_json=as_json)

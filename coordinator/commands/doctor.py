@@ -15,6 +15,7 @@ from rolemesh.coordinator.commands.findings.placing import load_placed
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.run.services.host_gpus import host_gpus
 
 app = typer.Typer(add_completion=False)
@@ -30,7 +31,10 @@ def doctor(
     """Checks what this machine has, and says what to do about what it lacks."""
     try:
         gpus = host_gpus()
-        loaded = None if recipe is None else load_placed([recipe], gpus, environment=os.environ)
+        loaded = None
+        if recipe is not None:
+            loaded = load_placed([recipe], gpus, environment=os.environ)
+            loaded = with_files(loaded, weights=False)
     except RecipeError as error:
         fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     shown = FindingsShown(as_json=as_json)

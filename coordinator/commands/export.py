@@ -10,6 +10,9 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.terminal.ending import refuse
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import model_folder
+from rolemesh.coordinator.recipe.hf_names import is_hf_name
 from rolemesh.coordinator.run.folders.folder import NoRunError, read_config
 from rolemesh.coordinator.run.saving.checkpoints import checkpoint_folder, committed_steps
 from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -27,7 +30,7 @@ def export(
     """Writes the policy of a checkpoint as a Hugging Face folder."""
     try:
         command = _export_command(directory, step, to, dtype)
-    except NoRunError as error:
+    except (NoRunError, RecipeError) as error:
         refuse(str(error))
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.stdout.flush()
@@ -45,6 +48,7 @@ def _export_command(directory: Path, step: int | None, to: Path, dtype: str) -> 
 
     Raises:
         NoRunError: There is no such run or checkpoint.
+        RecipeError: Its model is at the hub, and cannot be had.
     """
     config, checkpoints = read_config(directory), directory / CHECKPOINTS_FOLDER
     if not config:
@@ -55,9 +59,12 @@ def _export_command(directory: Path, step: int | None, to: Path, dtype: str) -> 
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise NoRunError(f"--step {wanted}: {directory} has checkpoints of steps {steps}")
+    model = config["actor"]["model"]["path"]
+    if is_hf_name(model):
+        _, model = model_folder(model, "actor.model.path")
     flags = {
         "--checkpoint": checkpoint_folder(checkpoints, wanted) / "actor",
-        "--model": config["actor"]["model"]["path"],
+        "--model": model,
         "--out": to,
         "--dtype": dtype,
     }

@@ -20,6 +20,7 @@ from rolemesh.coordinator.commands.terminal.console import say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.run.checks.pool_memory import PoolFound, RoleFound, pool_memory
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES, HostGpus, host_gpus
 
@@ -60,6 +61,7 @@ def fit(
     try:
         gpus = _gpus(gpu, count)
         loaded = load_placed(recipe, gpus, overrides=overrides or (), environment=os.environ)
+        loaded = with_files(loaded, weights=False)
         pools = [name for name, pool in loaded.pools.items() if set(pool.devices) != {"cpu"}]
         if not pools:
             raise RecipeError(

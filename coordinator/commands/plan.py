@@ -45,6 +45,7 @@ from rolemesh.coordinator.mapping.report.settings import plan_section, settings_
 from rolemesh.coordinator.mapping.search.search import Search
 from rolemesh.coordinator.mapping.search.shortage import shortage
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.run.folders.folder import NoRunError
 from rolemesh.coordinator.run.folders.recorded_steps import last_settings, recorded_run
@@ -130,6 +131,7 @@ def plan(
             measured = {gpu[0]: _fitted(gpu, measured, made)}
         groups = groups_of(gpus, gpu, per_machine, network, measured)
         loaded = load_recipe(files, overrides=changes, environment=os.environ)
+        loaded = with_files(loaded, weights=False)
         wishes = Wishes(
             together=_pairs("--together", together),
             apart=_pairs("--apart", apart),

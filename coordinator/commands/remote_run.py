@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.recipe.hf_names import is_hf_name, put_names
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.sdk import (
     AsyncClient,
@@ -44,7 +45,8 @@ def text_for(recipe: Recipe, address: str) -> str:
     """The recipe as YAML with every default, and with paths that the coordinator understands.
 
     A coordinator on a loopback address is taken to see the disks of this process: relative paths
-    become absolute. Of another one they are refused, since they would count from its folder.
+    become absolute. Of another one they are refused, since they would count from its folder. Names
+    at the Hugging Face hub stay names, which the coordinator looks up in its own cache.
 
     Args:
         recipe: The recipe.
@@ -56,6 +58,7 @@ def text_for(recipe: Recipe, address: str) -> str:
     host = host_of(address)
     relative: list[str] = []
     sent = _placed(recipe.model_dump(), recipe.model_dump(mode="json"), "", relative)
+    put_names(sent, recipe.hf_names)
     for section in _OF_THE_COORDINATOR:
         del sent[section]
     # The coordinator has folders of its own.
@@ -82,6 +85,8 @@ def _placed(value: Any, plain: Any, name: str, relative: list[str]) -> Any:
                 _placed(inner, one, f"{name}.{place}", relative)
                 for place, (inner, one) in enumerate(zip(value, plain, strict=True))
             ]
+        case Path() if is_hf_name(value):
+            return plain
         case Path():
             return _absolute(value, "", name, relative)
         case str():

@@ -13,6 +13,7 @@ from rolemesh.coordinator.commands.processes import become
 from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import OutsideRewardSpec, named_sources
@@ -79,7 +80,7 @@ def _loaded(files: list[Path]) -> Recipe | None:
     if not files:
         return None
     try:
-        return load_recipe(files, environment=os.environ)
+        return with_files(load_recipe(files, environment=os.environ), weights=False)
     except RecipeError as error:
         refuse(str(error))
 

@@ -35,6 +35,7 @@ from rolemesh.coordinator.mapping.report.report import plan_of
 from rolemesh.coordinator.mapping.search.search import Search
 from rolemesh.coordinator.mapping.search.shortage import shortage
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.model_sizes import models_of
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -95,6 +96,7 @@ def simulate_command(
         measured = calibrations_for(gpu, calibration or ())
         groups = groups_of(gpus, gpu, per_machine, network, measured)
         loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
+        loaded = with_files(loaded, weights=False)
         variants = list(templates(loaded)) if schedules else [("as the recipe says", loaded)]
         if not variants:
             raise RecipeError(

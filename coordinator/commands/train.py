@@ -46,6 +46,7 @@ from rolemesh.coordinator.commands.terminal.summary import print_summary
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.start_checks import services_in
 from rolemesh.coordinator.run.folders import folder as run_files
@@ -57,6 +58,8 @@ from rolemesh.coordinator.run.services.launch import LaunchError
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunState
+from rolemesh.engine.specs.urls import is_loopback
+from rolemesh.rpc.address import host_of
 from rolemesh.rpc.errors import (
     ForbiddenError,
     InvalidRequestError,
@@ -164,6 +167,8 @@ def train(
         if may_resume and resumed is None:
             resumed = run_files.unfinished_run(loaded.run.name, out or loaded.run.directory)
         if coordinator is None:
+            begun = None if resumed is None else open_run(resumed).recipe
+            loaded = with_files(loaded, began_with=begun)
             directory = resumed or _run_directory(loaded, out)
             code = _train(
                 loaded, directory, run_id, gpus, resumes=resumed is not None, as_json=as_json
@@ -250,7 +255,12 @@ def _train_there(
     observer = LoggingObserver(shown)
     run_id = run_id or make_run_id(recipe.run.name)
     try:
+        if is_loopback(host_of(address)):
+            # It sees the same cache, and fetches nothing itself.
+            recipe = with_files(recipe)
         run, is_interrupted = asyncio.run(make_there(recipe, connect, run_id, observer))
+    except RecipeError:
+        raise
     except (ValueError, PreconditionError) as error:
         # Of the latter: it has another run of that id, or takes none.
         raise InputError(f"--coordinator {address}: {error}") from error
@@ -291,6 +301,8 @@ def _train(
         session.tell_doors = functools.partial(tell_doors, shown, observer)
         _log_to(session.directory / "logs" / "coordinator.log")
         observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
+        for field, name in recipe.hf_names.items():
+            observer.on_event(f"{field}: {name}")
         services = services_in(recipe)
         if pools_on_cpu(recipe, services):
             observer.on_event(f"CPU: {cpu_here()}")

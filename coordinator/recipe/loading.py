@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from rolemesh.coordinator.recipe.errors import RecipeError, describe
+from rolemesh.coordinator.recipe.hf_names import named_values
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs.urls import masked_url
 
@@ -184,7 +185,7 @@ def _validated(
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML with every default spelled out; loads to an equal one."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(named_values(recipe), sort_keys=False, allow_unicode=True)
 
 
 _Layer = tuple[dict[str, Any], dict[tuple[str, ...], str]]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from rolemesh.coordinator.recipe.algorithms import (
     EXTERNAL,
@@ -105,6 +105,22 @@ class Recipe(Spec):
     plan: PlanSpec | None = None
     """What `rolemesh plan --write` predicted, to be shown beside what steps take; it decides
     nothing. None: the recipe was not planned."""
+    _hf_names: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def hf_names(self) -> Mapping[str, str]:
+        """The names at the Hugging Face hub that paths of this recipe stand for, by field.
+
+        Each with its commit: {"actor.model.path": "hf:ORG/NAME@<commit>"}. Empty as long as the
+        paths are the names themselves; see `hf_files`.
+        """
+        return self._hf_names
+
+    def knowing(self, hf_names: Mapping[str, str]) -> Self:
+        """The same recipe, whose paths stand for these names."""
+        known = self.model_copy()
+        known._hf_names = dict(hf_names)
+        return known
 
     @model_validator(mode="before")
     @classmethod

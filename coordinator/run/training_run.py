@@ -23,6 +23,7 @@ from rolemesh.coordinator.dataflow.errors import (
 )
 from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
+from rolemesh.coordinator.recipe.hf_names import named_values
 from rolemesh.coordinator.recipe.rates import schedule_length
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.attempts.attempt import Attempt
@@ -234,7 +235,7 @@ class TrainingRun:
         """
         commit = await git_commit()
         make_folder(self.directory)
-        values = self.recipe.model_dump(mode="json")
+        values = named_values(self.recipe)
         write_atomically(
             self.directory / "config.yaml",
             yaml.safe_dump(values, sort_keys=False),
@@ -316,7 +317,7 @@ class TrainingRun:
         trackers = outside_trackers(
             self.recipe.trackers, self.directory / "logs", self._observer.on_event
         )
-        config = without_passwords(self.recipe.model_dump(mode="json"))
+        config = without_passwords(named_values(self.recipe))
         for tracker in trackers:
             await tracker.start(facts, config)
         writer = MetricsWriter(facts, self._store, trackers)

@@ -35,6 +35,8 @@ _PREFIXES = (
     *("TORCH", "PYTORCH_", "TRITON_", "VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
     *("GRPC_", "OTEL_", "ROLEMESH_"),
 )
+_WITHHELD = frozenset(("HF_ENDPOINT",))
+"""A hub of one's own, whose URL may have a password; services fetch nothing from one."""
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)S?$", re.IGNORECASE)
 """Ends of names that do not pass, whatever they begin with, e.g. HF_TOKEN and VLLM_API_KEY."""
 
@@ -60,7 +62,8 @@ def without_own_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _passes(name: str) -> bool:
-    return (name in _NAMES or name.startswith(_PREFIXES)) and not _SECRET.search(name)
+    is_secret = name in _WITHHELD or _SECRET.search(name)
+    return (name in _NAMES or name.startswith(_PREFIXES)) and not is_secret
 
 
 def _is_of_recipe(name: str) -> bool:

@@ -104,6 +104,7 @@ from rolemesh.engine.specs.rewards import named_sources as named_sources
 from rolemesh.engine.specs.roles import ActorSpec as ActorSpec
 from rolemesh.engine.specs.roles import CostSpec as CostSpec
 from rolemesh.engine.specs.roles import CriticSpec as CriticSpec
+from rolemesh.engine.specs.roles import ModelFolderSpec as ModelFolderSpec
 from rolemesh.engine.specs.roles import ReferenceSpec as ReferenceSpec
 from rolemesh.engine.specs.roles import RewardSpec as RewardSpec
 from rolemesh.engine.specs.roles import RoleSpec as RoleSpec

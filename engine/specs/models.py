@@ -22,7 +22,9 @@ class ModelSpec(Spec):
     """A Hugging Face model folder and how to compute with it."""
 
     path: Path
-    """Folder with config.json, tokenizer and safetensors. Nothing is ever downloaded."""
+    """Folder with config.json, tokenizer and safetensors. In a recipe also hf:ORG/NAME or
+    hf:ORG/NAME@REVISION, a model of the Hugging Face hub, which the command line fetches; services
+    never download anything."""
     compute_dtype: ComputeDtype = "bfloat16"
     """Type of matrix products. Weights and optimizer state stay float32. With numerics "exact",
     bfloat16 is autocast, except for policy and reference on a CPU: there each pass rounds the

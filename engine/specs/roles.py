@@ -85,7 +85,7 @@ class ModelFolderSpec(Spec):
     """A Hugging Face model folder of which weights are not read."""
 
     path: Path
-    """Folder with config.json and tokenizer. Nothing is ever downloaded."""
+    """Folder with config.json and tokenizer, or hf:ORG/NAME as in model.path."""
 
 
 class RolloutRoleSpec(RoleSpec):

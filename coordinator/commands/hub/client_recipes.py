@@ -10,6 +10,7 @@ from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import cache_folders, with_files
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
@@ -58,6 +59,8 @@ class ClientRecipes:
         try:
             recipe = read_recipe(text, "recipe", overrides=overrides, environment=environment)
             self._check_named(recipe)
+            # Whoever may send a recipe does not decide what this host fetches, or with which token.
+            recipe = with_files(recipe, fetches=False)
             recipe = recipe.model_copy(update={"api": self.api, "store": self.store})
             # Only the run's own process may run the code of a custom algorithm.
             if not isinstance(recipe.algorithm, CustomSpec):
@@ -71,7 +74,10 @@ class ClientRecipes:
         return recipe
 
     def _check_named(self, recipe: Recipe) -> None:
+        cached = cache_folders(recipe)
         for named in named_in(recipe):
+            if named.field in cached:
+                self.grant.folder(str(cached[named.field]), named.field)
             # The sections and the folder that count for nothing here.
-            if not named.field.startswith(("api.", "store.", "run.directory")):
+            elif not named.field.startswith(("api.", "store.", "run.directory")):
                 self.grant.check_named(named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from rolemesh.engine.specs import (
     ParquetSpec,
 )
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""What may be meant as ORG/NAME of the hub."""
+
 
 def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
     """Raises ValueError when a service that we start would not find or read a file of the recipe.
@@ -29,7 +33,7 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
             what = f"has no {CONFIG_FILE}" if path.is_dir() else "is not a folder"
             raise ValueError(
                 f"{model.field} is {str(path)!r}, which {what}: give a local Hugging Face model "
-                f"folder{_maker_hint(path)} ({_where()})"
+                f"folder, or hf:ORG/NAME for one of the hub{_maker_hint(path)} ({_where()})"
             )
         model.check()
     for role in roles:
@@ -72,11 +76,13 @@ def _check_data(field: str, data: DataSpec) -> None:
 
 def _where() -> str:
     """Where relative paths start: at the folder of the process that makes the run."""
-    return f"relative paths start at {Path.cwd()}; nothing is ever downloaded"
+    return f"relative paths start at {Path.cwd()}"
 
 
 def _maker_hint(path: Path) -> str:
-    """How to make the folders that the recipes of the repository name."""
+    """How to get what a path may be meant to be: a folder of our recipes, or a model of the hub."""
+    if _HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
+        return f"; did you mean hf:{path}?"
     if path.name == "SmolLM2-135M-Instruct":
         return f"; `python -m rolemesh.quickstart.smollm2 --out {path}` writes this one"
     if path.name == "form-judge":

@@ -15,6 +15,7 @@ from rolemesh.coordinator.mapping.job.tasks import Timeline
 from rolemesh.coordinator.mapping.job.work import Work
 from rolemesh.coordinator.mapping.search.placed import own_layouts
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -39,7 +40,7 @@ def recorded_run(directory: Path, clock: Callable[[float], float] = float) -> Re
     config = directory / CONFIG_FILE
     if not config.is_file():
         raise NoRunError(f"{directory} has no {CONFIG_FILE}: name the folder of a run")
-    recipe, turns = load_recipe([config]), read_turns(directory)
+    recipe, turns = with_files(load_recipe([config]), weights=False), read_turns(directory)
     skipped = WARMUP_STEPS
     if turns:
         # Steps before its last turn were made by other settings.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_names import named_values
 from rolemesh.coordinator.recipe.loading import leaves, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.saving.checkpoints import committed_steps, read_marker
@@ -109,7 +110,8 @@ def check_changes(began_with: Recipe, wanted: Recipe) -> list[str]:
         ResumeError: Others differ; names each.
     """
     recipes = (began_with, wanted)
-    changed = differences(*(one.model_dump(mode="json", exclude={"plan"}) for one in recipes))
+    # By their names at the hub: a model may lie in other folders of another host.
+    changed = differences(*({**named_values(one), "plan": None} for one in recipes))
     told = {name: f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items()}
     refused = [told[name] for name in changed if not _is_changeable(name)]
     if refused:

@@ -360,6 +360,7 @@ async def test_a_service_gets_what_it_needs_of_the_environment_and_what_the_reci
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = ("ROLEMESH_API_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_API_KEY", "MINE")
+    secret = (*secret, "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")
     recipe_fields = ("ROLEMESH_TRACING__ENDPOINT",)
     needed = (
         *("PATH", "LC_ALL", "NCCL_DEBUG", "HF_HOME", "TOKENIZERS_PARALLELISM"),

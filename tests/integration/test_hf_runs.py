@@ -1,0 +1,38 @@
+"""A run of a model that is named at the hub, behind a licence: fetched, trained, and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import yaml
+from support.hf_hub import TOKEN, client_environment, serving_hub
+from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
+
+RUN_S = 240
+
+
+def test_a_run_keeps_the_commit_that_it_began_with_and_the_token_to_itself(tmp_path: Path) -> None:
+    folder, home = tmp_path / "work", tmp_path / "home"
+    folder.mkdir()
+    recipe = tiny_recipe(Path("hf:me/tiny"), run__evaluation__num_prompts=0)
+    with serving_hub() as hub:
+        commit = hub.put_folder("me/tiny", tiny_model(tmp_path / "model"))
+        hub.repos["models", "me/tiny"].is_gated = True
+        variables = {**client_environment(hub, home), "HF_TOKEN": TOKEN}
+        with contextlib.closing(CliRun(recipe, folder, variables=variables)) as run:
+            assert run.wait(RUN_S) == 0, run.output
+            assert len(run.metrics()) == 2
+            kept = yaml.safe_load((run.out / "config.yaml").read_text())
+        models = {role: kept[role]["model"]["path"] for role in ROLES if role != "reward"}
+        assert set(models.values()) == {f"hf:me/tiny@{commit}"}
+        # The branch goes on, and the hub cannot be asked: the run has the same bytes.
+        hub.put("me/tiny", {"config.json": b"{}"})
+        recipe["run"]["steps"] = 3
+        variables["HF_HUB_OFFLINE"] = "1"
+        flags = ("--resume", str(run.out))
+        with contextlib.closing(CliRun(recipe, folder, *flags, variables=variables)) as run:
+            assert run.wait(RUN_S) == 0, run.output
+            assert len(run.metrics()) == 3
+    for file in (*folder.rglob("*"), *home.rglob("*")):
+        assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
