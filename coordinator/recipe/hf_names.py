@@ -1,4 +1,4 @@
-"""Names of models at the Hugging Face hub, in the place of a recipe's paths.
+"""Names of models and data at the Hugging Face hub, in the place of a recipe's paths.
 
 What a name stands for on this machine is found by `hf_files`. Here is text alone.
 """
@@ -18,7 +18,9 @@ from rolemesh.coordinator.recipe.schema import Recipe
 _PREFIX = "hf:"
 
 _NAME = re.compile(
-    r"hf:(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII
+    r"hf:(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?"
+    r"(?::(?P<config>[^:/\s]+)(?::(?P<split>[^:/\s]+))?)?",
+    re.ASCII,
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -27,20 +29,27 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 class HfName:
     """A name as it stands in a recipe.
 
-    Example: HfName.parse("hf:Qwen/Qwen3-0.6B@v1").revision is "v1".
+    Example: HfName.parse("hf:openai/gsm8k:main:train").config is "main".
     """
 
     repo: str
     """ORG/NAME."""
     revision: str | None = None
-    """Branch, tag or commit; None: the default branch."""
+    """Branch, tag or commit; None: the default branch of models, the converted one of data."""
+    config: str | None = None
+    """Configuration of a data set."""
+    split: str | None = None
+    """Split of a data set."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises ValueError for what is no name."""
         found = _NAME.fullmatch(text)
         if found is None:
-            raise ValueError("give hf:ORG/NAME, or hf:ORG/NAME@REVISION")
+            raise ValueError(
+                "give hf:ORG/NAME or hf:ORG/NAME@REVISION, behind which data may have :CONFIG or "
+                ":CONFIG:SPLIT"
+            )
         return cls(**found.groupdict())
 
     @property
@@ -53,7 +62,8 @@ class HfName:
         return replace(self, revision=commit)
 
     def __str__(self) -> str:
-        return f"hf:{self.repo}" + (f"@{self.revision}" if self.revision else "")
+        parts = (f"{self.repo}@{self.revision}" if self.revision else self.repo, self.config)
+        return ":".join(("hf", *(one for one in (*parts, self.split) if one)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,6 @@ Only pyarrow reads them: a folder holds tables and JSON, and no code of a data s
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from rolemesh.engine.data.rows import DataInvalidError
-from rolemesh.engine.specs import HfDatasetSpec
+from rolemesh.engine.specs import HfDatasetSpec, folder_of_split
 
 Columns = Callable[[Sequence[str]], list[str]]
 """Returns those columns of a table that are read."""
@@ -96,14 +95,9 @@ def _json_file(path: Path, key: str, where: str) -> list[Any]:
 
 
 def _split_files(folder: Path, split: str, where: str, field: str) -> list[Path]:
-    """Parquet files of a split: train.parquet, train-00000-of-00002.parquet, or train/*.parquet."""
-    numbered = re.compile(rf"{re.escape(split)}-\d+-of-\d+.*")
+    """Parquet files of a split, as they are named."""
     every = sorted(folder.rglob("*.parquet"))
-    files = [
-        file
-        for file in every
-        if file.stem == split or numbered.fullmatch(file.stem) or file.parent.name == split
-    ]
+    files = [file for file in every if folder_of_split(file, split) is not None]
     if not files:
         found = ", ".join(str(file.relative_to(folder)) for file in every[:5])
         raise DataInvalidError(

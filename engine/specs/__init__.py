@@ -18,6 +18,7 @@ from rolemesh.engine.specs.data import ReasoningGymSpec as ReasoningGymSpec
 from rolemesh.engine.specs.data import SortedCurriculumSpec as SortedCurriculumSpec
 from rolemesh.engine.specs.data import SourceSpec as SourceSpec
 from rolemesh.engine.specs.data import StoredRowsSpec as StoredRowsSpec
+from rolemesh.engine.specs.data import folder_of_split as folder_of_split
 from rolemesh.engine.specs.environments import (
     CalculatorEnvironmentSpec as CalculatorEnvironmentSpec,
 )

@@ -1,14 +1,15 @@
 """Specs of data: where prompts come from, and what is given beside them.
 
-A source is a file, a folder or a task; a mixture draws from several. Everything is local:
-nothing is ever downloaded, and no code of a data set is run.
+A source is a file, a folder or a task; a mixture draws from several. A service reads local files
+alone, and no code of a data set is run.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -176,15 +177,17 @@ class ParquetSpec(PathSpec):
 
 
 class HfDatasetSpec(StoredRowsSpec):
-    """A Hugging Face data set that lies in a folder.
+    """A Hugging Face data set that lies in a folder, or at the hub.
 
-    Either what `save_to_disk` wrote (one split or several), or a copy of a data set's repository
-    with Parquet files that are named after their splits.
+    A folder is either what `save_to_disk` wrote (one split or several), or a copy of a data set's
+    repository with Parquet files that are named after their splits.
     """
 
     type: Literal["hf_dataset"] = "hf_dataset"
     path: Path
-    """Folder of the data set."""
+    """Folder of the data set. In a recipe also hf:ORG/NAME, hf:ORG/NAME:CONFIG or
+    hf:ORG/NAME:CONFIG:SPLIT, each with @REVISION after the NAME if need be: the Parquet files of a
+    data set of the Hugging Face hub, which the command line fetches."""
     name: str | None = Field(default=None, pattern=r"^[\w.-]*\w[\w.-]*$")
     """Folder of one configuration inside it, where a repository has several."""
     split: str = "train"
@@ -192,9 +195,29 @@ class HfDatasetSpec(StoredRowsSpec):
     held_out_split: str | None = None
     """Split of the held-out rows."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_split(cls, data: Any) -> Any:
+        """A name at the hub may end with the split."""
+        if isinstance(data, dict) and "split" not in data:
+            parts = str(data.get("path", "")).split(":")
+            if parts[0] == "hf" and len(parts) == 4:
+                return {**data, "split": parts[3]}
+        return data
+
     def held_out_field(self) -> str | None:
         """See StoredRowsSpec."""
         return None if self.held_out_split is None else "held_out_split"
+
+
+def folder_of_split(file: PurePath, split: str) -> PurePath | None:
+    """The folder that holds a split of which a Parquet file is named to be a part; None: it is not.
+
+    Named so are train.parquet, train-00000-of-00002.parquet and train/*.parquet.
+    """
+    if file.stem == split or re.fullmatch(rf"{re.escape(split)}-\d+-of-\d+.*", file.stem):
+        return file.parent
+    return file.parent.parent if file.parent.name == split else None
 
 
 AnySourceSpec = Annotated[

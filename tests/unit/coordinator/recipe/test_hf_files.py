@@ -1,12 +1,15 @@
-"""Models at the hub: fetched by the hub's own client, pinned, and refused with a remedy."""
+"""Models and data at the hub: fetched by its own client, pinned, and refused with a remedy."""
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 from support.hf_hub import TOKEN, Hub, serving_hub, use_hub
@@ -16,6 +19,8 @@ from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe, read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.saving.resume import ResumeError, check_changes
+from rolemesh.engine.data.tables import hf_records
+from rolemesh.engine.specs import HfDatasetSpec
 
 WEIGHTS = bytes(range(256)) * 8
 FILES = {
@@ -185,8 +190,9 @@ def test_what_cannot_be_had_is_refused_with_the_remedy(
         f"hf:{REPO}@{'0' * 40}": f"the model has no revision '{'0' * 40}'",
         "hf:me/old": "has no model*.safetensors",
         "hf:me/adapter": "has no config.json",
-        "hf:tiny": "give hf:ORG/NAME, or hf:ORG/NAME@REVISION",
+        "hf:tiny": "give hf:ORG/NAME or hf:ORG/NAME@REVISION",
         "hf:https://hub/me/tiny": "give hf:ORG/NAME",
+        "hf:me/tiny:main": "a model has no :CONFIG",
     }
     for path, told in cases.items():
         text = refused(path)
@@ -201,10 +207,97 @@ def test_what_cannot_be_had_is_refused_with_the_remedy(
     assert {who for _, _, who in hub.asked} == {"", "Bearer hf_expired", f"Bearer {TOKEN}"}
 
 
-def test_a_name_stands_for_a_model_alone() -> None:
-    recipe = recipe_of("models/tiny", data={"type": "jsonl", "path": "hf:me/rows"})
-    with pytest.raises(RecipeError, match=r"actor.data.path is 'hf:me/rows', but only the paths"):
-        with_files(recipe)
+def table(*prompts: str) -> bytes:
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": list(prompts)}), stream)
+    return stream.getvalue()
+
+
+CONVERTED = {
+    "main/train/0000.parquet": table("one", "two"),
+    "main/train/0001.parquet": table("three"),
+    "main/test/0000.parquet": table("four"),
+    "socratic/train/0000.parquet": table("five"),
+    # The hub's viewer writes it beside.
+    "main/train/index.duckdb": b"",
+}
+
+
+def rows_of(path: str, **more: object) -> tuple[Recipe, list[str]]:
+    """The recipe with its data brought, and the prompts of its training and held-out rows."""
+    data = {"type": "hf_dataset", "path": path, **more}
+    recipe = with_files(recipe_of("models/tiny", data=data))
+    assert recipe.actor is not None
+    spec = recipe.actor.data
+    assert isinstance(spec, HfDatasetSpec)
+    splits = [one for one in (spec.split, spec.held_out_split) if one]
+    records = [hf_records(spec, split, "data", list) for split in splits]
+    return recipe, [record["prompt"] for one in records for record, _ in one]
+
+
+def data_refused(path: str, **more: object) -> str:
+    with pytest.raises(RecipeError) as caught:
+        rows_of(path, **more)
+    return str(caught.value)
+
+
+def test_data_are_the_parquet_files_of_a_configuration_and_the_splits_that_are_read(
+    hub: Hub,
+) -> None:
+    commit = hub.put("me/rows", CONVERTED, kind="datasets", branch="refs/convert/parquet")
+    recipe, prompts = rows_of("hf:me/rows:main:train")
+    assert prompts == ["one", "two", "three"]
+    assert hub.fetched() == ["main/train/0000.parquet", "main/train/0001.parquet"]
+    assert recipe.hf_names == {"actor.data.path": f"hf:me/rows@{commit}:main:train"}
+    assert with_files(read_recipe(dump_recipe(recipe), "config.yaml")) == recipe
+    # The fields of the section say the same.
+    _, prompts = rows_of("hf:me/rows", name="main", held_out_split="test")
+    assert prompts == ["one", "two", "three", "four"]
+    _, prompts = rows_of("hf:me/rows:main:test")
+    assert prompts == ["four"]
+    # Wherever rows may be named.
+    source = {"type": "hf_dataset", "path": "hf:me/rows:socratic"}
+    mixed = {"type": "mixture", "sources": [{"data": source}]}
+    found = with_files(recipe_of("models/tiny", data=mixed))
+    assert found.hf_names == {"actor.data.sources.0.data.path": f"hf:me/rows@{commit}:socratic"}
+    assert with_files(read_recipe(dump_recipe(found), "config.yaml")) == found
+
+
+def test_branches_of_a_data_set_may_be_named_and_a_single_configuration_need_not(hub: Hub) -> None:
+    pushed = {"data/train-00000-of-00001.parquet": table("six"), "data/test.parquet": table("7")}
+    hub.put("me/pushed", pushed, kind="datasets")
+    _, prompts = rows_of("hf:me/pushed@main", held_out_split="test")
+    assert prompts == ["six", "7"]
+    hub.put("me/pushed", {"default/train/0000.parquet": table("eight")}, kind="datasets")
+    assert rows_of("hf:me/pushed@main")[1] == ["eight"]
+
+
+def test_data_that_cannot_be_had_are_refused_with_the_remedy(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.put("me/rows", CONVERTED, kind="datasets", branch="refs/convert/parquet")
+    hub.put("me/pushed", {"rows.csv": b""}, kind="datasets")
+    for path, told in {
+        "hf:me/rows": "several configurations (main, socratic): name one, as in hf:me/rows:main",
+        "hf:me/rows:main:dev": "no Parquet files of split 'dev' in configuration 'main': name a",
+        "hf:me/rows:other": "(Parquet files there: main/test/0000.parquet, main/train/0000.parquet",
+        "hf:me/pushed": "name their branch, as in hf:me/pushed@main, or download it",
+        "hf:me/none": f"{hub.url} has no such data set that you may read",
+        "hf:me/rows:a:b:c": "behind which data may have :CONFIG or :CONFIG:SPLIT",
+    }.items():
+        assert told in data_refused(path), path
+    assert "actor.data.name is 'socratic': give one of" in data_refused(
+        "hf:me/rows:main", name="socratic"
+    )
+    assert "actor.data.split is 'test': give one of" in data_refused(
+        "hf:me/rows:main:train", split="test"
+    )
+    told = data_refused("hf:me/rows", type="parquet")
+    assert "give a path of this machine, or, for rows, data of type hf_dataset" in told
+    hub.repos["datasets", "me/rows"].is_gated = True
+    assert f"accept them at {hub.url}/datasets/me/rows, then" in data_refused("hf:me/rows:main")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set, and the cache" in data_refused("hf:me/rows:main")
 
 
 def test_an_installation_without_the_client_says_what_to_install(

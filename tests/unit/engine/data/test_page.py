@@ -47,10 +47,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_page_shows_every_type() -> None:
     shown = {section["data"]["type"] for section in SECTIONS if "data" in section}
     assert shown >= {"jsonl", "parquet", "hf_dataset", "mixture"}
-    assert len(SECTIONS) == 7
+    assert len(SECTIONS) == 8
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: json.dumps(section)[:60])
+AT_THE_HUB = [one for one in SECTIONS if "hf:" in json.dumps(one)]
+"""Made paths of this machine before a service gets them; see test_hf_files."""
+
+
+def test_the_example_of_the_hub_names_its_split() -> None:
+    (section,) = AT_THE_HUB
+    assert section["data"]["path"].endswith(":" + spec_of.validate_python(section["data"]).split)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [one for one in SECTIONS if one not in AT_THE_HUB],
+    ids=lambda section: json.dumps(section)[:60],
+)
 def test_an_example_of_the_page_loads(section: dict[str, Any], folder: Path) -> None:
     ((name, body),) = section.items()
     tokenizer = tiny_tokenizer()
