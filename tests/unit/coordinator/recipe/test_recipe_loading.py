@@ -138,8 +138,9 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
         ),
         (
             "store={type: memory, kv_cache_gib: 1}",
-            "store.kv_cache_gib: unknown key (--set store={type: memory, kv_cache_gib: 1}); keys of "
-            "store are type; did you mean actor.rollout.kv_cache_gib or rollout.rollout.kv_cache_gib?",
+            "store.kv_cache_gib: unknown key (--set store={type: memory, kv_cache_gib: 1}); "
+            "keys of store are type; did you mean actor.rollout.kv_cache_gib or "
+            "rollout.rollout.kv_cache_gib?",
         ),
         (
             "actor.environment={type: python, environment: 'a.py:B', target: 1}",
