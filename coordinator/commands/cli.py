@@ -32,6 +32,8 @@ COMMANDS = {
     "trace": "Writes a run's calls as a Chrome trace, and shows what each step had to wait for.",
     "checkpoints": "Lists the checkpoints of a run, verifies and prunes them. Exit code 1: one is "
     "damaged.",
+    "cuts": "Lists what runs keep in this host's shared memory, and removes what no live run "
+    "holds.",
     "export": "Writes the policy of a checkpoint as a Hugging Face folder.",
     "doctor": "Checks what this machine has, and says what to do about what it lacks.",
     "compliance": "Holds a server to the contract of its role. Exit code 0: all that it MUST do, "

@@ -26,7 +26,7 @@ from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
-from rolemesh.engine.transport.slot_files import KEPT_UNHELD_S, memory_of_slots, prefix
+from rolemesh.engine.transport.slot_files import KEPT_UNHELD_S, memory_of_slots
 
 TRACKER_DEADLINE_S = 15.0
 """Longest wait at the end of a run for its trackers to send what they have."""
@@ -182,5 +182,5 @@ def tell_of_kept_cuts(
         observer.on_event(
             f"{gib(kept)} of cuts stay in memory, so that `rolemesh train --resume {directory}` "
             f"loses no step; services that start after {KEPT_UNHELD_S / 3600:.0f} hours remove "
-            f"them, and `rm {memory / prefix(run_id)}-*` does it at once"
+            f"them, and `rolemesh cuts --prune {run_id}` does it at once"
         )

@@ -55,7 +55,8 @@ MARK_AT = 8
 TEXT_AT = PAGE_BYTES
 """Byte at which the header's text begins."""
 _LOCK_POLL_S = 0.05
-_STAT_BLOCK_BYTES = 512
+STAT_BLOCK_BYTES = 512
+"""Of a block of `stat`, whatever the file system's own are."""
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 
 
@@ -121,7 +122,7 @@ def memory_of_slots(run_id: str, directory: Path = SHM_DIRECTORY) -> int:
     for path in slots_in(directory):
         if path.name.startswith(f"{prefix(run_id)}-"):
             with suppress(FileNotFoundError):  # removed meanwhile
-                taken += path.stat().st_blocks * _STAT_BLOCK_BYTES
+                taken += path.stat().st_blocks * STAT_BLOCK_BYTES
     return taken
 
 
@@ -159,7 +160,7 @@ def open_locked(path: Path, wait_s: float | None = None) -> int | None:
     """A descriptor with the lock of the file that has this name now; None if there is none."""
     deadline = time.monotonic() + (LOCK_WAIT_S if wait_s is None else wait_s)
     while (descriptor := open_checked(path)) is not None:
-        if _is_free(descriptor):
+        if is_free(descriptor):
             if os.fstat(descriptor).st_nlink:
                 return descriptor
             os.close(descriptor)  # removed meanwhile
@@ -174,7 +175,7 @@ def open_locked(path: Path, wait_s: float | None = None) -> int | None:
     return None
 
 
-def _is_free(descriptor: int) -> bool:
+def is_free(descriptor: int) -> bool:
     """Takes the lock; False where another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,7 +233,7 @@ def free_slots(directory: Path) -> Iterator[list[FreeSlot]]:
             if descriptor is None:
                 continue
             descriptors.append(descriptor)
-            if _is_free(descriptor):
+            if is_free(descriptor):
                 run_id, status = run_of(descriptor), os.fstat(descriptor)
                 found.append(FreeSlot(path, run_id, status.st_mtime))
         yield sorted(found, key=lambda slot: slot.written_at)

@@ -24,6 +24,7 @@ from packaging.version import Version
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.commands.findings.cpu import check_cpu, cpu_here, usable_cores
+from rolemesh.coordinator.commands.findings.cut_findings import check_cuts
 from rolemesh.coordinator.commands.findings.device_settings import device_settings
 from rolemesh.coordinator.commands.findings.findings import Finding, enough, fail, ok, warn
 from rolemesh.coordinator.commands.findings.gpu_findings import check_gpus
@@ -67,6 +68,7 @@ async def diagnose(recipe: Recipe | None = None, gpus: HostGpus | None = None) -
         *await check_gpus(installed),
         check_memory(psutil.virtual_memory().total, usable_cores()),
         check_shared_memory(SHM_DIRECTORY),
+        *check_cuts(),
         check_disk(Path()),
         check_loopback(),
         check_sandbox(),
