@@ -19,7 +19,9 @@ from rolemesh.engine.model_files import check_model_files as check
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.pretrained import NoTokenizerError, load_config, load_tokenizer
 from rolemesh.engine.rollout.model_folder import read_model_folder
-from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.specs import ModelSpec, ReasoningGymSpec
+from rolemesh.engine.specs.roles import ModelFolderSpec
+from rolemesh.services.runtime.servicers.rollout import PromptSource
 
 SECOND = "model-00002-of-00002.safetensors"
 
@@ -217,6 +219,17 @@ def test_a_family_without_such_a_model_is_refused(tmp_path: Path) -> None:
         ModelFolderError, match=r"cannot be loaded by AutoModelForCausalLM .*Unrecog"
     ):
         CausalLm(ModelSpec(path=folder))
+
+
+def test_who_samples_needs_a_tokenizer_and_who_trains_the_weights_too(folder: Path) -> None:
+    data = ReasoningGymSpec(task="chain_sum", train_size=4, held_out_size=2)
+    (folder / WEIGHTS_FILE).unlink()
+    PromptSource(ModelFolderSpec(path=folder), data, 0)
+    with pytest.raises(ModelFolderError, match=r"has neither model\.safetensors nor"):
+        PromptSource(ModelSpec(path=folder), data, 0)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"has no tokenizer\.json"):
+        PromptSource(ModelFolderSpec(path=folder), data, 0)
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_light_tokenizer])
