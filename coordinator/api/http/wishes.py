@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydantic import ConfigDict, Field
+from pydantic.config import JsonDict
 
 from rolemesh.coordinator.api.http.bases import (
     MAX_INT64,
@@ -59,6 +60,10 @@ class Resumption(Wish):
     """Fields of a run that has ended to set besides, "a.b.c=value", as on the command line."""
 
 
+_FINITE: JsonDict = {"type": "number", "minimum": -MAX_VALUE, "maximum": MAX_VALUE}
+"""Schema of a finite float32."""
+
+
 class LoggedSample(Wish):
     """One trajectory that a client logs."""
 
@@ -74,7 +79,9 @@ class LoggedSample(Wish):
     """Its reward; null where it has none."""
     policy_version: GivenInt64 = Field(default=0, ge=0, le=MAX_INT64)
     """Version of the weights that sampled its first token."""
-    reward_parts: dict[str, float] = Field(default={})
+    reward_parts: dict[str, float] = Field(
+        default={}, json_schema_extra={"additionalProperties": _FINITE}
+    )
     """Parts of its reward by "<source>/<part>", finite."""
 
 
@@ -96,11 +103,7 @@ class LoggedStep(Wish):
         max_length=MAX_METRICS,
         json_schema_extra={
             "propertyNames": {"pattern": METRIC_NAME_PATTERN, "not": {"const": "step"}},
-            "additionalProperties": {
-                "type": "number",
-                "minimum": -MAX_VALUE,
-                "maximum": MAX_VALUE,
-            },
+            "additionalProperties": _FINITE,
         },
     )
     """Finite values by name."""

@@ -82,6 +82,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.services.reward.outside.base.RewardTimeoutError": "REWARD_TIMEOUT",
         "rolemesh.services.reward.outside.base.RewardRefusedError": "REWARD_REFUSED",
         "rolemesh.services.reward.outside.base.RewardAnswerInvalidError": "REWARD_ANSWER_INVALID",
+        "rolemesh.services.reward.outside.parts.PartsFaultError": "REWARD_ANSWER_INVALID",
         "rolemesh.services.reward.outside.functions.process.FunctionFailedError": "REWARD_FAILED",
         "rolemesh.services.reward.outside.functions.answers.FunctionFaultError": "REWARD_FAILED",
     },
