@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_F
 from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.run.folders import folder as run_files
 from rolemesh.coordinator.run.folders.ownership import living_coordinator
+from rolemesh.coordinator.run.saving.checkpoints import folders_aside
 from rolemesh.coordinator.run.saving.kept_checkpoints import (
     KeptCheckpoint,
     best_kept,
@@ -34,7 +36,11 @@ def checkpoints(
     ] = False,
     keep: Annotated[
         int | None,
-        typer.Option("--prune", metavar="N", help="Remove all but the best and the newest N."),
+        typer.Option(
+            "--prune",
+            metavar="N",
+            help="Verify, and remove all but the best and the newest N; what is damaged stays.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -44,26 +50,34 @@ def checkpoints(
         fail(text, EXIT_BAD_INPUT, as_json=as_json)
     folder = directory / CHECKPOINTS_FOLDER
     try:
+        known: Iterable[KeptCheckpoint] = kept_checkpoints(
+            folder, verify=verify or keep is not None, best=best_kept(directory)
+        )
         if keep is not None:
             if living_coordinator(directory) is not None:
                 raise ValueError(
                     "--prune: the run goes on and keeps run.checkpoint.keep checkpoints itself: "
                     "wait until it has ended"
                 )
-            for step in prune(folder, keep, best_kept(directory)):
+            gone, known = prune(folder, keep, known)
+            for step in gone:
                 if as_json:
                     JsonConsole().write("removed", {"step": step})
                 else:
                     print(f"removed the checkpoint of step {step}")
-        known = list(kept_checkpoints(folder, verify=verify, best=best_kept(directory)))
+        listed = list(known)
     except ValueError as error:
         fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     if as_json:
-        for one in known:
+        for one in listed:
             JsonConsole().write("checkpoint", one.to_dict())
+        for aside in folders_aside(folder):
+            JsonConsole().write("set_aside", {"folder": str(aside)})
     else:
-        _print(known)
-    if any(one.damage for one in known):
+        _print(listed)
+        for aside in folders_aside(folder):
+            print(f"{aside}: damaged, and set aside by the run; remove it once you do not need it")
+    if any(one.damage for one in listed):
         raise typer.Exit(EXIT_FAILED)
 
 

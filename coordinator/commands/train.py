@@ -50,6 +50,7 @@ from rolemesh.coordinator.recipe.hf_files import with_files
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.start_checks import services_in
 from rolemesh.coordinator.run.folders import folder as run_files
+from rolemesh.coordinator.run.folders.earlier_run import move_aside
 from rolemesh.coordinator.run.folders.summary import RunSummary
 from rolemesh.coordinator.run.reporting.records import make_run_id
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE, ResumeError, open_run
@@ -101,6 +102,13 @@ def train(
             "for compose, systemd or Slurm, which start a command again.",
         ),
     ] = False,
+    from_start: Annotated[
+        bool,
+        typer.Option(
+            "--from-start",
+            help="Begin anew in a folder that holds a run, which is moved to a folder within it.",
+        ),
+    ] = False,
     coordinator: Annotated[
         str | None,
         typer.Option(
@@ -138,7 +146,12 @@ def train(
     verbose: Verbose = False,
 ) -> None:
     """Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything saved."""
-    given = {"--out": out, "--resume": resume, "--restartable": may_resume or None}
+    given = {
+        "--out": out,
+        "--resume": resume,
+        "--restartable": may_resume or None,
+        "--from-start": from_start or None,
+    }
     of_another = {
         "--authority": authority,
         "--identity": identity,
@@ -154,6 +167,9 @@ def train(
                     f"{name}: the coordinator at {coordinator} has the folders of its runs, and "
                     "starts them again by itself (resume_run of the SDK does, too): leave it out"
                 )
+        if from_start and (resume is not None or may_resume):
+            goes_on = "--restartable" if resume is None else "--resume"
+            raise InputError(f"--from-start: it begins anew, and {goes_on} goes on: leave one out")
         resumed = None if resume is None else _folder_of(resume)
         files = recipe or ([] if resumed is None else [resumed / CONFIG_FILE])
         if not files:
@@ -171,7 +187,13 @@ def train(
             loaded = with_files(loaded, began_with=begun)
             directory = resumed or _run_directory(loaded, out)
             code = _train(
-                loaded, directory, run_id, gpus, resumes=resumed is not None, as_json=as_json
+                loaded,
+                directory,
+                run_id,
+                gpus,
+                resumes=resumed is not None,
+                begins_anew=from_start,
+                as_json=as_json,
             )
         else:
             connect = _connecting(loaded, coordinator, authority, identity, allow_remote)
@@ -291,16 +313,22 @@ def _train(
     gpus: HostGpus,
     *,
     resumes: bool,
+    begins_anew: bool,
     as_json: bool,
 ) -> int:
     console = SturdyConsole()
     shown = _shown(recipe, console, as_json=as_json)
     observer = LoggingObserver(shown)
     try:
-        session = Session(recipe, directory, observer, run_id=run_id, resumes=resumes)
+        session = Session(
+            recipe, directory, observer, run_id=run_id, resumes=resumes, begins_anew=begins_anew
+        )
         session.tell_doors = functools.partial(tell_doors, shown, observer)
+        aside = _moved_aside(session.directory) if begins_anew else None
         _log_to(session.directory / "logs" / "coordinator.log")
         observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
+        if aside is not None:
+            observer.on_event(f"the run that was there lies in {aside}")
         for field, name in recipe.hf_names.items():
             observer.on_event(f"{field}: {name}")
         services = services_in(recipe)
@@ -345,6 +373,13 @@ def _show_summary(summary: RunSummary, shown: _Shown, console: Console) -> None:
         shown.write("summary", summary.to_dict())
     else:
         print_summary(console, summary)
+
+
+def _moved_aside(directory: Path) -> Path | None:
+    try:
+        return move_aside(directory)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _log_to(path: Path) -> None:

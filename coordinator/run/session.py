@@ -26,6 +26,7 @@ from rolemesh.coordinator.run.checks.footprint import footprint_of, free_bytes, 
 from rolemesh.coordinator.run.checks.planning import plan_step
 from rolemesh.coordinator.run.checks.start_checks import check_start, services_in
 from rolemesh.coordinator.run.conclusion import tell_of_kept_cuts
+from rolemesh.coordinator.run.folders.earlier_run import put_back_where_refused
 from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE, held
 from rolemesh.coordinator.run.folders.summary import RunSummary
 from rolemesh.coordinator.run.reporting.events import EventLog
@@ -89,6 +90,7 @@ class Session:
         *,
         run_id: str | None = None,
         resumes: bool = False,
+        begins_anew: bool = False,
     ) -> None:
         """Checks everything that can be checked before the first process is started.
 
@@ -98,6 +100,8 @@ class Session:
             observer: Observer that is told of the run's progress.
             run_id: Id of the run; None makes one.
             resumes: Whether the folder holds the run, which goes on from where it is.
+            begins_anew: Whether the folder may hold another run, which `move_aside` moves before
+                this one is executed.
 
         Raises:
             InputError: The folder holds a run (or, to resume, none that fits), a file that the
@@ -123,7 +127,7 @@ class Session:
             self._registering = [n for n, address in services.items() if address == REGISTERED]
             if resumes:
                 self._check_resumable()
-            else:
+            elif not begins_anew:
                 check_directory_is_free(self.directory)
             check_start(recipe, self._own)
             outside = (*self._addresses, *self._registering)
@@ -148,7 +152,7 @@ class Session:
             InputError: The algorithm asks for something that the recipe does not have, the store
                 cannot be used, or another run is being made in the folder.
             LaunchError: A service did not start.
-            RunError: The run failed or was aborted.
+            RunError: The run failed or was aborted, or has nothing whole to go on with.
             InterruptedEarlyError: A signal came before the run had begun.
         """
         collect_seldom()
@@ -195,6 +199,9 @@ class Session:
             stack.enter_context(self._traced())
             try:
                 if self._resumes:
+                    stack.enter_context(
+                        put_back_where_refused(self.directory, lambda: self._has_begun)
+                    )
                     # Until it ends again, the run has not ended.
                     (self.directory / SUMMARY_FILE).unlink(missing_ok=True)
                 else:
@@ -257,6 +264,10 @@ class Session:
                 raise
             finally:
                 self._is_ending = True
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._run is not None and self._run.has_begun
 
     def _registered(self, store: StateStore) -> RegisteredServices | None:
         """Finds the services that register themselves; None where the recipe has none."""

@@ -43,6 +43,7 @@ from rolemesh.coordinator.run.reporting.records import (
 )
 from rolemesh.coordinator.run.reporting.wishes import Wishes
 from rolemesh.coordinator.run.results.metrics import MetricsWriter
+from rolemesh.coordinator.run.saving.checkpoints import NoWholeCheckpointError
 from rolemesh.coordinator.run.saving.progress import RunProgress
 from rolemesh.coordinator.run.saving.resume import reached
 from rolemesh.coordinator.run.services.launch import START_DEADLINE_S
@@ -166,6 +167,11 @@ class TrainingRun:
         self._is_ending = False
         """Whether this process was told to end, by a signal."""
         self._recoveries = Recoveries(store, self.run_id, self._observer, self._events)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all services were where the run is, so that this process could add to it."""
+        return self._begun_by is not None
 
     # --- wishes and news from outside ---
 
@@ -454,7 +460,9 @@ class TrainingRun:
 
         todo: list[Callable[[], Awaitable[None]]] = [attempt.give_back]
         if failure is not None and isinstance(loop, TrainingLoop):
-            saves_nothing = asyncio.CancelledError | RunAbortedError | StaleEpochError
+            saves_nothing = (
+                asyncio.CancelledError | RunAbortedError | StaleEpochError | NoWholeCheckpointError
+            )
             if not isinstance(failure, saves_nothing):
                 todo.insert(0, save)
             todo.insert(0, functools.partial(loop.told.tell, is_whole=False))

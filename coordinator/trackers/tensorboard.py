@@ -66,7 +66,7 @@ def _field(number: int, wire_type: int, data: bytes) -> bytes:
 
 
 class ScalarWriter:
-    """Appends scalars to one event file.
+    """Appends scalars to one event file, which the first of them makes.
 
     Invariant: every record is whole once `write` returns, so that a reader may follow the file.
 
@@ -77,12 +77,8 @@ class ScalarWriter:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        # TensorBoard looks for this name and orders files by the time in it.
-        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file: BinaryIO = (folder / name).open("ab")
-        version = _field(3, _BYTES, b"brain.Event:2")
-        self._append(_field(1, _FIXED64, struct.pack("<d", now)) + version)
+        self._folder = folder
+        self._file: BinaryIO | None = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends scalars of one step (>= 0)."""
@@ -101,9 +97,21 @@ class ScalarWriter:
         )
 
     def _append(self, event: bytes) -> None:
+        if self._file is None:
+            self._file = self._opened()
         self._file.write(_record(event))
         self._file.flush()
 
+    def _opened(self) -> BinaryIO:
+        now = time.time()
+        # TensorBoard looks for this name and orders files by the time in it.
+        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}.0"
+        file = (self._folder / name).open("ab")
+        version = _field(3, _BYTES, b"brain.Event:2")
+        file.write(_record(_field(1, _FIXED64, struct.pack("<d", now)) + version))
+        return file
+
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -42,6 +42,7 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 FORMAT = "rolemesh-checkpoint-2"
 _HASH_BLOCK_BYTES = 2**22
+_REMEDY = "put a whole copy in its place, or take an older checkpoint"
 
 RandomState = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 """A rank's generators: tensors, and what json can hold."""
@@ -118,11 +119,15 @@ class CheckpointReader:
     def verify(self, files: Iterable[str]) -> None:
         """Hashes files; raises CheckpointCorruptError for the first that was changed."""
         for name in files:
-            if sha256_of(self.directory / name) != self._manifest["files"][name]["sha256"]:
+            path = self.directory / name
+            try:
+                found = sha256_of(path)
+            except OSError as error:
                 raise CheckpointCorruptError(
-                    f"{self.directory / name} does not match its SHA-256: go back to an older "
-                    "checkpoint"
-                )
+                    f"{path} cannot be read ({error.strerror}): {_REMEDY}"
+                ) from error
+            if found != self._manifest["files"][name]["sha256"]:
+                raise CheckpointCorruptError(f"{path} does not match its SHA-256: {_REMEDY}")
 
     def files_of(self, group: str, copies: Iterable[Copy]) -> list[str]:
         """Names of the files that copies read."""
@@ -194,7 +199,7 @@ def open_checkpoint(directory: Path) -> CheckpointReader:
         manifest = json.loads(manifest_path.read_bytes())
         digest = manifest.pop("sha256")
         is_intact = digest == digest_of(manifest)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointCorruptError(f"{manifest_path} is not a manifest: {error}") from error
     if not is_intact:
         raise CheckpointCorruptError(f"{manifest_path} does not match its own SHA-256")
@@ -221,18 +226,17 @@ def _check_place(directory: Path, name: str) -> None:
     path = directory / name
     if Path(name).name != name or path.resolve().parent != directory.resolve():
         raise CheckpointCorruptError(
-            f"{directory / MANIFEST_FILE} names {name!r}, which leads out of the folder: go back "
-            "to an older checkpoint"
+            f"{directory / MANIFEST_FILE} names {name!r}, which leads out of the folder: {_REMEDY}"
         )
 
 
 def _check_size(path: Path, expected: int) -> None:
     if not path.is_file():
-        raise CheckpointCorruptError(f"{path} is missing: go back to an older checkpoint")
+        raise CheckpointCorruptError(f"{path} is missing: {_REMEDY}")
     size = path.stat().st_size
     if size != expected:
         raise CheckpointCorruptError(
-            f"{path} has {size} bytes, but {expected} were written: go back to an older checkpoint"
+            f"{path} has {size} bytes, but {expected} were written: {_REMEDY}"
         )
 
 

@@ -126,7 +126,7 @@ def read_copies(
         if missing:
             raise ManifestError(
                 f"no file holds {missing[0]} of {piece.parameter!r}: the save that wrote them was "
-                "not whole; go back to an older checkpoint"
+                "not whole; take an older checkpoint"
             )
     return copies
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from google.protobuf import duration_pb2
@@ -40,6 +42,11 @@ Work = Callable[[], Message]
 """Makes the result."""
 Events = Callable[[], AsyncIterator[Message]]
 """Makes messages of the stream before the result, and the result last."""
+
+
+def manifest_digest(folder: Path) -> str:
+    """Hash of a checkpoint's manifest, as a role tells it."""
+    return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
 
 @dataclass(eq=False, repr=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from support.fake_core import FakeCore
+from support.fake_core import FakeCore, manifest_digest
 
 from rolemesh.rpc.errors import DataLossError, NotFoundError, PreconditionError
 from rolemesh.v1 import cuts_pb2, weights_pb2, worker_pb2
@@ -91,7 +91,9 @@ class FakeRecovery(FakeCore):
                 raise DataLossError(str(error), reason="CHECKPOINT_CORRUPT") from error
             self.weight, self.policy_version = saved["weight"], saved["policy_version"]
             return weights_pb2.CheckpointResult(
-                policy_version=self.policy_version, num_bytes=1, manifest_sha256="ab" * 32
+                policy_version=self.policy_version,
+                num_bytes=1,
+                manifest_sha256=manifest_digest(Path(request.directory)),
             )
 
         async for response in self.keyed(

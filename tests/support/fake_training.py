@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
-from support.fake_core import FakeCore
+from support.fake_core import FakeCore, manifest_digest
 from support.fake_models import STRIDE, reward_of
 
 from rolemesh.rpc.errors import NotFoundError, PreconditionError
@@ -167,11 +168,14 @@ class FakeTraining(FakeCore):
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=replaces)
         state = {"weight": weight, "policy_version": version}
-        (folder / "weight.json").write_text(json.dumps(state))
+        text = json.dumps(state)
+        (folder / "weight.json").write_text(text)
+        manifest = {"files": {"weight.json": {"sha256": hashlib.sha256(text.encode()).hexdigest()}}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
         return weights_pb2.CheckpointResult(
             policy_version=version,
             num_bytes=1,
-            manifest_sha256="ab" * 32,
+            manifest_sha256=manifest_digest(folder),
             from_cut=cut is not None,
         )
 

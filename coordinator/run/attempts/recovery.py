@@ -22,7 +22,6 @@ from rolemesh.engine.messages import on_one_line
 from rolemesh.rpc.errors import (
     AbortedError,
     CallCancelledError,
-    DataLossError,
     DeadlineError,
     InternalError,
     RolemeshError,
@@ -145,8 +144,8 @@ async def go_back(
 ) -> int:
     """Brings all trained roles to the newest state that every one of them still has.
 
-    That is the cut of the newest step in memory, else the newest whole checkpoint, else the models
-    that the recipe names.
+    That is the cut of the newest step in memory, else the newest checkpoint that can be used. Where
+    none was saved, it is the models that the recipe names.
 
     Args:
         recipe: Of the run.
@@ -160,6 +159,7 @@ async def go_back(
         The step whose state they have now; the caller brings everything else there, too.
 
     Raises:
+        NoWholeCheckpointError: Checkpoints are there, but none can be used.
         RolemeshError: A role failed.
     """
     trained = {known.service for known in mesh.trained}
@@ -168,19 +168,19 @@ async def go_back(
     if progress.step in await cuts.known():
         await cuts.restore(progress.step)
         return progress.step
-    # What the services keep belongs to steps that will be made again.
+    step = await checkpoints.load_newest(progress.step, observer.on_event)
+    if step is None:
+        if progress.step:
+            observer.on_event(
+                f"no checkpoint is there, and no cut of step {progress.step} is in memory: the run "
+                "begins again with the models of its recipe"
+            )
+        step = 0
+        await mesh.initialize_again(recipe, trained - mesh.fresh)
+    # What the services keep belongs to steps that will be made again. Where the run cannot go
+    # back, it stays.
     await cuts.drop()
-    for step in reversed(checkpoints.committed()):
-        if step > progress.step:
-            continue
-        try:
-            await checkpoints.load(step)
-        except (DataLossError, OSError, ValueError, KeyError) as error:
-            observer.on_event(f"the checkpoint of step {step} is damaged, and is left out: {error}")
-            continue
-        return step
-    await mesh.initialize_again(recipe, trained - mesh.fresh)
-    return 0
+    return step
 
 
 def told_of(error: BaseException) -> str:

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
+from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.run.reporting.early_end import to_the_end
 from rolemesh.coordinator.state.files import make_folder, sync_folder, write_atomically
-from rolemesh.rpc.errors import CapacityError, DataLossError, UnsupportedError
+from rolemesh.rpc.errors import (
+    CapacityError,
+    DataLossError,
+    InvalidRequestError,
+    UnsupportedError,
+)
 from rolemesh.rpc.result_call import ProgressCallback, ResultCall
 from rolemesh.rpc.together import all_ended, together
 from rolemesh.v1 import operation_pb2, weights_pb2
@@ -31,6 +37,37 @@ BESIDE = " checkpoint"
 CheckpointCall = ResultCall[weights_pb2.CheckpointResult]
 
 _FOLDER = re.compile(r"step-(\d{8})")
+_ASIDE = ".damaged"
+"""Comes behind the name of a folder that cannot be loaded, and does not count any more."""
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What comes of reading a marker that is not as it was written."""
+
+_REFUSALS = ("PATH_INVALID", "CHECKPOINT_MISMATCH")
+"""Reasons of a role that finds no checkpoint, or another one, where its own was committed."""
+
+
+class NoWholeCheckpointError(RunError):
+    """Checkpoints are there, but none can be used, and no newer state is in memory.
+
+    A run that has none goes back to the models of its recipe. One that has lost them must not: it
+    would write over what is left, and nobody would have been asked.
+    """
+
+    def __init__(self, run: Path, refused: Mapping[int, str]) -> None:
+        """Names them.
+
+        Args:
+            run: Folder of the run.
+            refused: Why each cannot be used, by step.
+        """
+        told = "; ".join(f"step {step}: {why}" for step, why in sorted(refused.items()))
+        super().__init__(
+            f"the run does not go on: no checkpoint in {run} can be used, and no newer state is in "
+            f"memory ({told}). They stay as they are: put whole copies of the files in their place "
+            f"and resume, or begin anew with `rolemesh train {run / 'config.yaml'} --out {run} "
+            "--from-start`, which moves this run aside"
+        )
 
 
 class Checkpoints:
@@ -38,7 +75,8 @@ class Checkpoints:
 
     Invariant: a folder with the marker is complete for every role. A folder without it is a failed
     attempt, which must not be loaded, and goes once a newer one is complete. The newest `keep`
-    complete ones are kept, and the best one.
+    complete ones are kept, and the best one. What is known to be damaged is not counted as one of
+    them, and is never removed.
     """
 
     def __init__(
@@ -78,8 +116,56 @@ class Checkpoints:
         return checkpoint_folder(self.directory, step)
 
     def committed(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
-        return committed_steps(self.directory)
+        """Steps with a complete checkpoint whose marker can be read, oldest first."""
+        there = committed_steps(self.directory)
+        return [step for step in there if not marker_damage(self.directory, step)]
+
+    async def load_newest(self, step: int, tell: Callable[[str], None]) -> int | None:
+        """Brings every trained role to the newest checkpoint that can be used.
+
+        Those that cannot be used are told of. They are set aside where an older one takes their
+        place, since their steps will be made and saved again.
+
+        Args:
+            step: The newest that counts: later ones belong to a lineage that has ended.
+            tell: Is told what cannot be used.
+
+        Returns:
+            Its step; None where there is no checkpoint.
+
+        Raises:
+            NoWholeCheckpointError: There are some, and none can be used; all stay as they are.
+            RolemeshError: A role failed.
+        """
+        refused: dict[int, str] = {}
+        found: int | None = None
+        for known in reversed(committed_steps(self.directory)):
+            why = marker_damage(self.directory, known)
+            if not why and known > step:
+                continue
+            why = why or await self._refusal(known)
+            if not why:
+                found = known
+                break
+            refused[known] = why
+            tell(f"the checkpoint of step {known} cannot be used, and is left out: {why}")
+        if refused and found is None:
+            raise NoWholeCheckpointError(self.directory.parent, refused)
+        for known in refused:
+            tell(f"what is left of it stays in {set_aside(self.directory, known)}")
+        return found
+
+    async def _refusal(self, step: int) -> str:
+        """Loads a checkpoint; why it cannot be used, "" where it is loaded."""
+        try:
+            await self.load(step)
+        except InvalidRequestError as error:
+            if error.reason not in _REFUSALS:
+                raise
+            return error.message
+        except DataLossError as error:
+            return error.message
+        return ""
 
     async def load(self, step: int) -> None:
         """Brings every trained role to the state of a checkpoint.
@@ -128,7 +214,9 @@ class Checkpoints:
         folder = self.folder(step)
         if step in self.committed():
             return folder
-        if folder.exists():
+        if (folder / COMMITTED).exists():
+            await asyncio.to_thread(set_aside, self.directory, step)
+        elif folder.exists():
             # Remains of an interrupted attempt.
             await asyncio.to_thread(shutil.rmtree, folder)
         await asyncio.to_thread(make_folder, folder)
@@ -264,6 +352,38 @@ def remove_checkpoint(directory: Path, step: int) -> None:
     (folder / COMMITTED).unlink(missing_ok=True)
     sync_folder(folder)
     shutil.rmtree(folder)
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Renames a damaged checkpoint, so that another one of its step may be saved.
+
+    Returns:
+        Its new folder, which is not counted, loaded or removed any more.
+    """
+    folder = checkpoint_folder(directory, step)
+    # The step may be damaged, made again and damaged once more.
+    aside, number = folder.with_name(f"{folder.name}{_ASIDE}"), 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f"{folder.name}{_ASIDE}-{number}")
+    folder.rename(aside)
+    sync_folder(directory)
+    return aside
+
+
+def folders_aside(directory: Path) -> list[Path]:
+    """Damaged checkpoints that were set aside, oldest first."""
+    return sorted(directory.glob(f"step-*{_ASIDE}*"))
+
+
+def marker_damage(directory: Path, step: int) -> str:
+    """Why the marker of a complete checkpoint cannot be read, for people; "" where it can."""
+    try:
+        dict(read_marker(directory, step)["roles"])
+    except _UNREADABLE as error:
+        path = checkpoint_folder(directory, step) / COMMITTED
+        return f"{path} cannot be read ({type(error).__name__}: {error})"
+    return ""
 
 
 def read_marker(directory: Path, step: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,22 +133,31 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def prune(directory: Path, keep: int, best: int | None = None) -> list[int]:
-    """Removes all but the newest checkpoints and the best one; returns the steps that are gone.
+def prune(
+    directory: Path, keep: int, known: Iterable[KeptCheckpoint]
+) -> tuple[list[int], list[KeptCheckpoint]]:
+    """Removes all but the newest checkpoints and the best one.
 
-    What failures have left of checkpoints before the newest goes, too.
+    What is damaged is not counted, and stays: it may be all that is left. What failures have left
+    of checkpoints before the newest goes, too.
 
     Args:
         directory: Folder checkpoints of a run that does not go on.
         keep: How many of the newest stay, at least 1.
-        best: Step of the best one, see `best_kept`.
+        known: All that are there, verified; read once keep is known to be right.
+
+    Returns:
+        The steps that are gone, and the checkpoints that are left.
 
     Raises:
         ValueError: keep is less.
     """
     if keep < 1:
         raise ValueError(f"--prune is {keep}: keep 1 checkpoint at least, or remove the folder")
-    gone = sorted([*outdated(committed_steps(directory), keep, best), *remains(directory)])
+    there = list(known)
+    best = next((one.step for one in there if one.is_best), None)
+    whole = [one.step for one in there if not one.damage]
+    gone = sorted([*outdated(whole, keep, best), *remains(directory)])
     for step in gone:
         remove_checkpoint(directory, step)
-    return gone
+    return gone, [one for one in there if one.step not in gone]

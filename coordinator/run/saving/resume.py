@@ -12,7 +12,13 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.hf_names import named_values
 from rolemesh.coordinator.recipe.loading import leaves, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.saving.checkpoints import committed_steps, read_marker
+from rolemesh.coordinator.run.saving.checkpoints import (
+    COMMITTED,
+    NoWholeCheckpointError,
+    checkpoint_folder,
+    committed_steps,
+    read_marker,
+)
 from rolemesh.coordinator.run.saving.progress import RunProgress
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.coordinator.trackers.files import METRICS_FILE
@@ -159,28 +165,40 @@ async def reached(
 
     Returns:
         The progress, and where it was read, for people.
+
+    Raises:
+        NoWholeCheckpointError: The journal has no step, and no checkpoint can be read.
     """
+    folder = directory / CHECKPOINTS_FOLDER
     of_journal = RunProgress.of_journal(await store.read_journal(run_id))
-    steps = committed_steps(directory / CHECKPOINTS_FOLDER)
+    steps = committed_steps(folder)
     if of_journal is not None and (not steps or steps[-1] <= of_journal.step):
         return of_journal, f"its journal: {of_journal.step} steps"
+    refused: dict[int, str] = {}
     for step in reversed(steps):
         try:
-            marker = read_marker(directory / CHECKPOINTS_FOLDER, step)
-            progress = RunProgress.of_marker(marker, read_records(directory))
-        except (OSError, ValueError, KeyError, TypeError):
-            # It is looked at once more, and told of, when the roles are to load it.
+            progress = RunProgress.of_marker(read_marker(folder, step), read_records(directory))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            # Where the run goes on, it is told of when the roles are to load it.
+            refused[step] = (
+                f"{checkpoint_folder(folder, step) / COMMITTED} cannot be read "
+                f"({type(error).__name__}: {error})"
+            )
             continue
         return progress, (
             f"the checkpoint of step {step}, since the store has lost the run's journal (a Redis "
             "keeps it through a restart with `appendonly yes`)"
         )
+    if refused and (of_journal is None or of_journal.step == 0):
+        raise NoWholeCheckpointError(directory, refused)
     if of_journal is None and is_external:
         progress = RunProgress()
         for record in read_records(directory):
             progress.logged(record)
         return progress, f"its file of metrics: {progress.step} steps"
-    return of_journal or RunProgress(), "its recipe: it has made no step"
+    if of_journal is not None:
+        return of_journal, f"its journal: {of_journal.step} steps"
+    return RunProgress(), "its recipe: it has made no step"
 
 
 def read_records(directory: Path) -> list[dict[str, float]]:

@@ -12,6 +12,8 @@ from rolemesh.coordinator.run.saving.checkpoints import (
     COMMITTED,
     checkpoint_folder,
     committed_steps,
+    folders_aside,
+    set_aside,
 )
 from rolemesh.coordinator.run.saving.kept_checkpoints import best_kept, kept_checkpoints, prune
 
@@ -75,16 +77,33 @@ def test_a_manifest_may_not_name_files_elsewhere(tmp_path: Path) -> None:
     assert "'../COMMITTED', which is no file of its folder" in found
 
 
+def pruned(directory: Path, keep: int, best: int | None = None) -> list[int]:
+    gone, left = prune(directory, keep, kept_checkpoints(directory, verify=True, best=best))
+    assert [one.step for one in left] == committed_steps(directory)
+    return gone
+
+
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write_checkpoint(tmp_path, step)
-    assert prune(tmp_path, 2) == [2]
+    assert pruned(tmp_path, 2) == [2]
     assert committed_steps(tmp_path) == [4, 6]
     assert not checkpoint_folder(tmp_path, 2).exists()
-    assert prune(tmp_path, 1, best=4) == []
+    assert pruned(tmp_path, 1, best=4) == []
     assert committed_steps(tmp_path) == [4, 6]
     with pytest.raises(ValueError, match="keep 1 checkpoint at least"):
-        prune(tmp_path, 0)
+        pruned(tmp_path, 0)
+
+
+def test_pruning_neither_counts_nor_removes_what_is_damaged(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        write_checkpoint(tmp_path, step)
+    for step in (2, 8):
+        (checkpoint_folder(tmp_path, step) / "actor" / "weights.safetensors").write_text("other")
+    aside = set_aside(tmp_path, 2)
+    assert pruned(tmp_path, 1) == [4]
+    assert committed_steps(tmp_path) == [6, 8]
+    assert folders_aside(tmp_path) == [aside]
 
 
 def test_the_best_is_of_the_checkpoints_that_are_there(tmp_path: Path) -> None:

@@ -13,7 +13,11 @@ from support.fake_recipes import fake_recipe
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.folders.folder import NoRunError, run_of_id, unfinished_run
-from rolemesh.coordinator.run.saving.checkpoints import COMMITTED, checkpoint_folder
+from rolemesh.coordinator.run.saving.checkpoints import (
+    COMMITTED,
+    NoWholeCheckpointError,
+    checkpoint_folder,
+)
 from rolemesh.coordinator.run.saving.progress import RECORD_OPERATION, RunProgress
 from rolemesh.coordinator.run.saving.resume import (
     CHECKPOINTS_FOLDER,
@@ -158,10 +162,18 @@ async def test_a_store_that_has_lost_the_journal_is_told_and_a_checkpoint_takes_
     assert [record["step"] for record in progress.records] == [1, 2]
 
 
-async def test_a_damaged_marker_is_left_out(tmp_path: Path) -> None:
+async def test_markers_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path / CHECKPOINTS_FOLDER, 2)
     folder.mkdir(parents=True)
     (folder / COMMITTED).write_text("{")
+    with pytest.raises(NoWholeCheckpointError, match=rf"step 2: {folder}/COMMITTED cannot be read"):
+        await reached(MemoryStateStore(), "r", tmp_path)
+    # Where the journal is left, the roles may still hold the state that it tells of.
+    store = MemoryStateStore()
+    await committed(store, 1)
+    progress, where = await reached(store, "r", tmp_path)
+    assert (progress.step, where) == (1, "its journal: 1 steps")
+    (folder / COMMITTED).unlink()
     progress, where = await reached(MemoryStateStore(), "r", tmp_path)
     assert (progress.step, where) == (0, "its recipe: it has made no step")
 
