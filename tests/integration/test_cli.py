@@ -18,6 +18,8 @@ import yaml
 from support import warm_processes
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
+from rolemesh.coordinator.run.folders.ownership import held
+
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 STEPS = 4
 
@@ -227,6 +229,33 @@ async def test_folder_of_another_run_is_refused(recipe_file: Path, tmp_path: Pat
     code, _, errors = await rolemesh("train", recipe_file, "--out", "run", folder=tmp_path)
     assert code == 2
     assert "holds a run already" in errors
+
+
+async def test_a_run_that_begins_anew_moves_the_one_of_its_folder_aside(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train = ("train", recipe_file, "--out", "run")
+    assert (await rolemesh(*train, folder=tmp_path))[0] == 0
+    old, names = (run / "metrics.jsonl").read_bytes(), {path.name for path in run.iterdir()}
+    for refused, message in (
+        (("train", "--resume", "run", "--from-start"), "--resume goes on: leave one out"),
+        ((*train, "--from-start"), "another run is being made in"),
+    ):
+        with held(run):
+            code, _, errors = await rolemesh(*refused, folder=tmp_path)
+        assert code == 2
+        assert message in errors
+        assert {path.name for path in run.iterdir()} == names
+    # Its own recipe, too, is read before it is moved.
+    again = ("train", run / "config.yaml", "--out", "run", "--from-start")
+    code, output, errors = await rolemesh(*again, "--set", "run.steps=1", folder=tmp_path)
+    assert (code, errors) == (0, "")
+    (aside,) = run.glob("before-*")
+    assert f"the run that was there lies in {aside}" in output
+    assert {path.name for path in aside.iterdir()} == names - {"coordinator.lock", "api-token"}
+    assert (aside / "metrics.jsonl").read_bytes() == old
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 async def test_a_start_that_failed_leaves_its_folder_free(

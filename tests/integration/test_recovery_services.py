@@ -1,5 +1,6 @@
 """A real run whose processes are killed one after another, beside one that is left alone."""
 
+import hashlib
 import json
 import signal
 
@@ -107,3 +108,49 @@ def test_a_service_that_is_killed_while_it_starts_for_the_first_time_is_started_
         run.close()
     assert "critic is started once more: critic rank 0" in run.stdout
     assert json.loads((run.out / "summary.json").read_text())["recoveries"] == []
+
+
+def hashes_of(folder):
+    """Of what a run has learnt and saved; logs and the store tell of each try to go on."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    names = {str(path.relative_to(folder)): path for path in files}
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in names.items()
+        if not name.startswith(("logs/", "store/"))
+    }
+
+
+def test_a_flipped_bit_in_the_only_checkpoint_ends_a_resume_that_changes_nothing(model, tmp_path):
+    recipe = tiny_recipe(model, run__steps=100000, run__checkpoint={"every_steps": 0})
+    run = CliRun(recipe, tmp_path)
+    try:
+        run.wait_until(lambda: len(run.metrics()) >= 2, START_S)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 130, run.output
+    finally:
+        # Its cuts go, as when the machine starts again.
+        run.close()
+    steps, (checkpoint,) = len(run.metrics()), (run.out / "checkpoints").iterdir()
+    damaged = next(checkpoint.glob("actor/optimizer-exp_avg-*"))
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    before = hashes_of(run.out)
+    recipe["run"]["steps"] = steps + 1
+
+    def resumed():
+        again = CliRun(recipe, tmp_path, "--resume", str(run.out))
+        try:
+            return again.wait(START_S)
+        finally:
+            again.close()
+
+    assert resumed() == 1, run.output
+    assert f"step {steps}: {damaged} does not match its SHA-256" in run.stderr
+    assert f"--out {run.out} --from-start" in run.stderr
+    assert hashes_of(run.out) == before
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert resumed() == 0, run.output
+    assert [record["step"] for record in run.metrics()] == list(range(1, steps + 2))

@@ -44,7 +44,8 @@ def check_directory_is_free(directory: Path) -> None:
         if (directory / name).exists():
             raise ValueError(
                 f"run.directory: {directory} holds a run already (there is {name}): "
-                "choose another folder, remove it, or go on with that run (--resume)"
+                "choose another folder, go on with that run (--resume), or move it aside "
+                "(--from-start)"
             )
 
 

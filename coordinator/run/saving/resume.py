@@ -198,6 +198,11 @@ async def reached(
         return progress, f"its file of metrics: {progress.step} steps"
     if of_journal is not None:
         return of_journal, f"its journal: {of_journal.step} steps"
+    if read_records(directory):
+        return (
+            RunProgress(),
+            "its recipe: the store has lost its journal, and no checkpoint is there",
+        )
     return RunProgress(), "its recipe: it has made no step"
 
 

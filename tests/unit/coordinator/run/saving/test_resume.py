@@ -176,6 +176,9 @@ async def test_markers_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path
     (folder / COMMITTED).unlink()
     progress, where = await reached(MemoryStateStore(), "r", tmp_path)
     assert (progress.step, where) == (0, "its recipe: it has made no step")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    _, where = await reached(MemoryStateStore(), "r", tmp_path)
+    assert where.startswith("its recipe: the store has lost its journal")
 
 
 def test_a_run_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
