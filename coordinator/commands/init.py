@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.findings.diagnosis import QUICKSTART_MODEL
+from rolemesh.coordinator.commands.given_inputs import GivenInput, given_data, given_model
 from rolemesh.coordinator.commands.new_recipe import (
     OWN_REWARD,
     InitError,
@@ -31,11 +32,12 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def init(
     data: Annotated[
-        Path,
+        str,
         typer.Option(
             "--from",
             metavar="DATA",
-            help="A .jsonl or .parquet file, or the folder of a Hugging Face data set.",
+            help="A .jsonl or .parquet file, the folder of a Hugging Face data set, or one of the "
+            "hub: hf:ORG/NAME[:CONFIG[:SPLIT]].",
         ),
     ],
     reward: Annotated[
@@ -47,8 +49,11 @@ def init(
         ),
     ],
     model: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Hugging Face folder of the model to train."),
+        str | None,
+        typer.Option(
+            metavar="FOLDER|ORG/NAME",
+            help="Hugging Face folder of the model to train, or its name at the hub.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")] = Path(
         "my-recipe.yaml"
@@ -74,17 +79,21 @@ def init(
             raise InitError(f"--out {out}: there is no folder {out.parent}: make it first")
         check_roles_run()
         source = known_reward(reward)
-        if not data.exists():
-            raise InitError(f"--from {data} does not exist: give a file or a folder")
-        folder = _model(model, is_tiny=tiny)
-        found = known_data(data, folder, prompt, answer)
+        rows = given_data(data)
+        if not rows.path.exists():
+            raise InitError(
+                f"--from {data} does not exist: give a file, a folder, or hf:ORG/NAME for a data "
+                "set of the hub"
+            )
+        trained = _model(model, is_tiny=tiny)
+        found = known_data(rows, trained.path, prompt, answer)
         if reward == OWN_REWARD and found.facts["answer"] is None:
             raise InitError(
                 f"--reward {reward} compares with an expected answer, and no column of {data} "
                 "looks like one: name it with --answer COLUMN"
             )
-        lengths = found.lengths(folder, is_tiny=tiny)
-        text = recipe_text(found, lengths, source, folder, out, is_tiny=tiny)
+        lengths = found.lengths(trained.path, is_tiny=tiny)
+        text = recipe_text(found, lengths, source, trained, out, is_tiny=tiny)
         write_atomically(out, text)
         load_recipe([out])
     except (InitError, RecipeError, ValueError) as error:
@@ -98,23 +107,24 @@ def init(
     print(f"  rolemesh train {out}")
 
 
-def _model(given: Path | None, *, is_tiny: bool) -> Path:
-    """Folder of the model to train."""
+def _model(given: str | None, *, is_tiny: bool) -> GivenInput:
+    """The model to train."""
     if is_tiny:
         if given is not None:
             raise InitError("--tiny makes a model of its own: leave --model out, or --tiny")
-        return tiny_model(TINY_MODEL)
-    folder = given or QUICKSTART_MODEL
+        return GivenInput(str(TINY_MODEL), tiny_model(TINY_MODEL))
+    model = given_model(given or str(QUICKSTART_MODEL))
+    folder = model.path
     if (folder / CONFIG_FILE).is_file():
         check_model_files(folder, field="--model", head="lm_head", has_tokenizer=True)
-        return folder
+        return model
     if given is None:
         raise InitError(
-            "--model is missing: give the local Hugging Face folder of the model to train, or "
-            "--tiny for a tiny random one (nothing is ever downloaded)"
+            "--model is missing: give the local Hugging Face folder of the model to train, its "
+            "name at the hub (ORG/NAME), or --tiny for a tiny random one"
         )
     what = "has no config.json" if folder.is_dir() else "is no folder"
     raise InitError(
-        f"--model {folder} {what}: give a local Hugging Face model folder (nothing is ever "
-        "downloaded), or --tiny for a tiny random one"
+        f"--model {folder} {what}: give a local Hugging Face model folder, ORG/NAME of a model of "
+        "the hub, or --tiny for a tiny random one"
     )

@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from rolemesh.coordinator.commands.findings.diagnosis import installed_versions
+from rolemesh.coordinator.commands.given_inputs import GivenInput
 from rolemesh.coordinator.recipe.model_sizes import num_parameters
 from rolemesh.coordinator.run.checks.installation import INSTALL
 from rolemesh.coordinator.state.child_environment import child_environment
@@ -121,20 +122,27 @@ class KnownData:
         return sorted([*self.facts["train_lengths"], *self.facts["held_out_lengths"]], reverse=True)
 
 
-def known_data(path: Path, model: Path, prompt: str | None, answer: str | None) -> KnownData:
+def known_data(given: GivenInput, model: Path, prompt: str | None, answer: str | None) -> KnownData:
     """Finds out what the data is, in a process that can read it.
 
     Raises:
         InitError: It is no data, a row is wrong, or a column cannot be told.
     """
-    question = {"path": str(path), "model": str(model), "prompt": prompt, "answer": answer}
+    question = {
+        **{"path": str(given.path), "split": given.split},
+        **{"model": str(model), "prompt": prompt, "answer": answer},
+    }
     told = json.loads(_asked("rolemesh.services.preview.guess", input=json.dumps(question)))
     if "missing" in told:
         raise InitError(f"{told['missing']} is not installed here: {INSTALL}")
     if "error" in told:
         # There is no recipe yet whose field could be named.
-        raise InitError(told["error"].replace("data.path ", "--from ", 1))
-    return KnownData(path, told)
+        error = told["error"].replace("data.path ", "--from ", 1)
+        raise InitError(error.replace(str(given.path), given.text))
+    # The name says the split already.
+    told["data"] = {**told["data"], "path": given.text}
+    told["data"].pop("split", None)
+    return KnownData(Path(given.text), told)
 
 
 def tiny_model(folder: Path) -> Path:
@@ -221,7 +229,7 @@ def recipe_text(
     found: KnownData,
     lengths: Lengths,
     reward: str | dict[str, Any],
-    model: Path,
+    model: GivenInput,
     out: Path,
     *,
     is_tiny: bool,
@@ -232,7 +240,7 @@ def recipe_text(
         found: The data.
         lengths: Bounds on prompts and completions.
         reward: The section `reward`.
-        model: Folder of the model.
+        model: The model.
         out: Where the recipe will lie, for its own comments.
         is_tiny: Whether the model is the tiny one.
     """
@@ -270,8 +278,8 @@ algorithm:
   mini_batch_rows: {max(1, prompts // 2) * SAMPLES_PER_PROMPT}   # an optimizer step: whole groups
 
 actor:
-  model: {{path: {_yaml(str(model))}}}
-  optimizer: {{learning_rate: {_learning_rate(model)}}}
+  model: {{path: {_yaml(model.text)}}}
+  optimizer: {{learning_rate: {_learning_rate(model.path)}}}
   rollout: {{type: {sampler}, max_model_len: {lengths.whole}}}   # prompt and completion together
   data:
 {lines}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.hf_names import HfName
-from rolemesh.engine.specs import HfDatasetSpec, folder_of_split
+from rolemesh.engine.specs import folder_of_split
 from rolemesh.engine.specs.urls import masked_text, masked_url
 
 if TYPE_CHECKING:
@@ -110,28 +110,38 @@ class Hub:
 
         return self._found(wish, choose)
 
-    def data(self, wish: Wish, spec: HfDatasetSpec) -> Found:
-        """Folder of a data set's configuration, with the splits that are read."""
-        name, section = wish.name, wish.field.removesuffix(".path")
-        for field, said, given in (
-            ("name", name.config, spec.name),
-            ("split", name.split, spec.split),
-        ):
-            if said is not None and given is not None and said != given:
-                raise wish.refused(f"{section}.{field} is {given!r}: give one of them")
-        config = name.config or spec.name
+    def data(
+        self,
+        wish: Wish,
+        splits: Iterable[str],
+        *,
+        config: str | None = None,
+        one_of: Sequence[str] = (),
+    ) -> Found:
+        """Folder of a data set's configuration, with some splits.
+
+        Args:
+            wish: The data set.
+            splits: What it must have.
+            config: Folder of the configuration; None: the one folder that has the splits.
+            one_of: Splits of which the first that is there is brought as well.
+        """
         folders: set[PurePath] = set()
 
         def choose(files: Sequence[str]) -> list[str]:
             tables = [one for one in files if one.endswith(".parquet")]
-            chosen: list[str] = []
-            for split in filter(None, (spec.split, spec.held_out_split)):
-                found = {
+
+            def parts(split: str, within: str | None) -> dict[str, PurePath]:
+                every = {one: folder_of_split(PurePath(one), split) for one in tables}
+                return {
                     one: folder
-                    for one in tables
-                    if (folder := folder_of_split(PurePath(one), split)) is not None
-                    and config in (None, str(folder))
+                    for one, folder in every.items()
+                    if folder is not None and within in (None, str(folder))
                 }
+
+            chosen: list[str] = []
+            for split in splits:
+                found = parts(split, config)
                 if not found:
                     raise wish.refused(_no_split(split, config, tables))
                 folders.update(found.values())
@@ -140,14 +150,12 @@ class Hub:
                 several = ", ".join(sorted(map(str, folders)))
                 raise wish.refused(
                     f"it has several configurations ({several}): name one, as in "
-                    f"hf:{name.repo}:{min(map(str, folders))}"
+                    f"hf:{wish.name.repo}:{min(map(str, folders))}"
                 )
-            return chosen
+            others = (parts(split, str(min(folders))) for split in one_of)
+            return [*chosen, *next(filter(None, others), ())]
 
         found = self._found(wish, choose)
-        if spec.name is not None:
-            # The section says the rest of the way.
-            return found
         return Found(found.name, found.folder / min(folders))
 
     def _found(self, wish: Wish, choose: Callable[[Sequence[str]], list[str]]) -> Found:

@@ -6,11 +6,12 @@ ordinary cache (HF_HOME), and the name with its commit (`Recipe.hf_names`). Serv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_client import Hub, Kind, Wish
+from rolemesh.coordinator.recipe.hf_client import Found, Hub, Kind, Wish
 from rolemesh.coordinator.recipe.hf_names import HfName, HfPlace, hf_places, with_values
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import HfDatasetSpec, ModelFolderSpec, ModelSpec, StoredRowsSpec
@@ -47,7 +48,7 @@ def with_files(
         wish = _wish_of(place)
         wish = replace(wish, name=_pinned(wish.name, pins.get(place.field)))
         if isinstance(place.spec, HfDatasetSpec):
-            found = hub.data(wish, place.spec)
+            found = _data(hub, wish, place.spec)
         else:
             found = hub.model(wish, weights=weights and isinstance(place.spec, ModelSpec))
         folders[place.field] = found.folder
@@ -69,6 +70,25 @@ def model_folder(text: str, field: str, *, weights: bool = True) -> tuple[HfName
     """
     wish = _wish(field, text, "model")
     found = Hub(fetches=True).model(wish, weights=weights)
+    return found.name, found.folder
+
+
+def data_folder(text: str, field: str, held_out: Sequence[str]) -> tuple[HfName, Path]:
+    """One data set's name with its commit, and its folder, with the training rows.
+
+    Args:
+        text: The name.
+        field: Where it was given, e.g. "--from".
+        held_out: Splits of which the first that is there is brought as well, unless the name says
+            another split than train.
+
+    Raises:
+        RecipeError: As with_files.
+    """
+    wish = _wish(field, text, "dataset")
+    split = wish.name.split or "train"
+    others = held_out if split == "train" else ()
+    found = Hub(fetches=True).data(wish, (split,), config=wish.name.config, one_of=others)
     return found.name, found.folder
 
 
@@ -104,6 +124,20 @@ def _wish(field: str, text: str, kind: Kind) -> Wish:
     if kind == "model" and wish.name.config is not None:
         raise wish.refused("a model has no :CONFIG: leave it out")
     return wish
+
+
+def _data(hub: Hub, wish: Wish, spec: HfDatasetSpec) -> Found:
+    name, section = wish.name, wish.field.removesuffix(".path")
+    for field, said, given in (
+        ("name", name.config, spec.name),
+        ("split", name.split, spec.split),
+    ):
+        if said is not None and given is not None and said != given:
+            raise wish.refused(f"{section}.{field} is {given!r}: give one of them")
+    splits = (one for one in (spec.split, spec.held_out_split) if one is not None)
+    found = hub.data(wish, splits, config=name.config or spec.name)
+    # Where the section has a name, it says the rest of the way.
+    return found if spec.name is None else replace(found, folder=found.folder.parent)
 
 
 def _pinned(name: HfName, begun: str | None) -> HfName:

@@ -7,6 +7,7 @@ section it receives with the same class. Unknown keys are refused. Numbers state
 from rolemesh.engine.specs.base import EstimatorPartSpec as EstimatorPartSpec
 from rolemesh.engine.specs.base import PartSpec as PartSpec
 from rolemesh.engine.specs.base import Spec as Spec
+from rolemesh.engine.specs.data import HELD_OUT_SPLITS as HELD_OUT_SPLITS
 from rolemesh.engine.specs.data import CurriculumSpec as CurriculumSpec
 from rolemesh.engine.specs.data import DataSpec as DataSpec
 from rolemesh.engine.specs.data import HfDatasetSpec as HfDatasetSpec

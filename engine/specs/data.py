@@ -17,6 +17,9 @@ from pydantic import Field, model_validator
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.named import CODE_PATTERN, Names
 
+HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
+"""Splits that `rolemesh init` takes as held-out rows, the likeliest first."""
+
 
 class ColumnsSpec(Spec):
     """Names of the columns that are read.

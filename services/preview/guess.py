@@ -22,7 +22,7 @@ from rolemesh.engine.data.rendering import Renderer
 from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.engine.data.sources import draw_held_out
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
-from rolemesh.engine.specs import DataSpec, HfDatasetSpec, Spec, StoredRowsSpec
+from rolemesh.engine.specs import HELD_OUT_SPLITS, DataSpec, HfDatasetSpec, Spec, StoredRowsSpec
 
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input")
 CONVERSATION_NAMES = ("messages", "conversation", "conversations")
@@ -34,8 +34,6 @@ ANSWER_NAMES = (
 
 _VERL_ANSWER = "reward_model.ground_truth"
 """Where data for verl has the answer: what its rewards are given, whatever else a row has."""
-
-HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
 
 _MOST_HELD_OUT = 128
 
@@ -60,6 +58,8 @@ class Question(Spec):
     """Column of the prompt; None: to be found."""
     answer: str | None = None
     """Column of the expected answer; None: to be found."""
+    split: str | None = None
+    """Split of the training rows, with none held out beside it; None: to be found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,11 @@ def guess(question: Question) -> Guess:
     Raises:
         ValueError: It is no data, or a column cannot be told; the text says what to give.
     """
-    source = _source(question.path)
+    if question.split is None:
+        source = _source(question.path)
+    else:
+        given = {"path": str(question.path), "split": question.split}
+        source = {"type": "hf_dataset", **given}
     records = _some_records(source)
     if not records:
         raise DataInvalidError(f"--from {question.path} holds no row: give data with at least one")
@@ -195,7 +199,8 @@ def _some_records(source: Mapping[str, Any]) -> list[_Record]:
         if source["type"] == "parquet":
             found = tables.parquet_records(path, "--from", every)
         else:
-            found = tables.hf_records(HfDatasetSpec(path=path), "train", "--from", every)
+            split = source.get("split", "train")
+            found = tables.hf_records(HfDatasetSpec(path=path), split, "--from", every)
     records = []
     for record, where in itertools.islice(found, _LOOKED_AT):
         if not isinstance(record, Mapping):

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from support import warm_processes
 from support.example_servers import EXAMPLES, script
+from support.hf_hub import client_environment, serving_hub, use_hub
 from support.saved_datasets import write_saved, write_saved_splits
 from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
@@ -90,6 +91,49 @@ def test_columns_are_found_and_told(model: Path) -> None:
     assert "held out: nothing" not in output
     # Every section explains itself.
     assert Path("my-recipe.yaml").read_text().count("#") > 10
+
+
+def test_model_and_data_of_the_hub_are_named_as_they_are_given(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {
+        "main/train/0000.parquet": ROWS[:20],
+        "main/train/0001.parquet": ROWS[20:25],
+        "main/test/0000.parquet": ROWS[25:],
+        "other/train/0000.parquet": ROWS,
+    }
+    for name, rows in parts.items():
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), tmp_path / name.replace("/", "-")
+        )
+    with serving_hub() as hub:
+        use_hub(hub, tmp_path / "home", monkeypatch)
+        for name, value in client_environment(hub, tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        hub.put_folder("me/tiny", model)
+        files = {name: (tmp_path / name.replace("/", "-")).read_bytes() for name in parts}
+        hub.put("me/rows", files, kind="datasets", branch="refs/convert/parquet")
+        recipe, output = made(
+            Path("me/tiny"), "--from", "hf:me/rows:main", "--reward", "rewards.py:f"
+        )
+        assert recipe.actor is not None
+        assert str(recipe.actor.model.path) == "hf:me/tiny"
+        assert recipe.actor.data.model_dump(exclude_defaults=True) == {
+            "path": Path("hf:me/rows:main"),
+            "held_out_split": "test",
+            "columns": {"prompt": "question", "answer": "solution"},
+            "max_prompt_tokens": recipe.sampler.max_model_len - recipe.sampling.max_new_tokens,
+        }
+        assert "hf:me/rows:main: 25 rows (hf_dataset)" in output
+        flags = ["init", "--model", "me/tiny", "--reward", "rewards.py:f", "--out", "other.yaml"]
+        ended = CliRunner().invoke(app, [*flags, "--from", "hf:me/none"])
+        assert ended.exit_code == 2
+        assert "--from is 'hf:me/none'" in ended.output
+        # A split that is named is all that is read.
+        ended = CliRunner().invoke(app, [*flags, "--from", "hf:me/rows:main:test"])
+        assert "hf:me/rows:main:test: 5 rows" in ended.output
+        data: Any = load_recipe([Path("other.yaml")]).section("actor").data
+        assert (data.split, data.held_out_split) == ("test", None)
 
 
 def test_a_step_takes_no_more_prompts_than_are_short_enough(folder: Path, model: Path) -> None:

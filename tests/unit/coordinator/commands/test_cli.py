@@ -16,7 +16,7 @@ from rolemesh.coordinator.commands.cli import COMMANDS, app, load_command
 HEAVY = ("redis", "numpy", "grpc", "fastapi", "starlette", "uvicorn", "opentelemetry", "pydantic")
 NO_COMMANDS = {
     *("cli", "cluster_options", "console", "device_settings", "diagnosis", "ending", "findings"),
-    *("gpu_findings", "hub", "new_recipe", "options"),
+    *("given_inputs", "gpu_findings", "hub", "new_recipe", "options"),
     *("compare_page", "memory_question", "pace", "placing", "plot", "processes", "recipe_checks"),
     *("remote_run", "run_process", "summary"),
 }
