@@ -12,6 +12,8 @@ import typer
 from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.commands.terminal.options import Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hf_names import hf_places
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose import compose_file
@@ -98,6 +100,7 @@ def compose(
     settings = list(overrides or ())
     try:
         loaded = load_recipe(recipe, overrides=settings)
+        _refuse_hub_names(loaded)
         nodes = nodes_of(loaded, on or (), "host")
         if gpus is not None:
             settings += _spread(loaded, gpus, roles_of_nodes(loaded, nodes) if nodes else None)
@@ -208,6 +211,9 @@ def slurm(
             hosts = roles_of_nodes(loaded, nodes)
             settings += _spread(loaded, gpus, hosts)
             loaded = load_recipe(recipe, overrides=settings)
+        # Nodes may reach no hub: it comes here and now, into a cache that they see, too.
+        loaded = with_files(loaded)
+        settings += [f"{field}={name}" for field, name in loaded.hf_names.items()]
         made_by = f"rolemesh render slurm {shlex.join([*map(str, recipe), *given])}"
         text = slurm_script(loaded, _command(recipe, settings), nodes, options, made_by)
     except RecipeError as error:
@@ -265,6 +271,7 @@ def kubernetes(
     settings = list(overrides or ())
     try:
         loaded = load_recipe(recipe, overrides=settings)
+        _refuse_hub_names(loaded)
         if gpu:
             _refuse_named(loaded, "--gpu")
             settings += own_pools(loaded)
@@ -312,6 +319,16 @@ runs, which group 10001 may read, and write in runs. Then:
   kubectl apply -f THIS_FILE && kubectl logs -f job/{start}-coordinator
 
 Made by: rolemesh render kubernetes {shlex.join(given)}"""
+
+
+def _refuse_hub_names(recipe: Recipe) -> None:
+    """Ends the command where a recipe names something that containers do not have."""
+    for place in hf_places(recipe):
+        refuse(
+            f"{place.field} is {place.text!r}, but containers reach no hub, and see no cache of "
+            "this host: call `rolemesh fetch RECIPE --to .models`, and give the folder that it "
+            f"prints (--set {place.field}=.models/...)"
+        )
 
 
 def _refuse_named(recipe: Recipe, flag: str) -> None:

@@ -63,7 +63,17 @@ class Found:
 
     name: HfName
     """With its commit."""
-    folder: Path
+    snapshot: Path
+    """Folder of the commit in the cache."""
+    files: Sequence[str]
+    """What was brought of it."""
+    part: str = ""
+    """Folder in it that is named."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that stands for the name."""
+        return self.snapshot / self.part
 
 
 @dataclass(kw_only=True)
@@ -156,7 +166,7 @@ class Hub:
             return [*chosen, *next(filter(None, others), ())]
 
         found = self._found(wish, choose)
-        return Found(found.name, found.folder / min(folders))
+        return replace(found, part=str(min(folders)))
 
     def _found(self, wish: Wish, choose: Callable[[Sequence[str]], list[str]]) -> Found:
         kind, repo = wish.kind, wish.name.repo
@@ -193,7 +203,7 @@ class Hub:
                     allow_patterns=[glob.escape(one) for one in chosen],
                 )
                 _check_bytes(wish, folder, [(listed or {})[one] for one in absent])
-        return Found(wish.name, folder)
+        return Found(wish.name, folder, chosen)
 
     def _listed(self, wish: Wish) -> dict[str, RepoFile] | None:
         """The files of a commit by name; None where only the hub knows, and is not asked."""

@@ -37,24 +37,35 @@ def with_files(
         found.actor.model.path  # .../models--Qwen--Qwen3-0.6B/snapshots/c1899de...
         found.hf_names  # {"actor.model.path": "hf:Qwen/Qwen3-0.6B@c1899de..."}
     """
+    found = found_files(recipe, weights=weights, fetches=fetches, began_with=began_with)
+    if not found:
+        return recipe
+    folders = {field: one.folder for field, one in found.items()}
+    resolved: Recipe = with_values(recipe, folders)
+    names = {field: str(one.name) for field, one in found.items()}
+    return resolved.knowing({**recipe.hf_names, **names})
+
+
+def found_files(
+    recipe: Recipe, *, weights: bool = True, fetches: bool = True, began_with: Recipe | None = None
+) -> dict[str, Found]:
+    """What a recipe names at the hub, by field; see with_files."""
     places = list(hf_places(recipe))
     if not places:
-        return recipe
+        # Most recipes: the client takes half a second to import.
+        return {}
     pins = {} if began_with is None else {one.field: one.text for one in hf_places(began_with)}
     hub = Hub(fetches=fetches)
-    folders: dict[str, Path] = {}
-    names: dict[str, str] = {}
+    found = {}
     for place in places:
         wish = _wish_of(place)
         wish = replace(wish, name=_pinned(wish.name, pins.get(place.field)))
         if isinstance(place.spec, HfDatasetSpec):
-            found = _data(hub, wish, place.spec)
+            found[place.field] = _data(hub, wish, place.spec)
         else:
-            found = hub.model(wish, weights=weights and isinstance(place.spec, ModelSpec))
-        folders[place.field] = found.folder
-        names[place.field] = str(found.name)
-    resolved: Recipe = with_values(recipe, folders)
-    return resolved.knowing({**recipe.hf_names, **names})
+            is_read = weights and isinstance(place.spec, ModelSpec)
+            found[place.field] = hub.model(wish, weights=is_read)
+    return found
 
 
 def model_folder(text: str, field: str, *, weights: bool = True) -> tuple[HfName, Path]:
@@ -137,7 +148,7 @@ def _data(hub: Hub, wish: Wish, spec: HfDatasetSpec) -> Found:
     splits = (one for one in (spec.split, spec.held_out_split) if one is not None)
     found = hub.data(wish, splits, config=name.config or spec.name)
     # Where the section has a name, it says the rest of the way.
-    return found if spec.name is None else replace(found, folder=found.folder.parent)
+    return found if spec.name is None else replace(found, part="")
 
 
 def _pinned(name: HfName, begun: str | None) -> HfName:

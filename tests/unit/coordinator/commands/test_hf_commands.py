@@ -1,14 +1,18 @@
-"""Commands on recipes that name models at the hub."""
+"""Commands on recipes that name models and data at the hub."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from support.fake_roles import fake_recipe
 from support.hf_hub import Hub, serving_hub, use_hub
+from typer.testing import CliRunner
 
+from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.commands.hub.client_recipes import ClientRecipes
 from rolemesh.coordinator.commands.remote_run import text_for
 from rolemesh.coordinator.recipe.api_section import ApiSpec
@@ -49,6 +53,64 @@ def test_a_recipe_for_another_host_keeps_its_names(hub: Hub) -> None:
         sent = read_recipe(text_for(one, "trainer.example:50050"), "sent")
         assert sent.actor is not None
         assert str(sent.actor.model.path) == name
+
+
+def written(tmp_path: Path, recipe: Recipe) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe))
+    return str(path)
+
+
+def called(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_fetch_brings_all_that_a_recipe_names_and_copies_it_where_it_is_wanted(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet = {"main/train/0000.parquet": b"rows", "main/other/0000.parquet": b""}
+    hub.put("me/rows", parquet, kind="datasets", branch="refs/convert/parquet")
+    values = named_recipe().model_dump(mode="json")
+    values["actor"]["data"] = {"type": "hf_dataset", "path": "hf:me/rows:main"}
+    recipe = written(tmp_path, Recipe.model_validate(values))
+    ended = called("fetch", recipe, "--json")
+    assert ended.exit_code == 0, ended.output
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    found = {one["field"]: Path(one["folder"]) for one in lines}
+    assert list(found) == ["actor.model.path", "actor.data.path"]
+    assert (found["actor.data.path"] / "train" / "0000.parquet").read_bytes() == b"rows"
+    assert "main/other/0000.parquet" not in hub.fetched()
+    # What another program has put there is not what the recipe names.
+    (found["actor.model.path"] / "pytorch_model.bin").write_bytes(b"a pickle")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    ended = called("fetch", recipe, "--to", str(tmp_path / "models"))
+    copies = (tmp_path / "models" / "me" / "tiny", tmp_path / "models" / "me" / "rows" / "main")
+    assert f"--set actor.model.path={copies[0]}\n--set actor.data.path={copies[1]}" in ended.stdout
+    assert {one.name: one.read_bytes() for one in copies[0].iterdir()} == FILES
+    assert not any(one.is_symlink() for one in (tmp_path / "models").rglob("*"))
+    assert called("fetch", recipe, "--to", "/proc/models").exit_code == 2
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    assert called("fetch", recipe).exit_code == 2
+    plain = written(tmp_path, named_recipe("/models/tiny"))
+    assert called("fetch", plain).stdout == "the recipe names nothing at the hub\n"
+
+
+def test_a_job_names_commits_and_files_for_containers_ask_for_copies(
+    hub: Hub, tmp_path: Path
+) -> None:
+    values = named_recipe().model_dump(mode="json")
+    del values["services"], values["api"]
+    recipe = written(tmp_path, Recipe.model_validate(values))
+    commit = hub.repos["models", "me/tiny"].branches["main"]
+    ended = called("render", "slurm", recipe, "--on", "critic=1")
+    assert ended.exit_code == 0, ended.output
+    assert f"actor.model.path=hf:me/tiny@{commit}" in ended.stdout
+    snapshot = tmp_path / "home" / "hub" / "models--me--tiny" / "snapshots" / commit
+    assert f"--folder={snapshot}" in ended.stdout
+    for arguments in (("compose",), ("kubernetes", "--image", "x")):
+        ended = called("render", *arguments, recipe)
+        assert ended.exit_code == 2
+        assert "containers reach no hub" in ended.output
 
 
 def test_a_client_names_what_the_host_has_fetched_and_granted_and_nothing_is_fetched_for_it(
