@@ -109,7 +109,9 @@ class KnownData:
             yield f"other columns go to the reward as metadata: {', '.join(facts['others'])}"
         too_long = sum(length > lengths.prompt for length in self._longest_first())
         if too_long:
-            yield f"{too_long} prompts of more than {lengths.prompt} tokens are left out"
+            # Of many prompts only some were measured, the largest among them.
+            found = f"{too_long} or more" if facts["num_unmeasured"] else str(too_long)
+            yield f"{found} prompts of more than {lengths.prompt} tokens are left out"
         if not facts["held_out_lengths"]:
             yield (
                 f"held out: nothing of {facts['num_distinct']} prompts, so no score will be "

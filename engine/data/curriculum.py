@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ CurriculumFunction = Callable[[Sequence[Mapping[str, Any]], int, int], Sequence[
 def epoch_order(
     curriculum: CurriculumSpec | None,
     rows: Sequence[PromptRow],
+    values: Sequence[Any] | None = None,
     *,
     seed: int,
     shuffle_seed: str,
@@ -29,6 +31,7 @@ def epoch_order(
     Args:
         curriculum: Curriculum of the recipe; None shuffles.
         rows: Training rows of the source.
+        values: What `sorting_values` found of them; None: not looked yet.
         seed: Seed of the run, for the user's function.
         shuffle_seed: Seed of the shuffle.
         field: Field of the source in the recipe, e.g. "data".
@@ -43,23 +46,38 @@ def epoch_order(
     if curriculum is None:
         return shuffle
     if isinstance(curriculum, SortedCurriculumSpec):
-        return _sorted(curriculum, rows, shuffle, f"{field}.curriculum.by")
+        found = sorting_values(curriculum, rows, field) if values is None else values
+        return _sorted(curriculum, found or (), shuffle)
     return _called(curriculum, rows, seed, f"{field}.curriculum.function")
 
 
-def _sorted(
-    curriculum: SortedCurriculumSpec, rows: Sequence[PromptRow], shuffle: EpochOrder, field: str
-) -> EpochOrder:
+def sorting_values(
+    curriculum: CurriculumSpec | None, rows: Sequence[PromptRow], field: str
+) -> list[Any] | None:
+    """What a curriculum sorts rows by, all numbers or all texts; None if it sorts by nothing.
+
+    Raises:
+        DataInvalidError: A row lacks the key to sort by, or the values have no order.
+    """
+    if not isinstance(curriculum, SortedCurriculumSpec):
+        return None
+    field = f"{field}.curriculum.by"
     values = [_value(row, curriculum.by, field) for row in rows]
     if len({isinstance(value, str) for value in values}) > 1:
         raise DataInvalidError(
             f"{field} is {curriculum.by!r}, which is a number in some rows and text in others: "
             "they have no common order"
         )
+    return values
 
-    def order(epoch: int) -> list[int]:
+
+def _sorted(
+    curriculum: SortedCurriculumSpec, values: Sequence[Any], shuffle: EpochOrder
+) -> EpochOrder:
+    def order(epoch: int) -> Sequence[int]:
         # sorted keeps rows with equal values in their shuffled order, also in reverse.
-        return sorted(shuffle(epoch), key=values.__getitem__, reverse=not curriculum.ascending)
+        order = sorted(shuffle(epoch), key=values.__getitem__, reverse=not curriculum.ascending)
+        return array("i", order)
 
     return order
 

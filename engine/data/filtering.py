@@ -1,106 +1,118 @@
-"""Leaves out rows that are too long, before the shuffle, and counts them."""
+"""Measures rows, so that those that are too long are left out before the shuffle and counted."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
+import numpy
+
 from rolemesh.engine.data.rendering import Renderer
-from rolemesh.engine.data.rows import PromptRow
+from rolemesh.engine.data.row_store import ROWS_AT_ONCE, UNMEASURED, Rows
+from rolemesh.engine.data.rows import Completion, PromptRow
 
-_ROWS_AT_ONCE = 1024
-"""Rows that are tokenised at once: the tokenizer spreads a batch over its threads."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Filtered:
-    """The rows that are left, and counts of the others."""
-
-    rows: Sequence[PromptRow]
-    num_left_out: int
-    shortest: int
-    """Tokens of the shortest row that was measured; 0 when none was."""
-    longest: int
-    """Tokens of the longest row that was measured; 0 when none was."""
+_Found = tuple[int, int, bool]
 
 
-def without_long_rows(
-    rows: Sequence[PromptRow],
-    renderer: Renderer,
-    *,
-    max_prompt_tokens: int | None,
-    max_row_tokens: int | None,
-) -> Filtered:
-    """Leaves out the rows whose rendered prompt, or whole, is too long.
+class Bounds:
+    """Measures rows as far as some bounds ask, see `row_store.Measure`.
 
-    Bare texts always stay: they carry the bound on whole rows, and are cut when they are read. The
-    tokens that are made here are not kept: to render a prompt again takes a tenth of a millisecond.
+    Every prompt is rendered. Tokens are made only of a text that may have more than a bound allows:
+    that a short one fits is told from its bytes. Those tokens are not kept.
+    """
 
-    Args:
-        rows: Rows of one split of a source.
-        renderer: Renderer that makes tokens.
-        max_prompt_tokens: Longest prompt; None for any.
-        max_row_tokens: Longest prompt with its longest completion; None for any.
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        max_prompt_tokens: int | None,
+        max_row_tokens: int | None,
+        measured_from: int | None = None,
+    ) -> None:
+        """Takes the bounds; None is no bound.
+
+        Args:
+            renderer: Renderer that makes tokens.
+            max_prompt_tokens: Longest prompt.
+            max_row_tokens: Longest prompt with its longest completion. Bare texts carry it
+                themselves, and are never too long.
+            measured_from: Prompts of more tokens are looked for later, and not too long.
+        """
+        self._renderer = renderer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_row_tokens = max_row_tokens
+        bounds = (max_prompt_tokens, max_row_tokens, measured_from)
+        self._least = min((bound for bound in bounds if bound is not None), default=None)
+
+    def __call__(self, rows: Sequence[PromptRow]) -> list[_Found]:
+        """The lengths of some rows; raises DataInvalidError if one cannot be rendered."""
+        if self._least is None:
+            return [(UNMEASURED, UNMEASURED, True)] * len(rows)
+        prompts = [row for row in rows if row.text is None]
+        texts = self._renderer.prompt_texts(prompts)
+        lengths = self._renderer.lengths_over(texts, self._least)
+        if self._max_row_tokens is None:
+            found = iter([self._judged(length, length) for length in lengths])
+        else:
+            found = iter(self._with_completions(prompts, texts, lengths, self._max_row_tokens))
+        return [
+            (UNMEASURED, UNMEASURED, True) if row.text is not None else next(found) for row in rows
+        ]
+
+    def _judged(self, prompt_tokens: int, row_tokens: int) -> _Found:
+        is_short = (
+            self._max_prompt_tokens is None or prompt_tokens <= self._max_prompt_tokens
+        ) and (self._max_row_tokens is None or row_tokens <= self._max_row_tokens)
+        return prompt_tokens, row_tokens, is_short
+
+    def _with_completions(
+        self, rows: Sequence[PromptRow], texts: Sequence[str], lengths: list[int], limit: int
+    ) -> list[_Found]:
+        renderer = self._renderer
+        wholes: list[int] = []
+        doubtful = []
+        for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            bounds = [renderer.completion_bound(row, one) for one in _completions(row)]
+            most = abs(length) + max(bounds, default=0)
+            if most > limit:
+                doubtful.append(at)
+            wholes.append(UNMEASURED if most > limit else -int(most))
+        inexact = [at for at in doubtful if lengths[at] < 0]
+        measured = renderer.batch_lengths([texts[at] for at in inexact])
+        for at, length in zip(inexact, measured, strict=True):
+            lengths[at] = length
+        given = [(at, one) for at in doubtful for one in _completions(rows[at])]
+        longest = dict.fromkeys(doubtful, 0)
+        made = renderer.completion_lengths([(rows[at], one) for at, one in given])
+        for (at, _), length in zip(given, made, strict=True):
+            longest[at] = max(longest[at], length)
+        for at in doubtful:
+            wholes[at] = lengths[at] + longest[at]
+        return [self._judged(*both) for both in zip(lengths, wholes, strict=True)]
+
+
+def long_prompts(rows: Rows, renderer: Renderer, max_tokens: int) -> list[tuple[int, int]]:
+    """Lengths and places in `rows` of the prompts with more than max_tokens tokens, longest first.
+
+    Only those are rendered of which the store does not know that they are short enough. Bare texts
+    have no prompt.
 
     Raises:
         DataInvalidError: A row cannot be rendered.
     """
-    if max_prompt_tokens is None and max_row_tokens is None:
-        return Filtered(rows=rows, num_left_out=0, shortest=0, longest=0)
-    kept: list[PromptRow] = []
-    measured: list[int] = []
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        some = rows[first : first + _ROWS_AT_ONCE]
-        prompts = [row for row in some if row.text is None]
-        lengths = iter(renderer.batch_lengths([renderer.prompt_text(row) for row in prompts]))
-        for row in some:
-            if row.text is not None:
-                kept.append(dataclasses.replace(row, max_text_tokens=max_row_tokens))
-                continue
-            num_prompt_tokens = next(lengths)
-            num_tokens = num_prompt_tokens
-            if max_row_tokens is not None:
-                num_tokens += _longest_completion(row, renderer)
-            measured.append(num_tokens)
-            if (max_prompt_tokens is None or num_prompt_tokens <= max_prompt_tokens) and (
-                max_row_tokens is None or num_tokens <= max_row_tokens
-            ):
-                kept.append(row)
-    return Filtered(
-        rows=kept,
-        num_left_out=len(rows) - len(kept),
-        shortest=min(measured, default=0),
-        longest=max(measured, default=0),
-    )
+    known = rows.tokens("prompt")
+    long = (numpy.abs(known) > max_tokens) & ~rows.has("text")
+    exact = numpy.flatnonzero(long & (known > 0))
+    found = list(zip(known[exact].tolist(), exact.tolist(), strict=True))
+    doubtful = numpy.flatnonzero(long & (known < 0)).tolist()
+    for first in range(0, len(doubtful), ROWS_AT_ONCE):
+        places = doubtful[first : first + ROWS_AT_ONCE]
+        texts = renderer.prompt_texts([rows[at] for at in places])
+        lengths = renderer.lengths_over(texts, max_tokens)
+        found += [(length, at) for length, at in zip(lengths, places, strict=True) if length > 0]
+    found = [one for one in found if one[0] > max_tokens]
+    return sorted(found, key=lambda one: (-one[0], one[1]))
 
 
-def long_prompts(
-    rows: Sequence[PromptRow], renderer: Renderer, max_tokens: int
-) -> list[tuple[int, str]]:
-    """Lengths and places of the rendered prompts with more than max_tokens tokens, longest first.
-
-    A text that has no more bytes than that is not tokenised, since a token stands for at least one
-    byte. Bare texts have no prompt.
-
-    Raises:
-        DataInvalidError: A row cannot be rendered.
-    """
-    texts = [(row.where, renderer.prompt_text(row)) for row in rows if row.text is None]
-    doubtful = [(where, text) for where, text in texts if len(text.encode()) > max_tokens]
-    found: list[tuple[int, str]] = []
-    for first in range(0, len(doubtful), _ROWS_AT_ONCE):
-        some = doubtful[first : first + _ROWS_AT_ONCE]
-        lengths = renderer.batch_lengths([text for _, text in some])
-        measured = zip(lengths, (where for where, _ in some), strict=True)
-        found += [(length, where) for length, where in measured if length > max_tokens]
-    return sorted(found, key=lambda one: -one[0])
-
-
-def _longest_completion(row: PromptRow, renderer: Renderer) -> int:
+def _completions(row: PromptRow) -> list[Completion]:
     given = (row.completion, row.chosen, row.rejected)
-    lengths = [
-        len(renderer.completion(row, completion).tokens)
-        for completion in given
-        if completion is not None
-    ]
-    return max(lengths, default=0)
+    return [completion for completion in given if completion is not None]

@@ -21,30 +21,39 @@ def records(path: Path, field: str) -> Iterator[tuple[Any, str]]:
     Raises:
         DataInvalidError: The file cannot be read, or a line is not JSON.
     """
+    at = 0
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            # Lines end at this byte alone, not at separators that JSON strings may contain.
+            for number, line in enumerate(file, start=1):
+                text = _text(line, at, f"{field} {path}")
+                at += len(line)
+                if text.strip():
+                    where = f"{field} {path}, line {number}"
+                    yield _value(text, where), where
     except OSError as error:
         raise DataInvalidError(
             f"{field} {path} cannot be read ({error.strerror}): check it"
         ) from error
+
+
+def _text(line: bytes, at: int, where: str) -> str:
+    """A line as text, which begins at byte `at` of its file."""
     try:
-        # Excel and PowerShell write the mark. Not splitlines, which also cuts at separators that
-        # JSON strings may contain.
-        lines = content.decode("utf-8-sig").split("\n")
+        # Excel and PowerShell write the mark.
+        return line.decode("utf-8" if at else "utf-8-sig")
     except UnicodeDecodeError as error:
-        is_utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        found = "UTF-16" if is_utf_16 else f"not UTF-8 ({error.reason} at byte {error.start})"
-        raise DataInvalidError(f"{field} {path} is {found}: save it as UTF-8") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{field} {path}, line {number}"
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataInvalidError(
-                f"{where}: not JSON ({error.msg} at column {error.colno})"
-            ) from error
-        except RecursionError as error:
-            raise DataInvalidError(f"{where}: nests too deep to be read: nest less") from error
-        yield value, where
+        is_utf_16 = not at and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        found = "UTF-16" if is_utf_16 else f"not UTF-8 ({error.reason} at byte {at + error.start})"
+        raise DataInvalidError(f"{where} is {found}: save it as UTF-8") from error
+
+
+def _value(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataInvalidError(
+            f"{where}: not JSON ({error.msg} at column {error.colno})"
+        ) from error
+    except RecursionError as error:
+        raise DataInvalidError(f"{where}: nests too deep to be read: nest less") from error

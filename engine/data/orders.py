@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Protocol
@@ -28,8 +29,9 @@ class Order(Protocol):
 def shuffled(num_rows: int, seed: str) -> EpochOrder:
     """Shuffles each epoch by itself; equal seeds give equal orders."""
 
-    def order(epoch: int) -> list[int]:
-        rows = list(range(num_rows))
+    def order(epoch: int) -> Sequence[int]:
+        # Four bytes a row, where a list takes forty.
+        rows = array("i", range(num_rows))
         random.Random(f"{seed}/{epoch}").shuffle(rows)
         return rows
 

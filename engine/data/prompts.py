@@ -12,13 +12,21 @@ from types import MappingProxyType
 from typing import Literal
 
 from rolemesh.engine.data.curriculum import epoch_order
-from rolemesh.engine.data.filtering import long_prompts, without_long_rows
+from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
+from rolemesh.engine.data.row_store import Rows
 from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError
+from rolemesh.engine.data.rows import EmptyDataError as EmptyDataError
 from rolemesh.engine.data.rows import PromptRow as PromptRow
+from rolemesh.engine.data.sections import (
+    Progress,
+    bounds_of,
+    check_not_empty,
+    load_section,
+)
 from rolemesh.engine.data.sources import Source, load_sources
-from rolemesh.engine.specs import DataSpec, MixtureSpec
+from rolemesh.engine.specs import DataSpec
 
 Split = Literal["train", "held_out", "pretraining"]
 
@@ -42,10 +50,6 @@ class Prompt:
     JSON here, and as they are in the metadata: `json.loads(row.metadata)["answer"]`."""
     metadata: str
     """A JSON object of the row's other columns, as text: `json.loads(row.metadata)["level"]`."""
-
-
-class EmptyDataError(ValueError):
-    """The requested split has no rows."""
 
 
 class PromptSet:
@@ -81,10 +85,10 @@ class PromptSet:
             num_filtered: Rows of each split that were left out because of their length.
             num_repeated: Training rows left out because a source of the mixture holds them out.
         """
-        self._rows: dict[Split, Sequence[PromptRow]] = {
-            "train": train,
-            "held_out": held_out,
-            "pretraining": pretraining,
+        self._rows: dict[Split, Rows] = {
+            "train": Rows.of(train),
+            "held_out": Rows.of(held_out),
+            "pretraining": Rows.of(pretraining),
         }
         self._orders: dict[Split, Order] = {
             "train": Epochs(len(train), shuffled(len(train), str(seed))),
@@ -104,7 +108,7 @@ class PromptSet:
         """Rows in the split."""
         return len(self._rows[split])
 
-    def every(self, split: Split) -> Sequence[PromptRow]:
+    def every(self, split: Split) -> Rows:
         """The rows of the split, each once, in no order of training."""
         return self._rows[split]
 
@@ -189,8 +193,10 @@ def load_prompts(
     seed: int,
     pretraining: DataSpec | None = None,
     max_model_len: int | None = None,
+    measured_from: int | None = None,
+    progress: Progress | None = None,
 ) -> PromptSet:
-    """Loads all rows of a role at once, so that faults show at the start.
+    """Reads all rows of a role at once, so that faults show at the start.
 
     Args:
         data: Training and held-out rows.
@@ -198,112 +204,81 @@ def load_prompts(
         seed: Seed of the run, which decides the order of epochs.
         pretraining: Rows of bare text, which keep the knowledge from pretraining.
         max_model_len: Longest sequence of the sampler, in tokens; None: prompts are not sampled.
+        measured_from: Prompts of more tokens than this will be counted; None: none will be.
+        progress: Called with the number of rows that were read, from time to time.
 
     Raises:
         EmptyDataError: A source has no training row, or all of them are too long.
         DataInvalidError: A file cannot be read, or a row is invalid.
         PromptTooLongError: A prompt leaves the sampler no room for one token.
     """
-    renderer = Renderer(tokenizer)
-    sources, filtered = _filtered(data, "data", renderer)
     if max_model_len is not None:
+        measured_from = max_model_len - 1
+    section = load_section(
+        data,
+        "data",
+        tokenizer,
+        measured_from=measured_from,
+        progress=progress,
+    )
+    sources = section.sources
+    if max_model_len is not None:
+        renderer = Renderer(tokenizer)
         for source in sources:
             _check_room(source, data, renderer, max_model_len)
-    extra: list[Source] = []
+    num_filtered: dict[Split, int] = {
+        "train": section.left_out["train"],
+        "held_out": section.left_out["held_out"],
+    }
+    extra: Sequence[Source] = ()
     orders: dict[Split, Order] = {"train": _order(sources, seed, str(seed))}
-    held_out = [row for source in sources for row in source.held_out]
+    held_out = Rows.joined([source.held_out for source in sources])
     if pretraining is not None:
-        extra, left_out = _filtered(pretraining, "pretraining_data", renderer)
-        filtered["pretraining"] = left_out["train"]
+        read = load_section(
+            pretraining, "pretraining_data", tokenizer, with_identities=len(held_out) > 0
+        )
+        extra = read.sources
+        num_filtered["pretraining"] = read.left_out["train"]
         orders["pretraining"] = _order(extra, seed, f"{seed}/pretraining")
         _check_pretraining(extra, held_out)
     return PromptSet(
-        [row for source in sources for row in source.train],
+        Rows.joined([source.train for source in sources]),
         held_out,
         tokenizer=tokenizer,
         seed=seed,
-        pretraining=[row for source in extra for row in source.train],
+        pretraining=Rows.joined([source.train for source in extra]) if extra else (),
         orders=orders,
-        num_filtered=filtered,
+        num_filtered=num_filtered,
         num_repeated=sum(source.num_repeated for source in sources),
     )
+
+
+def _check_room(source: Source, data: DataSpec, renderer: Renderer, max_model_len: int) -> None:
+    """Raises PromptTooLongError if the sampler would have to refuse a prompt later."""
+    bounds = [bound for bound in bounds_of(source.spec, data).values() if bound is not None]
+    if bounds and min(bounds) < max_model_len:
+        return
+    rows = Rows.joined([source.train, source.held_out])
+    found = long_prompts(rows, renderer, max_model_len - 1)
+    if found:
+        longest, at = found[0]
+        raise PromptTooLongError(
+            f"{len(found)} of {len(rows)} prompts have {max_model_len} tokens or more (the "
+            f"longest {longest}: {rows[at].where}), but rollout.max_model_len is "
+            f"{max_model_len} and a completion needs room: raise rollout.max_model_len, or set "
+            f"{source.field}.max_prompt_tokens, which leaves longer prompts out and counts them"
+        )
 
 
 def load_rows(data: DataSpec) -> tuple[list[PromptRow], list[PromptRow]]:
     """Training and held-out rows of every source, of any length; raises as load_prompts does."""
     sources = load_sources(data, "data")
     for source in sources:
-        _check_not_empty(source)
+        check_not_empty(source)
     return (
         [row for source in sources for row in source.train],
         [row for source in sources for row in source.held_out],
     )
-
-
-def _check_not_empty(source: Source) -> None:
-    if source.train:
-        return
-    path = getattr(source.spec, "path", None)
-    if path is None:
-        raise EmptyDataError(f"{source.field} makes no training prompt: raise train_size")
-    raise EmptyDataError(
-        f"{source.field}.path is {str(path)!r}, which holds no training prompt: give data with at "
-        "least one row"
-    )
-
-
-def _filtered(
-    data: DataSpec, field: str, renderer: Renderer
-) -> tuple[list[Source], dict[Split, int]]:
-    """Returns the sources without rows that are too long, and the numbers of those."""
-    num_filtered: dict[Split, int] = {"train": 0, "held_out": 0}
-    kept = []
-    for source in load_sources(data, field):
-        _check_not_empty(source)
-        bounds = _bounds(source, data)
-        train = without_long_rows(source.train, renderer, **bounds)
-        held_out = without_long_rows(source.held_out, renderer, **bounds)
-        if not train.rows:
-            limits = ", ".join(
-                f"{name} {value}" for name, value in bounds.items() if value is not None
-            )
-            raise EmptyDataError(
-                f"{source.field}: every one of {train.num_left_out} training rows is too long for "
-                f"{limits}: they have {train.shortest} to {train.longest} tokens; raise the bound"
-            )
-        num_filtered["train"] += train.num_left_out
-        num_filtered["held_out"] += held_out.num_left_out
-        kept.append(dataclasses.replace(source, train=train.rows, held_out=held_out.rows))
-    return kept, num_filtered
-
-
-def _check_room(source: Source, data: DataSpec, renderer: Renderer, max_model_len: int) -> None:
-    """Raises PromptTooLongError if the sampler would have to refuse a prompt later."""
-    bound = _least(list(_bounds(source, data).values()))
-    if bound is not None and bound < max_model_len:
-        return
-    rows = [*source.train, *source.held_out]
-    found = long_prompts(rows, renderer, max_model_len - 1)
-    if found:
-        longest, where = found[0]
-        raise PromptTooLongError(
-            f"{len(found)} of {len(rows)} prompts have {max_model_len} tokens or more (the "
-            f"longest {longest}: {where}), but rollout.max_model_len is "
-            f"{max_model_len} and a completion needs room: raise rollout.max_model_len, or set "
-            f"{source.field}.max_prompt_tokens, which leaves longer prompts out and counts them"
-        )
-
-
-def _bounds(source: Source, data: DataSpec) -> dict[str, int | None]:
-    specs = [source.spec, data] if isinstance(data, MixtureSpec) else [source.spec]
-    return {
-        "max_prompt_tokens": _least([spec.max_prompt_tokens for spec in specs]),
-        "max_row_tokens": _least([spec.max_row_tokens for spec in specs]),
-    }
-
-
-def _least(bounds: Sequence[int | None]) -> int | None:
-    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _order(sources: Sequence[Source], seed: int, shuffle_seed: str) -> Order:
@@ -312,7 +287,12 @@ def _order(sources: Sequence[Source], seed: int, shuffle_seed: str) -> Order:
     for number, source in enumerate(sources):
         own = shuffle_seed if len(sources) == 1 else f"{shuffle_seed}/source {number}"
         order = epoch_order(
-            source.spec.curriculum, source.train, seed=seed, shuffle_seed=own, field=source.field
+            source.spec.curriculum,
+            source.train,
+            source.sorting_values,
+            seed=seed,
+            shuffle_seed=own,
+            field=source.field,
         )
         # A faulty curriculum then fails at the start.
         order(0)
@@ -327,16 +307,19 @@ def _order(sources: Sequence[Source], seed: int, shuffle_seed: str) -> Order:
     )
 
 
-def _check_pretraining(sources: Sequence[Source], held_out: Sequence[PromptRow]) -> None:
-    kept_apart = {row.identity for row in held_out}
+def _check_pretraining(sources: Sequence[Source], held_out: Rows) -> None:
     for source in sources:
         if source.held_out:
             raise DataInvalidError(
                 f"{source.field} holds out {len(source.held_out)} rows, which nothing evaluates: "
                 "take held_out_size (or the held-out file or split) out"
             )
-        for row in source.train:
-            if row.identity in kept_apart:
+        if not held_out:
+            continue
+        kept_apart = set(held_out.identities())
+        for at, identity in enumerate(source.train.identities()):
+            if identity in kept_apart:
                 raise DataInvalidError(
-                    f"{row.where}: is a held-out prompt of data: take it out of one of both"
+                    f"{source.train[at].where}: is a held-out prompt of data: take it out of one "
+                    "of both"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 import jinja2
 
 from rolemesh.engine.data.rows import Completion, DataInvalidError, Message, PromptRow
+from rolemesh.engine.data.token_bounds import most_tokens
 
 _PROBE: Sequence[Message] = ({"role": "user", "content": "a"},)
 _PROBE_ANSWER = "the answer 9b7e"
@@ -48,6 +50,9 @@ class Renderer:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         """Takes the tokenizer of the policy, with its chat template."""
         self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        """The same for many texts at once, where it has threads of its own."""
+        self._most_tokens = most_tokens(tokenizer)
         self._closing: list[int] | None = None
         """Tokens with which the template ends an answer; none if it has no special token there."""
 
@@ -60,6 +65,21 @@ class Renderer:
             )
         return self._rendered(row.messages, row, answered=False) + row.assistant_prefix
 
+    def prompt_texts(self, rows: Sequence[PromptRow]) -> list[str]:
+        """The same for each of several rows, in two thirds of the time."""
+        if self._backend is None or any(row.text is not None for row in rows) or not rows:
+            return [self.prompt_text(row) for row in rows]
+        try:
+            texts = self._tokenizer.apply_chat_template(
+                [[dict(turn) for turn in row.messages] for row in rows],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except jinja2.TemplateError:
+            # One at a time, to name the row.
+            return [self.prompt_text(row) for row in rows]
+        return [text + row.assistant_prefix for text, row in zip(texts, rows, strict=True)]
+
     def tokens(self, text: str) -> list[int]:
         """Token ids of a text, without added special tokens."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -67,10 +87,30 @@ class Renderer:
 
     def batch_lengths(self, texts: Sequence[str]) -> list[int]:
         """Number of tokens of each text, without added special tokens."""
+        if self._backend is None:
+            return [len(self.tokens(text)) for text in texts]
         if not texts:
             return []
-        encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return [len(ids) for ids in encoded]
+        # The first one sets up truncation, padding and special tokens as for every text.
+        first = len(self.tokens(texts[0]))
+        others = self._backend.encode_batch_fast(list(texts[1:]), add_special_tokens=False)
+        return [first, *map(len, others)]
+
+    def lengths_over(self, texts: Sequence[str], limit: int) -> list[int]:
+        """Number of tokens of each text; of one that cannot have more than `limit`, minus a bound.
+
+        A bound takes a hundredth of the time, where the tokenizer has one.
+
+        Example: of "abc" with the limit 5 it is -3, and with the limit 2 its number of tokens.
+        """
+        bounds = [self.most_tokens(text) for text in texts]
+        long = [text for text, most in zip(texts, bounds, strict=True) if most > limit]
+        measured = iter(self.batch_lengths(long))
+        return [next(measured) if most > limit else -int(most) for most in bounds]
+
+    def most_tokens(self, text: str) -> float:
+        """The most tokens that a text can have, without added special tokens."""
+        return math.inf if self._most_tokens is None else self._most_tokens(text)
 
     def completion(self, row: PromptRow, completion: Completion) -> CompletionTokens:
         """Tokens of a given completion behind the prompt of the row.
@@ -120,6 +160,23 @@ class Renderer:
             mask += [True] * num_spoken + [False] * (len(between) - num_spoken)
             text = longer
         return CompletionTokens(tokens=tokens, loss_mask=mask)
+
+    def completion_bound(self, row: PromptRow, completion: Completion) -> float:
+        """The most tokens that a given completion can have; raises as `completion` does."""
+        if isinstance(completion, str):
+            return self.most_tokens(completion) + len(self._turn_end(row))
+        return len(self.completion(row, completion).tokens)
+
+    def completion_lengths(self, given: Sequence[tuple[PromptRow, Completion]]) -> list[int]:
+        """Number of tokens of each of several completions, as `completion` makes them."""
+        texts = [completion for _, completion in given if isinstance(completion, str)]
+        lengths = iter(self.batch_lengths(texts))
+        return [
+            next(lengths) + len(self._turn_end(row))
+            if isinstance(completion, str)
+            else len(self.completion(row, completion).tokens)
+            for row, completion in given
+        ]
 
     def continuation(self, messages: Sequence[Message], *, end_token: int | None) -> list[int]:
         r"""Tokens between a sampled answer and the next one, in which others say `messages`.

@@ -15,6 +15,10 @@ from rolemesh.engine.specs import StoredRowsSpec
 MAX_METADATA_BYTES = 64 * 1024
 """Most bytes of a row's metadata, which is sent with each of its trajectories."""
 
+# json.dumps would make one anew for each row.
+_IDENTITY = json.JSONEncoder(sort_keys=True)
+_METADATA = json.JSONEncoder(default=str)
+
 MAX_ANSWER_DEPTH = 60
 """Most levels of an answer that is no text. Services take JSON of 64, and the metadata is one."""
 
@@ -26,6 +30,10 @@ Completion = str | Sequence[Message]
 
 class PromptTooLongError(ValueError):
     """A prompt leaves no room for a completion."""
+
+
+class EmptyDataError(ValueError):
+    """The requested split has no rows."""
 
 
 class DataInvalidError(ValueError):
@@ -64,7 +72,7 @@ class PromptRow:
         """Text that is equal for rows with equal prompts."""
         if self.text is not None:
             return self.text
-        return json.dumps([list(self.messages), self.assistant_prefix], sort_keys=True)
+        return _IDENTITY.encode([list(self.messages), self.assistant_prefix])
 
 
 class RowReader:
@@ -80,6 +88,11 @@ class RowReader:
             meaning: name or (None if meaning in claimed else meaning)
             for meaning, name in named.items()
         }
+        self._taken = set(self._columns.values())
+        required = [(f"columns.{meaning}", column) for meaning, column in named.items()]
+        required += [("metadata", column) for column in spec.metadata or ()]
+        self._required = [(name, column) for name, column in required if column is not None]
+        """Columns that the recipe names, each with its field."""
 
     def wanted(self, columns: Sequence[str]) -> list[str]:
         """Those columns of a table that are read."""
@@ -102,8 +115,7 @@ class RowReader:
         if not isinstance(record, Mapping):
             raise DataInvalidError(f"{where}: needs an object with the key 'prompt'")
         self._check_named(record, where)
-        taken = set(self._columns.values())
-        others = [name for name in record if name not in taken]
+        others = [name for name in record if name not in self._taken]
         answer, value = self._answer(self._value(record, "answer"), where)
         metadata = self._metadata(record, others, value, where)
         text = self._value(record, "text")
@@ -132,13 +144,14 @@ class RowReader:
             raise DataInvalidError(
                 f"{where}: {self._name(lacking)!r} is missing: a preference needs both completions"
             )
-        given: dict[str, Completion | None] = {
-            meaning: None if value is None else self._completion(value, meaning, messages, where)
+        given: dict[str, Completion] = {
+            meaning: self._completion(value, meaning, messages, where)
             for meaning, value in (
                 ("completion", completion),
                 ("chosen", chosen),
                 ("rejected", rejected),
             )
+            if value is not None
         }
         return PromptRow(
             messages=self._with_system(messages),
@@ -147,17 +160,15 @@ class RowReader:
             metadata=metadata,
             is_wanted=self._label(self._value(record, "label"), where),
             where=where,
-            completion=given["completion"],
-            chosen=given["chosen"],
-            rejected=given["rejected"],
+            completion=given.get("completion"),
+            chosen=given.get("chosen"),
+            rejected=given.get("rejected"),
         )
 
     def _check_named(self, record: Mapping[str, Any], where: str) -> None:
         """Checks that the columns that the recipe names are there; a value may be null."""
-        columns = [(f"columns.{meaning}", column) for meaning, column in self._spec.columns]
-        columns += [("metadata", column) for column in self._spec.metadata or ()]
-        for field, column in columns:
-            if column is None or column in record:
+        for field, column in self._required:
+            if column in record:
                 continue
             # Metadata has whole columns only.
             found = f"it has {nested.listed(record)}"
@@ -325,13 +336,16 @@ class RowReader:
                     f"where another column is called so: leave that out of {self._field}.metadata"
                 )
             chosen[ANSWER] = answer
+        if not chosen:
+            return "{}"
         try:
-            encoded = json.dumps(_json_value(chosen), default=str)
+            encoded = _METADATA.encode(_json_value(chosen))
         except TypeError as error:
             raise DataInvalidError(
                 f"{where}: {error}: list the columns that are metadata in {self._field}.metadata"
             ) from error
-        size = len(encoded.encode())
+        # It is ASCII.
+        size = len(encoded)
         if size > MAX_METADATA_BYTES:
             largest = max(chosen, key=lambda name: len(json.dumps(chosen[name], default=str)))
             raise DataInvalidError(

@@ -6,7 +6,7 @@ Only pyarrow reads them: a folder holds tables and JSON, and no code of a data s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import pyarrow.parquet
 
 from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.engine.specs import HfDatasetSpec, folder_of_split
+
+_ROWS_AT_ONCE = 4096
 
 Columns = Callable[[Sequence[str]], list[str]]
 """Returns those columns of a table that are read."""
@@ -117,24 +119,26 @@ def _parquet_file(file: Path, field: str, columns: Columns) -> Iterator[tuple[An
     try:
         # No memory map: a file on a network disk that becomes shorter would crash the process.
         with pyarrow.parquet.ParquetFile(file, memory_map=False) as parquet:
-            table = parquet.read(columns=columns(parquet.schema_arrow.names))
+            chosen = columns(parquet.schema_arrow.names)
+            batches = parquet.iter_batches(batch_size=_ROWS_AT_ONCE, columns=chosen)
+            yield from _records(batches, f"{field} {file}")
     except (OSError, pyarrow.ArrowException) as error:
         raise DataInvalidError(f"{field} {file} cannot be read as Parquet ({error})") from error
-    yield from _records(table, f"{field} {file}")
 
 
 def _arrow_file(file: Path, where: str, columns: Columns) -> Iterator[tuple[Any, str]]:
     try:
         with pyarrow.OSFile(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
-            table = stream.read_all()
+            chosen = columns(stream.schema.names)
+            batches = (batch.select(chosen) for batch in stream)
+            yield from _records(batches, f"{where}, {file.name}")
     except (OSError, pyarrow.ArrowException) as error:
         raise DataInvalidError(f"{where}: {file.name} cannot be read as Arrow ({error})") from error
-    yield from _records(table.select(columns(table.column_names)), f"{where}, {file.name}")
 
 
-def _records(table: pyarrow.Table, where: str) -> Iterator[tuple[Any, str]]:
+def _records(batches: Iterable[pyarrow.RecordBatch], where: str) -> Iterator[tuple[Any, str]]:
     index = 0
-    for batch in table.to_batches():
+    for batch in batches:
         for record in batch.to_pylist():
             yield record, f"{where}, row {index} (counted from 0)"
             index += 1

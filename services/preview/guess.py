@@ -5,24 +5,36 @@ QUESTION is a `Question` in JSON. Prints one JSON object: a `Guess`, or {"error"
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
+import tempfile
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 from pydantic import TypeAdapter
 
 from rolemesh.engine.data import jsonl, nested
 from rolemesh.engine.data.filtering import long_prompts
-from rolemesh.engine.data.prompts import load_rows
 from rolemesh.engine.data.rendering import Renderer
-from rolemesh.engine.data.rows import DataInvalidError
-from rolemesh.engine.data.sources import draw_held_out
+from rolemesh.engine.data.row_store import UNMEASURED, Rows, RowStore
+from rolemesh.engine.data.rows import DataInvalidError, PromptRow
+from rolemesh.engine.data.sections import LARGE_BYTES, check_not_empty
+from rolemesh.engine.data.sources import Intake, draw_held_out, files_of, load_sources
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
-from rolemesh.engine.specs import HELD_OUT_SPLITS, DataSpec, HfDatasetSpec, Spec, StoredRowsSpec
+from rolemesh.engine.specs import (
+    HELD_OUT_SPLITS,
+    DataSpec,
+    HfDatasetSpec,
+    MixtureSpec,
+    ReasoningGymSpec,
+    Spec,
+)
 
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input")
 CONVERSATION_NAMES = ("messages", "conversation", "conversations")
@@ -36,6 +48,10 @@ _VERL_ANSWER = "reward_model.ground_truth"
 """Where data for verl has the answer: what its rewards are given, whatever else a row has."""
 
 _MOST_HELD_OUT = 128
+
+_MEASURED = 5000
+"""Of more than twice as many prompts, the tokens of the largest so many are counted, and of so many
+from all over."""
 
 _LOOKED_AT = 100
 """Records of which the columns are looked at. All are read later, and checked."""
@@ -82,9 +98,11 @@ class Guess:
     """Prompts to hold out of them, so that some are left to compare with; 0 where a split is held
     out."""
     train_lengths: Sequence[int]
-    """Tokens of every rendered prompt that is left to train on, the longest first."""
+    """Tokens of rendered prompts that are left to train on, the longest first."""
     held_out_lengths: Sequence[int]
-    """Tokens of every rendered prompt that is held out, the longest first."""
+    """Tokens of rendered prompts that are held out, the longest first."""
+    num_unmeasured: int
+    """Prompts in neither list, where there are many; those with most characters are in them."""
 
 
 def guess(question: Question) -> Guess:
@@ -109,27 +127,54 @@ def guess(question: Question) -> Guess:
     told = {meaning: column for meaning, column in named.items() if meaning != column}
     data = {**source, **({"columns": told} if told else {})}
     spec = _DATA.validate_python(data)
-    assert isinstance(spec, StoredRowsSpec)
-    rows, held_out = load_rows(spec)
-    num_distinct = len({row.identity for row in rows})
-    is_given = spec.held_out_field() is not None
-    held_out_size = 0 if is_given else min(_MOST_HELD_OUT, num_distinct // 10)
-    train = rows
-    if held_out_size:
-        drawn = spec.model_copy(update={"held_out_size": held_out_size})
-        train, held_out = draw_held_out(rows, drawn, "data")
-    renderer = Renderer(load_light_tokenizer(question.model))
-    return Guess(
-        data=data,
-        prompt=prompt,
-        answer=answer,
-        others=[name for name in columns if name not in (prompt, answer)],
-        num_rows=len(rows),
-        num_distinct=num_distinct,
-        held_out_size=held_out_size,
-        train_lengths=[length for length, _ in long_prompts(train, renderer, 0)],
-        held_out_lengths=[length for length, _ in long_prompts(held_out, renderer, 0)],
-    )
+    assert not isinstance(spec, ReasoningGymSpec | MixtureSpec)
+    is_large = sum(file.stat().st_size for file in files_of(spec)) >= LARGE_BYTES
+    with tempfile.TemporaryFile() if is_large else contextlib.nullcontext() as file:
+        rows, held_out, sizes = _all_rows(spec, RowStore(file))
+        num_distinct = len(set(rows.identities()))
+        is_given = spec.held_out_field() is not None
+        held_out_size = 0 if is_given else min(_MOST_HELD_OUT, num_distinct // 10)
+        train = rows
+        if held_out_size:
+            drawn = spec.model_copy(update={"held_out_size": held_out_size})
+            train, held_out = draw_held_out(rows, drawn, "data")
+        renderer = Renderer(load_light_tokenizer(question.model))
+        some, some_held_out = _measured(train, sizes), _measured(held_out, sizes)
+        return Guess(
+            data=data,
+            prompt=prompt,
+            answer=answer,
+            others=[name for name in columns if name not in (prompt, answer)],
+            num_rows=len(rows),
+            num_distinct=num_distinct,
+            num_unmeasured=len(train) - len(some) + len(held_out) - len(some_held_out),
+            held_out_size=held_out_size,
+            train_lengths=[length for length, _ in long_prompts(some, renderer, 0)],
+            held_out_lengths=[length for length, _ in long_prompts(some_held_out, renderer, 0)],
+        )
+
+
+def _all_rows(spec: DataSpec, store: RowStore) -> tuple[Rows, Rows, array[int]]:
+    """Training and held-out rows, and for each row of the store the characters of its prompt."""
+    sizes = array("q")
+
+    def note_sizes(rows: Sequence[PromptRow]) -> list[tuple[int, int, bool]]:
+        sizes.extend(sum(len(turn["content"]) for turn in row.messages) for row in rows)
+        return [(UNMEASURED, UNMEASURED, True)] * len(rows)
+
+    intake = Intake(store=store, measure=note_sizes)
+    (source,) = load_sources(spec, "data", lambda _: intake)
+    check_not_empty(source)
+    return source.train, source.held_out, sizes
+
+
+def _measured(rows: Rows, sizes: array[int]) -> Rows:
+    """The rows of which the tokens are counted: all, or of many the largest and some others."""
+    if len(rows) <= 2 * _MEASURED:
+        return rows
+    largest = numpy.argsort(numpy.array(sizes)[rows.numbers], kind="stable")[-_MEASURED:]
+    others = numpy.linspace(0, len(rows) - 1, _MEASURED, dtype=numpy.int64)
+    return rows.where(numpy.union1d(largest, others))
 
 
 def _source(path: Path) -> dict[str, Any]:

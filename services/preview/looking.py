@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 from pydantic import Field
 
 from rolemesh.engine.data.filtering import long_prompts
-from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, load_prompts
+from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.row_store import Rows
+from rolemesh.engine.data.sections import Progress
 from rolemesh.engine.data.tokenizers import import_light_transformers, load_light_tokenizer
 from rolemesh.engine.environments.base import opening_of, raised
 from rolemesh.engine.environments.factory import environment_maker
@@ -105,8 +108,12 @@ def families_of(models: Sequence[LookedAtModel]) -> tuple[dict[str, str], list[s
 class Preview:
     """A look at one recipe. Raises in `__init__` what the role would raise at its start."""
 
-    def __init__(self, spec: PreviewSpec) -> None:
+    def __init__(self, spec: PreviewSpec, progress: Progress | None = None) -> None:
         """Loads tokenizer and data.
+
+        Args:
+            spec: What to look at.
+            progress: Called with the number of rows that were read, from time to time.
 
         Raises:
             ValueError: One of them cannot be read.
@@ -114,7 +121,11 @@ class Preview:
         self._spec = spec
         self._tokenizer: ChatTokenizer = load_light_tokenizer(spec.model)
         self._prompts: PromptSet = load_prompts(
-            spec.data, tokenizer=self._tokenizer, seed=spec.seed
+            spec.data,
+            tokenizer=self._tokenizer,
+            seed=spec.seed,
+            measured_from=self._fits_whole,
+            progress=progress,
         )
 
     def counts(self) -> dict[str, Any]:
@@ -124,31 +135,40 @@ class Preview:
             ValueError: A row lacks a column that the algorithm needs.
         """
         self._check_given()
-        unanswered = [row.where for row in self._every() if not row.answer]
+        rows = self._every()
+        unanswered = numpy.flatnonzero(~rows.has("answer")).tolist()
         return {
             "train": self._prompts.size("train"),
             "held_out": self._prompts.size("held_out"),
             "filtered": sum(self._prompts.num_filtered.values()),
             "unanswered": len(unanswered),
-            "first_unanswered": unanswered[0] if unanswered else "",
+            "first_unanswered": rows[unanswered[0]].where if unanswered else "",
         }
 
     def _check_given(self) -> None:
-        columns = _NEEDED[self._spec.given]
-        for row in self._every():
-            if self._spec.given == "demonstration" and row.text is not None:
-                continue
-            for column in columns:
-                if getattr(row, _FIELDS.get(column, column)) is None:
-                    raise ValueError(
-                        f"{row.where}: lacks the column {column!r}, which the algorithm trains on: "
-                        f"name the right one in data.columns.{column}, or take another algorithm"
-                    )
-            if self._spec.given == "prompt" and row.text is not None:
-                self._prompts.renderer.prompt_text(row)
+        rows = self._every()
+        texts = rows.has("text")
+        for column in _NEEDED[self._spec.given]:
+            lacks = ~rows.has(_FIELDS.get(column, column))
+            if self._spec.given == "demonstration":
+                lacks &= ~texts
+            if lacks.any():
+                raise ValueError(
+                    f"{rows[int(lacks.argmax())].where}: lacks the column {column!r}, which the "
+                    f"algorithm trains on: name the right one in data.columns.{column}, or take "
+                    "another algorithm"
+                )
+        if self._spec.given == "prompt" and texts.any():
+            self._prompts.renderer.prompt_text(rows[int(texts.argmax())])
 
-    def _every(self) -> list[PromptRow]:
-        return [*self._prompts.every("train"), *self._prompts.every("held_out")]
+    def _every(self) -> Rows:
+        return Rows.joined([self._prompts.every("train"), self._prompts.every("held_out")])
+
+    @property
+    def _fits_whole(self) -> int | None:
+        """The longest prompt that leaves room for max_new_tokens; None where nothing is sampled."""
+        limit, wanted = self._spec.max_model_len, self._spec.max_new_tokens
+        return None if limit is None or wanted is None else max(0, limit - wanted)
 
     def first(self) -> tuple[Prompt | None, str]:
         """The first row of the first step: its prompt, and the given completion as text.
@@ -172,12 +192,12 @@ class Preview:
         Returns:
             Counts, and the longest such prompt; None where nothing is sampled.
         """
-        limit, wanted = self._spec.max_model_len, self._spec.max_new_tokens
-        if limit is None or wanted is None:
+        limit, fits_whole = self._spec.max_model_len, self._fits_whole
+        if limit is None or fits_whole is None:
             return None
         rows = self._every()
-        found = long_prompts(rows, self._prompts.renderer, max(0, limit - wanted))
-        longest, where = found[0] if found else (0, "")
+        found = long_prompts(rows, self._prompts.renderer, fits_whole)
+        longest, where = (found[0][0], rows[found[0][1]].where) if found else (0, "")
         return {
             "prompts": len(rows),
             "no_room": sum(length >= limit for length, _ in found),

@@ -44,7 +44,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.layout.families.UnsupportedFamilyError": "SPEC_INVALID",
         "rolemesh.engine.model_files.ModelFolderError": "SPEC_INVALID",
         "rolemesh.engine.pretrained.NoTokenizerError": "SPEC_INVALID",
-        "rolemesh.engine.data.prompts.EmptyDataError": "DATA_EMPTY",
+        "rolemesh.engine.data.rows.EmptyDataError": "DATA_EMPTY",
         "rolemesh.engine.data.rows.DataInvalidError": "DATA_INVALID",
         "rolemesh.engine.environments.arithmetic.ArithmeticInvalidError": "ARITHMETIC_INVALID",
         "rolemesh.engine.user_code.UserCodeError": "USER_CODE_INVALID",

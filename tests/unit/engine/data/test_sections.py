@@ -1,0 +1,262 @@
+"""Large data: the same rows in the same order as an eager load, and read only once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from support.eager_rows import EagerRows
+from support.tiny_models import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from rolemesh.engine.data import sections
+from rolemesh.engine.data.prompts import PromptSet, load_prompts
+from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError, RowReader
+from rolemesh.engine.data.token_bounds import most_tokens
+from rolemesh.engine.data.trajectories import read_trajectories
+from rolemesh.engine.specs import DataSpec
+
+TOKENIZER = tiny_tokenizer()
+SEED = 7
+spec_of: TypeAdapter[Any] = TypeAdapter(DataSpec)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of prompts, preferences and texts; some prompts stand in several rows."""
+    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
+
+    def prompt() -> Any:
+        text = "".join(draw.choices("0123456789 +é€", k=draw.randint(1, 60)))
+        turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": text}]
+        return draw.choice([text, turns])
+
+    def answered(text: str) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": text}]
+
+    sums = [{"prompt": prompt(), "answer": at, "level": at % 5} for at in range(300)]
+    sums += [{**record, "answer": [1, "one"]} for record in sums[:20]]
+    apart = [{"prompt": f"apart {at}", "answer": True, "level": 1} for at in range(9)]
+    pairs = [
+        {
+            "prompt": f"{at} + {at}",
+            "chosen": draw.choice([str(2 * at) * draw.randint(1, 40), answered("é" * at)]),
+            "rejected": "7" * draw.randint(1, 90),
+        }
+        for at in range(80)
+    ]
+    texts = [{"text": "bread " * draw.randint(1, 9)} for _ in range(40)]
+    for name, rows in (("sums", sums), ("apart", apart), ("pairs", pairs), ("texts", texts)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    table = [{**row, "prompt": str(row["prompt"]), "answer": str(row["answer"])} for row in sums]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(table), folder / "sums.parquet", row_group_size=50
+    )
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder in which the rows of any data are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sections, "LARGE_BYTES", 0)
+    return tmp_path / "cache/rolemesh/rows"
+
+
+def spec(folder: Path, kind: str) -> Any:
+    sums = {"type": "jsonl", "path": folder / "sums.jsonl"}
+    mixed = [
+        {"data": {**sums, "held_out_size": 15, "max_prompt_tokens": 60}, "weight": 2},
+        {"data": {**sums, "path": folder / "apart.jsonl"}},
+        {"data": {**sums, "type": "parquet", "path": folder / "sums.parquet"}, "weight": 0.5},
+    ]
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": sums,
+        "bounded": {**sums, "max_prompt_tokens": 45, "system_prompt": "Sum.", "held_out_size": 11},
+        "held out": {**sums, "held_out_path": folder / "apart.jsonl", "max_prompt_tokens": 40},
+        "sorted": {**sums, "curriculum": {"type": "sorted", "by": "level", "ascending": False}},
+        "parquet": {**sums, "type": "parquet", "path": folder / "sums.parquet", "metadata": ()},
+        "pairs": {**sums, "path": folder / "pairs.jsonl", "max_row_tokens": 90},
+        "texts": {**sums, "path": folder / "texts.jsonl", "max_row_tokens": 12},
+        "mixture": {"type": "mixture", "sources": mixed, "max_prompt_tokens": 70},
+    }
+    return spec_of.validate_python(kinds[kind])
+
+
+def load(data: Any, **others: Any) -> PromptSet:
+    return load_prompts(data, tokenizer=TOKENIZER, seed=SEED, **others)
+
+
+def comparable(rows: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """Without the name of the source's field, which stands in front of each place."""
+    return [
+        (index, dataclasses.replace(row, where=row.where.rpartition("/")[2])) for index, row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "bounded", "held out", "sorted", "parquet", "pairs", "texts", "mixture"]
+)
+def test_rows_from_memory_a_new_file_and_a_kept_one_are_those_of_an_eager_load(
+    kind, folder, cache, monkeypatch
+):
+    data = spec(folder, kind)
+    eager = EagerRows(data, TOKENIZER, SEED)
+    count = 2 * len(eager.train) + 5
+    # A bound on samples makes prompts measured that no other bound asks about.
+    ways = [load(data, max_model_len=None if kind == "texts" else 500) for _ in range(2)]
+    assert len(list(cache.glob("*.rows"))) == 1
+    monkeypatch.setattr(sections, "LARGE_BYTES", 1 << 30)
+    ways.append(load(data))
+    for prompts in ways:
+        assert comparable(prompts.rows("train", 0, count)) == comparable(eager.first(count))
+        if eager.held_out:
+            held_out = prompts.rows("held_out", 0, len(eager.held_out))
+            places = range(len(eager.train), len(eager.train) + len(eager.held_out))
+            expected = list(zip(places, eager.held_out, strict=True))
+            assert comparable(held_out) == comparable(expected)
+        assert prompts.size("held_out") == len(eager.held_out)
+        assert prompts.facts() == ways[0].facts()
+    if kind == "pairs":
+        read = [read_trajectories(way, "train", 3, 8, "preference") for way in ways]
+        assert len({str(one["tokens"].values) for one in read}) == 1
+
+
+def test_a_second_start_reads_no_row_of_the_data(folder, cache, monkeypatch):
+    data, texts = spec(folder, "sorted"), spec(folder, "texts")
+    first = load(data, pretraining=texts).slice("train", 0, 9)
+    monkeypatch.setattr(RowReader, "read", None)
+    assert load(data, pretraining=texts).slice("train", 0, 9) == first
+    assert sorted(path.suffix for path in cache.iterdir()) == [".rows", ".rows"]
+
+
+def test_other_data_another_template_or_another_section_is_read_anew(tmp_path, cache):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1"}\n')
+    data = spec_of.validate_python({"type": "jsonl", "path": path})
+    assert load(data).slice("train", 0, 1)[0].text.count("1") == 1
+    path.write_text('{"prompt": "2"}\n')
+    assert "2" in load(data).slice("train", 0, 1)[0].text
+    other = tiny_tokenizer()
+    other.chat_template = "{{ messages[0]['content'] * 9 }}"
+    with pytest.raises(PromptTooLongError, match="the longest 9"):
+        load_prompts(data, tokenizer=other, seed=0, max_model_len=9)
+    assert (
+        load(data.model_copy(update={"assistant_prefix": "="})).slice("train", 0, 1)[0].text[-1]
+        == "="
+    )
+
+
+def test_a_kept_file_tells_prompts_that_are_too_long_for_another_sampler(folder, cache):
+    data = spec(folder, "plain")
+    lengths = [
+        len(prompt.tokens) for prompt in load(data, max_model_len=500).slice("train", 0, 320)
+    ]
+    limit = sorted(lengths)[-4]
+    too_long = sum(length >= limit for length in lengths)
+    with pytest.raises(PromptTooLongError, match=f"{too_long} of 320 .* longest {max(lengths)}: "):
+        load(data, max_model_len=limit)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "foreign"])
+def test_a_damaged_file_is_not_used_and_written_anew(damage, folder, cache, caplog):
+    data = spec(folder, "bounded")
+    first = load(data).slice("train", 0, 9)
+    (kept,) = cache.iterdir()
+    content = bytearray(kept.read_bytes())
+    content[100] ^= 1
+    kept.write_bytes({"flipped": content, "cut": content[:-50]}.get(damage, b""))
+    if damage == "foreign":
+        load(spec(folder, "pairs"))
+        next(path for path in cache.iterdir() if path != kept).replace(kept)
+    assert load(data).slice("train", 0, 9) == first
+    assert f"{kept} is not used" in caplog.text
+    caplog.clear()
+    assert load(data).slice("train", 0, 9) == first
+    assert not caplog.records
+
+
+def test_rows_are_read_from_a_file_that_was_removed_and_stay_as_they_were(tmp_path, folder, cache):
+    data = spec(folder, "plain")
+    prompts, again = load(data), load(data)
+    for kept in cache.iterdir():
+        kept.unlink()
+    assert prompts.slice("train", 0, 9) == again.slice("train", 0, 9)
+
+
+def test_without_a_folder_to_write_rows_stay_in_memory(folder, cache, caplog):
+    data = spec(folder, "bounded")
+    cache.parent.mkdir(parents=True)
+    cache.write_text("a file in the way")
+    expected = EagerRows(data, TOKENIZER, SEED).first(9)
+    assert comparable(load(data).rows("train", 0, 9)) == comparable(expected)
+    assert f"rows cannot be kept in {cache}" in caplog.text
+
+
+def test_nothing_is_kept_of_data_with_a_fault(tmp_path, cache):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1"}\n{"prompt": 2}\n')
+    with pytest.raises(DataInvalidError, match="line 2: 'prompt' must be text"):
+        load(spec_of.validate_python({"type": "jsonl", "path": path}))
+    assert not list(cache.iterdir())
+
+
+# --- bounds from bytes ----------------------------------------------------------------------
+
+
+def bpe(normalizer: Any = None, pre_tokenizer: Any = None) -> Any:
+    """A small BPE tokenizer in the place where the transformers library has it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat and the hat"], trainer)
+    return type("Fast", (), {"backend_tokenizer": tokenizer})()
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["none", "nfc"])
+def test_no_text_has_more_tokens_than_its_bytes_tell(normalizer):
+    fast = bpe(normalizer)
+    bound = most_tokens(fast)
+    assert bound is not None
+
+    @settings(max_examples=200, deadline=None)
+    # The last three grow threefold in NFC.
+    @given(
+        st.text(
+            st.one_of(st.characters(codec="utf-8"), st.sampled_from("<s> \u0958\ufb2c\U0001d160"))
+        )
+    )
+    def check(text: str) -> None:
+        tokens = fast.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        assert len(tokens) <= bound(text)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "fast",
+    [
+        object(),
+        bpe(normalizers.NFKC()),
+        bpe(normalizers.Sequence([normalizers.NFC(), normalizers.Prepend("_")])),
+        bpe(None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        bpe(None, pre_tokenizers.Metaspace()),
+    ],
+    ids=["no backend", "nfkc", "prepended", "prefix space", "metaspace"],
+)
+def test_nothing_is_told_of_tokenizers_that_may_make_more_tokens_than_bytes(fast):
+    assert most_tokens(fast) is None
