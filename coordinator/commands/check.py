@@ -31,7 +31,7 @@ def check(
     recipe: Recipes,
     overrides: Overrides = None,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Longest time for data, rewards and your code, in s.")
+        float, typer.Option(min=1.0, help="Longest time for rewards and your code, in s.")
     ] = 10.0,
     as_json: Json = False,
 ) -> None:

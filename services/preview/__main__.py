@@ -1,9 +1,9 @@
 """Looks at a recipe's data and rewards: python -m rolemesh.services.preview < SPEC.
 
 SPEC is a `PreviewSpec` in JSON. Prints one JSON object a line as soon as each is known: "models",
-"data", "prompt", "lengths", "environment", "reward", "functions", and "error" for what a role would
-fail with at its start. Always ends with exit code 0 unless it cannot work at all: what is found is
-for the caller to judge.
+"reading" while rows are read, "data", "prompt", "lengths", "environment", "reward", "functions",
+and "error" for what a role would fail with at its start. Always ends with exit code 0 unless it
+cannot work at all: what is found is for the caller to judge.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import json
 import sys
+import time
 from typing import Any
 
 SHOWN_CHARACTERS = 2000
 """Most characters of a text that are printed."""
+_READING_EVERY_S = 0.5
 
 
 def main() -> int:
@@ -35,7 +37,7 @@ def main() -> int:
         if faults:
             return 0
         _tell("models", families=families)
-        preview = Preview(spec)
+        preview = Preview(spec, _Reading())
         _tell("data", **preview.counts())
         prompt, completion = preview.first()
         if prompt is not None:
@@ -76,6 +78,18 @@ def main() -> int:
         else:
             _tell("functions", names=[one.function for one in spec.own_functions.values()])
     return 0
+
+
+class _Reading:
+    """Tells twice a second how many rows were read."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _READING_EVERY_S
+
+    def __call__(self, num_rows: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _READING_EVERY_S
+            _tell("reading", rows=num_rows)
 
 
 def _tell(kind: str, **values: Any) -> None:

@@ -16,6 +16,8 @@ from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
 from rolemesh.coordinator.commands.findings import recipe_checks
+from rolemesh.coordinator.commands.findings.placing import load_placed
+from rolemesh.coordinator.run.services.host_gpus import host_gpus
 
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_losses.py"
@@ -368,6 +370,27 @@ def test_data_that_take_too_long_leave_the_rest_of_the_findings(
     assert skipped == [(what, text) for what in wanted]
     assert found(findings, "disk")
     assert code == 3
+
+
+async def test_the_time_does_not_pass_while_rows_are_read(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In the place of the process that reads: 2.5 s of rows, then what it says of them.
+    lines = ['{"type": "reading", "rows": 1}'] * 5
+    told = {"train": 10, "held_out": 2, "filtered": 0, "unanswered": 0, "first_unanswered": ""}
+    script = tmp_path / "python"
+    spoken = "".join(f"echo '{line}'; sleep 0.5\n" for line in lines)
+    script.write_text(f"#!/bin/sh\n{spoken}echo '{json.dumps({'type': 'data', **told})}'\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    gpus = host_gpus()
+    loaded = load_placed([Path("recipe.yaml")], gpus, overrides=(), environment={})
+    findings = [one async for one in recipe_checks.recipe_findings(loaded, 1.5, gpus)]
+    assert [one.text for one in findings if one.what == "data"] == [
+        "10 rows to train on, 2 held out"
+    ]
 
 
 CHECKS = ("data", "evaluation", "prompt", "reward", "own functions")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from support.tiny_models import write_tiny_llama
 from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands.cli import app
+from rolemesh.coordinator.commands.new_recipe import KnownData, Lengths
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.footprint import footprint_of
 from rolemesh.coordinator.run.checks.start_checks import services_in
+from rolemesh.services.preview import guess as looking
+from rolemesh.services.preview.guess import Question, guess
 
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 ROWS = [{"question": f"What is {n} + 1?", "solution": n + 1, "level": 2} for n in range(30)]
@@ -142,6 +146,25 @@ def test_a_step_takes_no_more_prompts_than_are_short_enough(folder: Path, model:
     recipe, output = made(model, "--from", "eight.jsonl", "--reward", "rewards.py:f")
     assert recipe.run.prompts_per_step == 7
     assert "1 prompts of more than" in output
+
+
+def test_of_many_prompts_the_largest_are_measured_and_some_others(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{n} + 1?", "answer": n + 1} for n in range(40)]
+    rows[21:23] = [{"prompt": "1 " * 300, "answer": 0}, {"prompt": "1 " * 400, "answer": 0}]
+    write_lines(folder / "many.jsonl", rows)
+    every = guess(Question(path=folder / "many.jsonl", model=model))
+    monkeypatch.setattr(looking, "_MEASURED", 4)
+    monkeypatch.setattr(looking, "LARGE_BYTES", 0)
+    some = guess(Question(path=folder / "many.jsonl", model=model))
+    assert (some.num_rows, some.num_distinct) == (every.num_rows, every.num_distinct) == (40, 40)
+    assert some.train_lengths[:2] == every.train_lengths[:2]
+    assert some.held_out_lengths == every.held_out_lengths
+    assert every.num_unmeasured == 0
+    assert len(some.train_lengths) + some.num_unmeasured == 36
+    found = KnownData(folder / "many.jsonl", asdict(some))
+    assert "2 or more prompts of more than 100 tokens are left out" in found.told(Lengths(28, 128))
 
 
 @pytest.mark.slow

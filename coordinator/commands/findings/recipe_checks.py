@@ -67,7 +67,8 @@ async def recipe_findings(
 
     Args:
         recipe: The recipe.
-        timeout_s: Longest time for data, rewards and the user's code, in seconds.
+        timeout_s: Longest time for data, rewards and the user's code, in seconds; while rows of
+            the data are read it does not pass.
         gpus: Of this host.
 
     Yields:
@@ -137,11 +138,14 @@ async def _preview(
     is_whole = False
     left = _previewed(recipe, spec, _rewards(recipe, services))
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as limit:
             process.stdin.write(json.dumps(spec).encode())
             process.stdin.close()
             async for line in process.stdout:
                 told = json.loads(line)
+                if told["type"] == "reading":
+                    # Rows come in, many of them: that is no silence.
+                    limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
                 if told["type"] == "data":
                     counts.update(told)
                 left = _left(left, told)
