@@ -1,21 +1,30 @@
-"""`rolemesh export`: this process becomes the writer of a checkpoint as a model folder."""
+"""`rolemesh export`: a checkpoint's policy as a model folder, here and at the Hugging Face hub."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.terminal.ending import refuse
+from rolemesh.coordinator.commands.model_card import model_card
+from rolemesh.coordinator.commands.publishing import PushError, check_can_push, push
+from rolemesh.coordinator.commands.terminal.ending import EXIT_FAILED, fail, refuse
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.hf_files import model_folder
 from rolemesh.coordinator.recipe.hf_names import is_hf_name
-from rolemesh.coordinator.run.folders.folder import NoRunError, read_config
+from rolemesh.coordinator.run.folders.folder import NoRunError, read_config, read_json
+from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.saving.checkpoints import checkpoint_folder, committed_steps
-from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER, CONFIG_FILE
+from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER, CONFIG_FILE, RUN_FILE
+from rolemesh.coordinator.state.child_environment import child_environment
+from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(add_completion=False)
 
@@ -23,50 +32,103 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder to write.")],
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="FOLDER", help="Folder to write.")
+    ] = None,
+    push_to: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="ORG/NAME",
+            help="Send it to the Hugging Face hub, with a card that has the run's facts; what is "
+            "new there is private. Needs `hf auth login`, or HF_TOKEN.",
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Of --push: a new model may be read by all.")
+    ] = False,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
-    """Writes the policy of a checkpoint as a Hugging Face folder."""
+    """Writes the policy of a checkpoint as a Hugging Face folder.
+
+    Example: rolemesh export runs/mine-20261128-101500 --push me/my-model
+    """
+    if to is None and push_to is None:
+        refuse("--to is missing: name the folder to write, or a model at the hub with --push")
+    if public and push_to is None:
+        refuse("--public is given, but not --push: say where to send the model, or leave it out")
     try:
-        command = _export_command(directory, step, to, dtype)
+        if push_to is not None:
+            check_can_push(push_to)
+        wanted = _step(directory, step)
+        with _folder(directory, to) as folder:
+            command = _export_command(directory, wanted, folder, dtype)
+            # It loads torch, and needs no token.
+            environment = {**child_environment(os.environ), "PYTHONSAFEPATH": "1"}
+            ended = subprocess.run(command, env=environment, check=False)
+            if ended.returncode:
+                raise typer.Exit(ended.returncode)
+            if push_to is not None:
+                write_atomically(folder / "README.md", _card(directory, push_to, wanted))
+                told = f"Policy after {wanted} steps, by rolemesh"
+                page = push(folder, push_to, is_public=public, message=told)
+                print(f"{push_to}: sent to {page}")
     except (NoRunError, RecipeError) as error:
         refuse(str(error))
-    os.environ["PYTHONSAFEPATH"] = "1"
-    sys.stdout.flush()
-    os.execv(command[0], command)
+    except PushError as error:
+        fail(str(error), EXIT_FAILED)
 
 
-def _export_command(directory: Path, step: int | None, to: Path, dtype: str) -> list[str]:
-    """The command that writes a checkpoint's policy as a Hugging Face folder.
+@contextlib.contextmanager
+def _folder(run: Path, to: Path | None) -> Iterator[Path]:
+    """The folder to write; what is only sent on lies beside the run's files, which are as large."""
+    if to is not None:
+        yield to
+        return
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=run) as folder:
+        yield Path(folder) / "model"
 
-    Args:
-        directory: The run's folder.
-        step: Step of the checkpoint; None takes the newest.
-        to: Folder to write.
-        dtype: Type of the weights.
 
-    Raises:
-        NoRunError: There is no such run or checkpoint.
-        RecipeError: Its model is at the hub, and cannot be had.
-    """
-    config, checkpoints = read_config(directory), directory / CHECKPOINTS_FOLDER
-    if not config:
+def _step(directory: Path, step: int | None) -> int:
+    """The step of the checkpoint; raises NoRunError where there is none."""
+    if not read_config(directory):
         raise NoRunError(f"{directory} holds no run: there is no {CONFIG_FILE}")
-    steps = committed_steps(checkpoints)
+    steps = committed_steps(directory / CHECKPOINTS_FOLDER)
     if not steps:
         raise NoRunError(f"{directory} has no complete checkpoint to export")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise NoRunError(f"--step {wanted}: {directory} has checkpoints of steps {steps}")
-    model = config["actor"]["model"]["path"]
+    return wanted
+
+
+def _export_command(directory: Path, step: int, to: Path, dtype: str) -> list[str]:
+    """The command that writes a checkpoint's policy as a Hugging Face folder.
+
+    Args:
+        directory: The run's folder.
+        step: Step of the checkpoint.
+        to: Folder to write.
+        dtype: Type of the weights.
+
+    Raises:
+        RecipeError: Its model is at the hub, and cannot be had.
+    """
+    model = read_config(directory)["actor"]["model"]["path"]
     if is_hf_name(model):
         _, model = model_folder(model, "actor.model.path")
     flags = {
-        "--checkpoint": checkpoint_folder(checkpoints, wanted) / "actor",
+        "--checkpoint": checkpoint_folder(directory / CHECKPOINTS_FOLDER, step) / "actor",
         "--model": model,
         "--out": to,
         "--dtype": dtype,
     }
     words = [word for flag, value in flags.items() for word in (flag, str(value))]
     return [sys.executable, "-m", "rolemesh.engine.train.export", *words]
+
+
+def _card(directory: Path, name: str, step: int) -> str:
+    run = read_json(directory / RUN_FILE)
+    summary = read_json(directory / SUMMARY_FILE)
+    return model_card(name, read_config(directory), summary, str(run["run_id"]), step)

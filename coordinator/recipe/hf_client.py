@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.hf_names import HfName
+from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.specs import folder_of_split
 from rolemesh.engine.specs.urls import masked_text, masked_url
 
@@ -87,7 +88,7 @@ class Hub:
     _commits: dict[tuple[str, str, str], str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._client = _client()
+        self._client = hub_client()
         self._api = self._client.HfApi(library_name="rolemesh")
         # HF_HUB_OFFLINE, as the client reads it.
         self._is_offline = not self.fetches or self._client.constants.is_offline_mode()
@@ -275,7 +276,7 @@ class Hub:
                 "(HF_ENDPOINT, HTTPS_PROXY), or fetch it where there is one"
             ) from error
         except (OSError, httpx2.HTTPError) as error:
-            told = masked_text(str(error)).partition("\n")[0]
+            told = on_one_line(masked_text(str(error)))
             raise wish.refused(
                 f"it could not be fetched ({told}): try again; what came whole is kept"
             ) from error
@@ -291,7 +292,7 @@ def _no_split(split: str, config: str | None, tables: Sequence[str]) -> str:
     )
 
 
-def _client() -> ModuleType:
+def hub_client() -> ModuleType:
     """The hub's client, which takes half a second to import."""
     try:
         import huggingface_hub
@@ -299,8 +300,8 @@ def _client() -> ModuleType:
         import huggingface_hub.errors
     except ModuleNotFoundError as error:
         raise RecipeError(
-            f"{error.name} is not installed here, which fetches what recipes name as hf:ORG/NAME: "
-            "pip install huggingface_hub, or name a folder"
+            f"{error.name} is not installed here, without which the Hugging Face hub cannot be "
+            "asked (hf:ORG/NAME): pip install huggingface_hub, or name a folder"
         ) from error
     return huggingface_hub
 

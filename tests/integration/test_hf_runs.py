@@ -1,8 +1,11 @@
-"""A run of a model that is named at the hub, behind a licence: fetched, trained, and resumed."""
+"""A run of a model of the hub, behind a licence: fetched, trained, sent to the hub, and resumed."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -26,6 +29,20 @@ def test_a_run_keeps_the_commit_that_it_began_with_and_the_token_to_itself(tmp_p
             kept = yaml.safe_load((run.out / "config.yaml").read_text())
         models = {role: kept[role]["model"]["path"] for role in ROLES if role != "reward"}
         assert set(models.values()) == {f"hf:me/tiny@{commit}"}
+        # The trained model goes to the hub.
+        pushed = subprocess.run(
+            [sys.executable, "-m", "rolemesh", "export", str(run.out), "--push", "me/trained"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **variables},
+            timeout=RUN_S,
+        )
+        assert pushed.returncode == 0, pushed.stderr
+        trained = hub.repos["models", "me/trained"]
+        files = trained.commits[trained.branches["main"]]
+        assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
+        assert f"me/tiny, commit {commit}".encode() in files["README.md"]
+        assert not list(run.out.glob(".export-*"))
         # The branch goes on, and the hub cannot be asked: the run has the same bytes.
         hub.put("me/tiny", {"config.json": b"{}"})
         recipe["run"]["steps"] = 3

@@ -46,7 +46,8 @@ class Hub:
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path, and what the caller says who it is."""
     breaks_off: set[str] = field(default_factory=set)
-    """Files that end in the middle when they are asked for the next time."""
+    """Files that end in the middle when they are asked for the next time, and paths of uploads
+    that are refused."""
     altered: dict[str, bytes] = field(default_factory=dict)
     """Files that come with other bytes than are listed."""
     status: int = 0
@@ -168,21 +169,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _written(self, path: str, body: bytes) -> None:
         """What sends files: the repository is made, large files come first, then the commit."""
-        if self.headers.get("authorization") != f"Bearer {TOKEN}":
+        if path.startswith("/lfs/"):
+            # A place that is told to those who may write: nobody is asked again.
+            self.hub.uploads[path.removeprefix("/lfs/")] = body
+            self._send(400 if path in self.hub.breaks_off else 200, b"{}")
+        elif self.headers.get("authorization") != f"Bearer {TOKEN}":
             self._send(401, b"{}")
         elif path == "/api/repos/create":
-            name = json.loads(body)["name"]
-            owner = json.loads(body).get("organization") or "me"
-            self.hub.repos.setdefault(("models", f"{owner}/{name}"), Repo())
-            self._json({"url": f"{self.hub.url}/{owner}/{name}"})
+            said = json.loads(body)
+            name = f"{said.get('organization') or 'me'}/{said['name']}"
+            if said.get("organization") == "others":
+                self._send(403, b'{"error": "not a member"}')
+                return
+            is_private = said.get("visibility") == "private" or bool(said.get("private"))
+            self.hub.repos.setdefault(("models", name), Repo(is_private=is_private))
+            self._json({"url": f"{self.hub.url}/{name}"})
+        elif path == "/api/validate-yaml":
+            self._json({"errors": [], "warnings": []})
         elif path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
             for one in objects:
                 one["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}
             self._json({"transfer": "basic", "objects": objects})
-        elif path.startswith("/lfs/"):
-            self.hub.uploads[path.removeprefix("/lfs/")] = body
-            self._send(200, b"{}")
         elif (call := _API.fullmatch(path)) and call[3] == "preupload":
             files = json.loads(body)["files"]
             modes = ["lfs" if one["path"].endswith(_LFS) else "regular" for one in files]

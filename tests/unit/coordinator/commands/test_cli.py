@@ -16,8 +16,9 @@ from rolemesh.coordinator.commands.cli import COMMANDS, app, load_command
 HEAVY = ("redis", "numpy", "grpc", "fastapi", "starlette", "uvicorn", "opentelemetry", "pydantic")
 NO_COMMANDS = {
     *("cli", "cluster_options", "console", "device_settings", "diagnosis", "ending", "findings"),
-    *("given_inputs", "gpu_findings", "hub", "new_recipe", "options"),
-    *("compare_page", "memory_question", "pace", "placing", "plot", "processes", "recipe_checks"),
+    *("given_inputs", "gpu_findings", "hub", "model_card", "new_recipe", "options"),
+    *("compare_page", "memory_question", "pace", "placing", "plot", "processes", "publishing"),
+    "recipe_checks",
     *("remote_run", "run_process", "summary"),
 }
 """Modules beside the commands."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import Result
 from support.fake_roles import fake_recipe
-from support.hf_hub import Hub, serving_hub, use_hub
+from support.hf_hub import TOKEN, Hub, serving_hub, use_hub
 from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.commands.hub.client_recipes import ClientRecipes
+from rolemesh.coordinator.commands.model_card import model_card
+from rolemesh.coordinator.commands.publishing import PushError, push
 from rolemesh.coordinator.commands.remote_run import text_for
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.hf_files import with_files
@@ -111,6 +115,80 @@ def test_a_job_names_commits_and_files_for_containers_ask_for_copies(
         ended = called("render", *arguments, recipe)
         assert ended.exit_code == 2
         assert "containers reach no hub" in ended.output
+
+
+CONFIG = {
+    "run": {"name": "mine", "steps": 50, "prompts_per_step": 16, "seed": 7},
+    "algorithm": {"type": "grpo", "sampling": {"samples_per_prompt": 4, "max_new_tokens": 256}},
+    "actor": {
+        "model": {"path": f"hf:me/tiny@{'a' * 40}"},
+        "optimizer": {"learning_rate": 1e-5},
+        "data": {
+            "type": "mixture",
+            "sources": [
+                {"data": {"type": "hf_dataset", "path": f"hf:me/rows@{'b' * 40}:main"}},
+                {"data": {"type": "jsonl", "path": "/home/me/secret.jsonl"}},
+            ],
+        },
+    },
+    "reward": {"source": {"type": "python", "function": "/home/me/rewards.py:f"}},
+}
+SCORE = {"step": 40, "score": 0.75, "standard_error": 0.01, "num_prompts": 64, "metrics": {}}
+
+
+def test_a_card_has_the_facts_of_the_run_and_no_path_of_this_machine() -> None:
+    summary = {"held_out": {"before": None, "after": SCORE}, "tokens": 12345}
+    card = model_card("me/trained", CONFIG, summary, "mine-1", 40)
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["base_model"] == "me/tiny"
+    assert header["datasets"] == ["me/rows"]
+    assert header["tags"] == ["rolemesh", "grpo"]
+    for line in (
+        "# trained",
+        "| run | mine-1 |",
+        "| checkpoint | after 40 of 50 steps |",
+        f"| base model | me/tiny, commit {'a' * 40} |",
+        "| reward | python |",
+        "| a step | 16 prompts, 4 completions each |",
+        "| held-out score after 40 steps | 0.750 (standard error 0.010, 64 prompts) |",
+        "| tokens of training rollouts | 12,345 |",
+    ):
+        assert f"{line}\n" in card
+    assert "/home" not in card
+
+
+def test_a_model_is_sent_with_the_users_token_or_the_error_says_what_is_missing(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, told in {
+        (): "--to is missing: name the folder to write, or a model at the hub with --push",
+        ("--to", "x", "--public"): "--public is given, but not --push",
+        ("--push", "trained"): "--push trained: give ORG/NAME",
+        ("--push", "me/trained@v1"): "give ORG/NAME",
+        ("--push", "me/trained"): "log in with `hf auth login`, or set HF_TOKEN",
+    }.items():
+        ended = called("export", str(tmp_path), *arguments)
+        assert ended.exit_code == 2
+        assert told in ended.output
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    for name, content in (*FILES.items(), ("README.md", b"# card"), ("notes", b"mine")):
+        (folder / name).write_bytes(content)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    page = push(folder, "me/trained", is_public=False, message="after 40 steps")
+    assert page == f"{hub.url}/me/trained"
+    sent = hub.repos["models", "me/trained"]
+    assert sent.is_private
+    assert sent.commits[sent.branches["main"]] == {**FILES, "README.md": b"# card"}
+    with pytest.raises(PushError, match="the token may not write there"):
+        push(folder, "others/trained", is_public=True, message="")
+    (folder / "model.safetensors").write_bytes(b"others")
+    hub.breaks_off.add(f"/lfs/{hashlib.sha256(b'others').hexdigest()}")
+    with pytest.raises(PushError, match=r"could not be sent \(.*model.safetensors.*again"):
+        push(folder, "me/trained", is_public=True, message="")
+    hub.status = 500
+    with pytest.raises(PushError, match="try again"):
+        push(folder, "me/trained", is_public=True, message="")
 
 
 def test_a_client_names_what_the_host_has_fetched_and_granted_and_nothing_is_fetched_for_it(
