@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -84,7 +84,9 @@ def checkpoints(
 def _print(known: list[KeptCheckpoint]) -> None:
     table = Table()
     for heading in ("step", "roles", "GiB", "saved", "state"):
-        table.add_column(heading, justify="right" if heading in ("step", "GiB") else "left")
+        # A shortened path would not say which file is damaged.
+        justify: Literal["left", "right"] = "right" if heading in ("step", "GiB") else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
     for one in known:
         state = {None: "complete", "": "verified"}.get(one.damage, one.damage)
         table.add_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.weights import checkpoint as checkpoint_files
 from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
@@ -178,6 +180,20 @@ def test_a_damaged_file_is_named_and_changes_no_weight(
     assert other.policy_version == 0
 
 
+def test_a_file_that_the_disk_does_not_give_is_damaged(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _policy(folder, num_layers=1)
+    trainer.save(tmp_path / "checkpoint")
+
+    def refuse(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(checkpoint_files, "sha256_of", refuse)
+    with pytest.raises(CheckpointCorruptError, match=r"state\.json cannot be read \(Input/output"):
+        trainer.load(tmp_path / "checkpoint")
+
+
 def test_a_checkpoint_of_another_role_or_model_is_refused(folder: Path, tmp_path: Path) -> None:
     policy = _policy(folder)
     policy.save(tmp_path / "policy")
@@ -209,6 +225,7 @@ def test_state_that_json_cannot_hold_leaves_nothing_behind(folder: Path, tmp_pat
 KILLED_SAVE = """
 import os, signal, sys
 import torch
+from rolemesh.engine.weights import checkpoint as checkpoint_files
 from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights import folders
 from rolemesh.engine.weights import sharded_tensors

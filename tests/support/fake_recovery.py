@@ -11,7 +11,12 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from support.fake_core import FakeCore, manifest_digest
 
-from rolemesh.rpc.errors import DataLossError, NotFoundError, PreconditionError
+from rolemesh.rpc.errors import (
+    DataLossError,
+    InvalidRequestError,
+    NotFoundError,
+    PreconditionError,
+)
 from rolemesh.v1 import cuts_pb2, weights_pb2, worker_pb2
 
 NUM_SLOTS = 2
@@ -85,6 +90,8 @@ class FakeRecovery(FakeCore):
 
     async def LoadCheckpoint(self, request: Any, context: Any) -> AsyncIterator[Any]:
         def work() -> Message:
+            if not (Path(request.directory) / "manifest.json").is_file():
+                raise InvalidRequestError("there is no manifest.json", reason="PATH_INVALID")
             try:
                 saved = json.loads((Path(request.directory) / "weight.json").read_text())
             except (OSError, ValueError) as error:
