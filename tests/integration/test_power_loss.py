@@ -170,6 +170,22 @@ async def test_what_an_interrupted_checkpoint_has_left_goes_with_a_newer_one(
     assert not kept.folder(1).exists()
 
 
+async def test_a_marker_that_cannot_be_read_does_not_count_and_is_not_removed(
+    tmp_path: Path,
+) -> None:
+    kept = checkpoints(tmp_path)
+    for step in (1, 2):
+        await kept.save(step, {})
+    (kept.folder(2) / COMMITTED).write_text("{")
+    await kept.save(3, {})
+    assert kept.committed() == [1, 3]
+    assert committed_steps(tmp_path) == [1, 2, 3]
+    # Its step comes again.
+    await kept.save(2, {})
+    assert kept.committed() == [2, 3]
+    assert (tmp_path / "step-00000002.damaged" / COMMITTED).read_text() == "{"
+
+
 async def test_a_checkpoint_that_is_being_written_is_not_taken_for_remains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

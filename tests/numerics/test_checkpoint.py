@@ -225,7 +225,6 @@ def test_state_that_json_cannot_hold_leaves_nothing_behind(folder: Path, tmp_pat
 KILLED_SAVE = """
 import os, signal, sys
 import torch
-from rolemesh.engine.weights import checkpoint as checkpoint_files
 from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights import folders
 from rolemesh.engine.weights import sharded_tensors
