@@ -34,7 +34,7 @@ def doctor(
         loaded = None
         if recipe is not None:
             loaded = load_placed([recipe], gpus, environment=os.environ)
-            loaded = with_files(loaded, weights=False)
+            loaded = with_files(loaded)
     except RecipeError as error:
         fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     shown = FindingsShown(as_json=as_json)

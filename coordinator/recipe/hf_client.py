@@ -278,7 +278,8 @@ class Hub:
         except (OSError, httpx2.HTTPError) as error:
             told = on_one_line(masked_text(str(error)))
             raise wish.refused(
-                f"it could not be fetched ({told}): try again; what came whole is kept"
+                f"it could not be fetched ({told}): try again, what came whole is kept; with "
+                "HF_HUB_OFFLINE=1 the cache alone answers"
             ) from error
 
 

@@ -92,6 +92,15 @@ def test_a_name_becomes_a_folder_of_the_cache_with_what_models_need(
     assert hub.fetched() == WANTED
     name = f"hf:{REPO}@{commit}"
     assert found.hf_names == {"actor.model.path": name, "critic.model.path": name}
+    # A judge's model in a list of rewards, at a branch of its own.
+    hub.put(REPO, FILES, branch="v2")
+    judge = {"type": "classifier", "model": {"path": f"hf:{REPO}@v2"}}
+    tree = yaml.safe_load(dump_recipe(recipe_of("models/tiny")))
+    tree["reward"] = [{"source": {"type": "arithmetic"}}, {"source": judge, "name": "judge"}]
+    judged = with_files(Recipe.model_validate(tree))
+    ((field, _),) = judged.hf_names.items()
+    assert field == "reward.source.rewards.1.source.model.path"
+    assert with_files(read_recipe(dump_recipe(judged), "config.yaml")) == judged
 
 
 def test_records_name_the_commit_and_a_resumed_run_keeps_it(hub: Hub, tmp_path: Path) -> None:
