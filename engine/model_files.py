@@ -100,9 +100,13 @@ def read_config_file(folder: Path, *, field: str = "model.path") -> Mapping[str,
     of, remedy = f"{field} {str(folder)!r}", "give a local Hugging Face model folder"
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
-        raise ModelFolderError(f"{of} {found}: {remedy} (nothing is ever downloaded)")
+        raise ModelFolderError(
+            f"{of} {found}: {remedy} (services fetch nothing, `rolemesh fetch` does)"
+        )
     if not (folder / CONFIG_FILE).is_file():
-        raise ModelFolderError(f"{of} has no {CONFIG_FILE}: {remedy} (nothing is ever downloaded)")
+        raise ModelFolderError(
+            f"{of} has no {CONFIG_FILE}: {remedy} (services fetch nothing, `rolemesh fetch` does)"
+        )
     config = _json_object(folder / CONFIG_FILE, of)
     if not isinstance(config.get("model_type"), str):
         raise ModelFolderError(

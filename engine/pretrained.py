@@ -65,7 +65,7 @@ def load_tokenizer(folder: Path, *, field: str = "model.path") -> Any:
     if not folder.is_dir():
         raise NoTokenizerError(
             f"{field} is {str(folder)!r}, which is no folder: give a local Hugging Face model "
-            "folder (nothing is ever downloaded)"
+            "folder (services fetch nothing, `rolemesh fetch` does)"
         )
     from transformers import AutoTokenizer
 

@@ -54,7 +54,8 @@ def hf_records(
     where = f"{field}.path {folder}"
     if not folder.is_dir():
         raise DataInvalidError(
-            f"{where} is no folder: give a local one (nothing is ever downloaded)"
+            f"{where} is no folder: give a local one (services fetch nothing, `rolemesh fetch` "
+            "does)"
         )
     if (folder / "state.json").is_file():
         if split != "train":

@@ -323,7 +323,7 @@ def test_files_that_are_not_there_or_not_what_they_should_be_are_named(tmp_path)
         (ParquetSpec(path=junk), r"junk\.parquet cannot be read as Parquet"),
         (ParquetSpec(path=tmp_path / "empty"), r"holds no \.parquet file"),
         (JsonlSpec(path=tmp_path / "latin.jsonl"), r"is not UTF-8"),
-        (HfDatasetSpec(path=tmp_path / "no"), r"is no folder.*nothing is ever downloaded"),
+        (HfDatasetSpec(path=tmp_path / "no"), r"is no folder.*services fetch nothing"),
         (HfDatasetSpec(path=tmp_path / "empty"), r"neither a saved data set.*none"),
         (HfDatasetSpec(path=broken), r"cannot be read as Arrow"),
         (HfDatasetSpec(path=stateless), r"state\.json .*cannot be read.*save the data set again"),
