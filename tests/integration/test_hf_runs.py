@@ -1,4 +1,4 @@
-"""A run of a model of the hub, behind a licence: fetched, trained, sent to the hub, and resumed."""
+"""A run of a model (behind a licence) and data of the hub: fetched, trained, sent, and resumed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import yaml
 from support.hf_hub import TOKEN, client_environment, serving_hub
 from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
@@ -18,8 +20,13 @@ RUN_S = 240
 def test_a_run_keeps_the_commit_that_it_began_with_and_the_token_to_itself(tmp_path: Path) -> None:
     folder, home = tmp_path / "work", tmp_path / "home"
     folder.mkdir()
-    recipe = tiny_recipe(Path("hf:me/tiny"), run__evaluation__num_prompts=0)
+    data = {"type": "hf_dataset", "path": "hf:me/rows:main:train"}
+    recipe = tiny_recipe(Path("hf:me/tiny"), run__evaluation__num_prompts=0, actor__data=data)
+    rows = [{"prompt": f"{n} + 1?", "answer": n + 1} for n in range(16)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    table = {"main/train/0000.parquet": (tmp_path / "rows.parquet").read_bytes()}
     with serving_hub() as hub:
+        hub.put("me/rows", table, kind="datasets", branch="refs/convert/parquet")
         commit = hub.put_folder("me/tiny", tiny_model(tmp_path / "model"))
         hub.repos["models", "me/tiny"].is_gated = True
         variables = {**client_environment(hub, home), "HF_TOKEN": TOKEN}
@@ -45,6 +52,7 @@ def test_a_run_keeps_the_commit_that_it_began_with_and_the_token_to_itself(tmp_p
         assert not list(run.out.glob(".export-*"))
         # The branch goes on, and the hub cannot be asked: the run has the same bytes.
         hub.put("me/tiny", {"config.json": b"{}"})
+        hub.put("me/rows", {}, kind="datasets", branch="refs/convert/parquet")
         recipe["run"]["steps"] = 3
         variables["HF_HUB_OFFLINE"] = "1"
         flags = ("--resume", str(run.out))
