@@ -31,9 +31,8 @@ from rolemesh.engine.specs import (
     HELD_OUT_SPLITS,
     DataSpec,
     HfDatasetSpec,
-    MixtureSpec,
-    ReasoningGymSpec,
     Spec,
+    StoredRowsSpec,
 )
 
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input")
@@ -127,7 +126,7 @@ def guess(question: Question) -> Guess:
     told = {meaning: column for meaning, column in named.items() if meaning != column}
     data = {**source, **({"columns": told} if told else {})}
     spec = _DATA.validate_python(data)
-    assert not isinstance(spec, ReasoningGymSpec | MixtureSpec)
+    assert isinstance(spec, StoredRowsSpec)
     is_large = sum(file.stat().st_size for file in files_of(spec)) >= LARGE_BYTES
     with tempfile.TemporaryFile() if is_large else contextlib.nullcontext() as file:
         rows, held_out, sizes = _all_rows(spec, RowStore(file))
