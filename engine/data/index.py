@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,18 +66,26 @@ def key_of(section: Mapping[str, Any], tokenizer: Any, files: Iterable[Path]) ->
     Raises:
         OSError: A file cannot be read.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    of_tokenizer = hash_of_tokenizer(tokenizer)
+    if of_tokenizer is None:
         return None
     parts = {
         "section": section,
         "versions": {name: _version(name) for name in _PACKAGES},
         "code": [_hash_of(file) for file in _CODE],
-        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),
-        "template": tokenizer.chat_template,
-        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "tokenizer": of_tokenizer,
         "files": [[str(file), _hash_of(file)] for file in files],
     }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def hash_of_tokenizer(tokenizer: Any) -> str | None:
+    """Of all that decides what it makes of turns; None if it is not of the tokenizers library."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    parts = [backend.to_str(), tokenizer.chat_template, special]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -235,4 +244,4 @@ def _remove_old(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 # Another process may remove it too.
                 if now - path.stat().st_mtime > days * 86400:
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()

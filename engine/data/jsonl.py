@@ -4,28 +4,49 @@ from __future__ import annotations
 
 import codecs
 import json
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolemesh.engine.data.rows import DataInvalidError
 
 
-def records(path: Path, field: str) -> Iterator[tuple[Any, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """Some lines of a file that follow each other."""
+
+    start: int = 0
+    """First byte, at which a line begins."""
+    end: int = sys.maxsize
+    """Byte behind the last line."""
+    first: int = 1
+    """Number of the first line."""
+
+
+_ALL = Lines()
+
+
+def records(path: Path, field: str, lines: Lines = _ALL) -> Iterator[tuple[Any, str]]:
     """Yields the value of each line and its place; empty lines are skipped.
 
     Args:
         path: The file, UTF-8; a byte order mark in front is skipped.
         field: Field of the recipe that names the file, e.g. "data.path".
+        lines: The lines to read.
 
     Raises:
         DataInvalidError: The file cannot be read, or a line is not JSON.
     """
-    at = 0
+    at = lines.start
     try:
         with path.open("rb") as file:
+            file.seek(at)
             # Lines end at this byte alone, not at separators that JSON strings may contain.
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(file, start=lines.first):
+                if at >= lines.end:
+                    break
                 text = _text(line, at, f"{field} {path}")
                 at += len(line)
                 if text.strip():

@@ -205,7 +205,7 @@ def load_prompts(
         pretraining: Rows of bare text, which keep the knowledge from pretraining.
         max_model_len: Longest sequence of the sampler, in tokens; None: prompts are not sampled.
         measured_from: Prompts of more tokens than this will be counted; None: none will be.
-        progress: Called with the number of rows that were read, from time to time.
+        progress: Called from time to time while rows are read.
 
     Raises:
         EmptyDataError: A source has no training row, or all of them are too long.

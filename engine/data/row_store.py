@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -32,7 +33,7 @@ _IDENTITY_BYTES = 16
 _BITS = {"answer": 1, "completion": 2, "chosen": 4, "rejected": 8, "is_wanted": 16, "text": 32}
 """Bit of each field that a row may lack."""
 _IS_SHORT = 64
-_TYPES = {"bits": "B", "prompt_tokens": "i", "row_tokens": "i", "identities": "B", "ends": "q"}
+FACTS = {"bits": "B", "prompt_tokens": "i", "row_tokens": "i", "identities": "B", "ends": "q"}
 """Type of each array of facts, as `array` names it."""
 _ENCODER = json.JSONEncoder(
     ensure_ascii=False,
@@ -55,13 +56,13 @@ class RowStore:
         """Takes an empty file, open for both reading and writing; None keeps rows in memory."""
         self._file = file
         self._rows: list[PromptRow] = []
-        self._facts = {name: array(code) for name, code in _TYPES.items()}
+        self._facts = {name: array(code) for name, code in FACTS.items()}
 
     @classmethod
     def opened(cls, file: BinaryIO, facts: Mapping[str, NDArray[Any]]) -> RowStore:
         """The store of which `facts` is all that `facts` gave, and `file` the file."""
         store = cls(file)
-        for name, code in _TYPES.items():
+        for name, code in FACTS.items():
             store._facts[name] = array(code, facts[name].tobytes())
         return store
 
@@ -116,6 +117,17 @@ class RowStore:
         facts["ends"].extend(list(accumulate(map(len, texts), initial=start))[1:])
         self._file.write(b"".join(texts))
         self._file.flush()
+
+    def join(self, file: BinaryIO, facts: Mapping[str, bytes]) -> None:
+        """Adds the rows of another store: its file, and its facts as bytes."""
+        assert self._file is not None
+        start = self._facts["ends"][-1] if self._facts["ends"] else 0
+        shutil.copyfileobj(file, self._file)
+        self._file.flush()
+        for name, values in facts.items():
+            if name == "ends":
+                values = (numpy.frombuffer(values, dtype=numpy.int64) + start).tobytes()
+            self._facts[name].frombytes(values)
 
 
 class Rows(Sequence[PromptRow]):

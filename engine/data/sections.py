@@ -15,6 +15,7 @@ from typing import Any
 from rolemesh.engine.data import index
 from rolemesh.engine.data.curriculum import sorting_values
 from rolemesh.engine.data.filtering import Bounds
+from rolemesh.engine.data.parts import PartSpec, read_in_parts
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.row_store import Rows, RowStore
 from rolemesh.engine.data.rows import EmptyDataError
@@ -26,14 +27,14 @@ from rolemesh.engine.data.sources import (
     load_sources,
     sources_of,
 )
-from rolemesh.engine.specs import DataSpec, MixtureSpec, SourceSpec
+from rolemesh.engine.specs import DataSpec, JsonlSpec, MixtureSpec, SourceSpec
 
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 8 << 20
 """Data of fewer bytes stays in memory, and is read anew at every start: in a second."""
 
-Progress = Callable[[int], None]
+Progress = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def load_section(
         tokenizer: Tokenizer of the policy, with its chat template.
         measured_from: Prompts of more tokens than this are looked for later; None: none are.
         with_identities: Whether prompts are compared later, even if none is held out.
-        progress: Called with the number of rows that were read, from time to time.
+        progress: Called from time to time while rows are read.
 
     Raises:
         EmptyDataError: A source has no training row, or all of them are too long.
@@ -71,7 +72,7 @@ def load_section(
     reading = _Reading(
         data=data,
         field=field,
-        renderer=Renderer(tokenizer),
+        tokenizer=tokenizer,
         measured_from=measured_from,
         with_identities=with_identities or compares_prompts(data),
         progress=progress,
@@ -113,7 +114,7 @@ class _Reading:
 
     data: DataSpec
     field: str
-    renderer: Renderer
+    tokenizer: ChatTokenizer
     measured_from: int | None
     with_identities: bool
     progress: Progress | None
@@ -128,10 +129,17 @@ class _Reading:
             "is_measured": self.measured_from is not None,
         }
 
-    def read(self, store: RowStore) -> Section:
-        """Reads all rows into a store, and chooses those that are left."""
+    def read(self, store: RowStore, folder: Path | None = None) -> Section:
+        """Reads all rows into a store, and chooses those that are left.
+
+        Args:
+            store: Where the rows go.
+            folder: Where other processes may help with large files; None: none does.
+        """
         kept, left_out = [], {"train": 0, "held_out": 0}
-        for source in load_sources(self.data, self.field, lambda spec: self._intake(store, spec)):
+        for source in load_sources(
+            self.data, self.field, lambda spec: self._intake(store, spec, folder)
+        ):
             check_not_empty(source)
             train = source.train.where(source.train.are_short())
             held_out = source.held_out.where(source.held_out.are_short())
@@ -177,7 +185,7 @@ class _Reading:
         file = index.draft(folder)
         try:
             store = RowStore(file)
-            section = self.read(store)
+            section = self.read(store, folder)
             if not is_unchanged():
                 logger.warning("%s: files changed while they were read", self.field)
                 return section
@@ -198,14 +206,35 @@ class _Reading:
             # Kept, it has another name by now. Otherwise its rows are read without one.
             Path(file.name).unlink(missing_ok=True)
 
-    def _intake(self, store: RowStore, spec: SourceSpec) -> Intake:
+    def _intake(self, store: RowStore, spec: SourceSpec, folder: Path | None) -> Intake:
         bounds = bounds_of(spec, self.data)
+
+        def in_parts(source: JsonlSpec, field: str, path: Path, path_field: str) -> Rows | None:
+            assert folder is not None
+            part = PartSpec(
+                **bounds,
+                spec=source,
+                field=field,
+                path=path,
+                path_field=path_field,
+                start=0,
+                end=0,
+                first_line=1,
+                model=Path(str(getattr(self.tokenizer, "name_or_path", ""))),
+                tokenizer=index.hash_of_tokenizer(self.tokenizer) or "",
+                measured_from=self.measured_from,
+                with_identities=self.with_identities,
+                out=folder,
+            )
+            return read_in_parts(store, part, self.progress)
+
         return Intake(
             store=store,
             with_identities=self.with_identities,
             max_row_tokens=bounds["max_row_tokens"],
-            measure=Bounds(self.renderer, **bounds, measured_from=self.measured_from),
+            measure=Bounds(Renderer(self.tokenizer), **bounds, measured_from=self.measured_from),
             progress=self.progress,
+            in_parts=None if folder is None else in_parts,
         )
 
     def _refuse_all(self, source: Source) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,11 @@ class Intake:
     """Where a bare text is cut."""
     measure: Measure | None = None
     """Finds the lengths of rows; None: any are short enough."""
-    progress: Callable[[int], None] | None = None
-    """Called with the number of rows that are in the store, from time to time."""
+    progress: Callable[[], None] | None = None
+    """Called from time to time."""
+    in_parts: Callable[[JsonlSpec, str, Path, str], Rows | None] | None = None
+    """Reads a file of a source with several processes, or returns None; gets the source, its field,
+    the file, and the field that names that."""
 
     def take(self, rows: Iterable[PromptRow]) -> Rows:
         """Adds rows to the store; raises what reading or measuring them raises."""
@@ -68,7 +71,7 @@ class Intake:
                 some = [self._cut(row) for row in some]
             self.store.add(some, self.measure, with_identities=self.with_identities)
             if self.progress is not None:
-                self.progress(len(self.store))
+                self.progress()
         return Rows(self.store, numpy.arange(start, len(self.store), dtype=numpy.int32))
 
     def _cut(self, row: PromptRow) -> PromptRow:
@@ -168,13 +171,13 @@ def _load(spec: SourceSpec, field: str, intake: Intake, weight: float) -> Source
 
 def _load_stored(spec: StoredRowsSpec, field: str, intake: Intake) -> tuple[Rows, Rows]:
     reader = RowReader(spec, field)
-    train = intake.take(_read(spec, field, reader, held_out=False))
+    train = _taken(spec, field, reader, intake, held_out=False)
     if spec.held_out_size:
         return draw_held_out(train, spec, field)
     held_out_field = spec.held_out_field()
     if held_out_field is None:
         return train, train.where([])
-    held_out = intake.take(_read(spec, field, reader, held_out=True))
+    held_out = _taken(spec, field, reader, intake, held_out=True)
     identities = held_out.identities()
     shared = set(identities).intersection(train.identities())
     for number, identity in enumerate(identities, start=1):
@@ -187,13 +190,23 @@ def _load_stored(spec: StoredRowsSpec, field: str, intake: Intake) -> tuple[Rows
     return train, held_out
 
 
-def _read(
-    spec: StoredRowsSpec, field: str, reader: RowReader, *, held_out: bool
-) -> Iterator[PromptRow]:
-    return (
-        reader.read(record, where)
-        for record, where in _records(spec, field, reader, held_out=held_out)
-    )
+def _taken(
+    spec: StoredRowsSpec, field: str, reader: RowReader, intake: Intake, *, held_out: bool
+) -> Rows:
+    if isinstance(spec, JsonlSpec) and intake.in_parts is not None:
+        path, path_field = _file(spec, field, held_out=held_out)
+        rows = intake.in_parts(spec, field, path, path_field)
+        if rows is not None:
+            return rows
+    records = _records(spec, field, reader, held_out=held_out)
+    return intake.take(reader.read(record, where) for record, where in records)
+
+
+def _file(spec: JsonlSpec | ParquetSpec, field: str, *, held_out: bool) -> tuple[Path, str]:
+    """The file or folder of training or held-out rows, and the field that names it."""
+    path = spec.held_out_path if held_out else spec.path
+    assert path is not None
+    return path, f"{field}.held_out_path" if held_out else f"{field}.path"
 
 
 def _records(
@@ -207,9 +220,7 @@ def _records(
         assert split is not None
         return tables.hf_records(spec, split, field, reader.wanted)
     assert isinstance(spec, JsonlSpec | ParquetSpec)
-    path = spec.held_out_path if held_out else spec.path
-    path_field = f"{field}.held_out_path" if held_out else f"{field}.path"
-    assert path is not None
+    path, path_field = _file(spec, field, held_out=held_out)
     if isinstance(spec, JsonlSpec):
         return jsonl.records(path, path_field)
     from rolemesh.engine.data import tables

@@ -81,15 +81,15 @@ def main() -> int:
 
 
 class _Reading:
-    """Tells twice a second how many rows were read."""
+    """Tells twice a second that rows are read."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _READING_EVERY_S
 
-    def __call__(self, num_rows: int) -> None:
+    def __call__(self) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _READING_EVERY_S
-            _tell("reading", rows=num_rows)
+            _tell("reading")
 
 
 def _tell(kind: str, **values: Any) -> None:

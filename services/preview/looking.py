@@ -113,7 +113,7 @@ class Preview:
 
         Args:
             spec: What to look at.
-            progress: Called with the number of rows that were read, from time to time.
+            progress: Called from time to time while rows are read.
 
         Raises:
             ValueError: One of them cannot be read.

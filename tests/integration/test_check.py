@@ -376,7 +376,7 @@ async def test_the_time_does_not_pass_while_rows_are_read(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In the place of the process that reads: 2.5 s of rows, then what it says of them.
-    lines = ['{"type": "reading", "rows": 1}'] * 5
+    lines = ['{"type": "reading"}'] * 5
     told = {"train": 10, "held_out": 2, "filtered": 0, "unanswered": 0, "first_unanswered": ""}
     script = tmp_path / "python"
     spoken = "".join(f"echo '{line}'; sleep 0.5\n" for line in lines)

@@ -18,10 +18,11 @@ from support.eager_rows import EagerRows
 from support.tiny_models import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from rolemesh.engine.data import sections
+from rolemesh.engine.data import parts, sections
 from rolemesh.engine.data.prompts import PromptSet, load_prompts
 from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError, RowReader
 from rolemesh.engine.data.token_bounds import most_tokens
+from rolemesh.engine.data.tokenizers import load_light_tokenizer
 from rolemesh.engine.data.trajectories import read_trajectories
 from rolemesh.engine.specs import DataSpec
 
@@ -208,6 +209,58 @@ def test_nothing_is_kept_of_data_with_a_fault(tmp_path, cache):
     with pytest.raises(DataInvalidError, match="line 2: 'prompt' must be text"):
         load(spec_of.validate_python({"type": "jsonl", "path": path}))
     assert not list(cache.iterdir())
+
+
+# --- several processes ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """The tokenizer as it is loaded from a folder, where other processes find it too."""
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    return load_light_tokenizer(tmp_path / "model")
+
+
+def test_processes_that_read_a_part_each_find_what_one_finds(
+    folder, cache, saved, monkeypatch, caplog
+):
+    monkeypatch.setattr(parts, "PART_BYTES", 1)
+    monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: range(3))
+    data = spec(folder, "bounded")
+    eager = EagerRows(data, TOKENIZER, SEED)
+    own, count = [], len(eager.train)
+    monkeypatch.setattr(RowReader, "read", lambda *record: own.append(record))
+    for _ in ("read", "kept"):
+        prompts = load_prompts(data, tokenizer=saved, seed=SEED)
+        assert comparable(prompts.rows("train", 0, count)) == comparable(eager.first(count))
+    assert not own
+    assert not caplog.records
+    assert [path.suffix for path in cache.iterdir()] == [".rows"]
+
+
+def test_a_fault_that_another_process_finds_is_told_as_ever(tmp_path, cache, saved, monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 1)
+    monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: range(2))
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1"}\n' * 9 + '{"prompt": 2}\n' * 3)
+    with pytest.raises(DataInvalidError, match="line 10: 'prompt' must be text"):
+        load_prompts(
+            spec_of.validate_python({"type": "jsonl", "path": path}), tokenizer=saved, seed=SEED
+        )
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("text", ["a\n\nbb\nccc\n", "a", "\n" * 7, "long" * 9 + "\na\nb"])
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_parts_of_a_file_are_whole_lines_with_their_numbers(text, count, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
+    found = parts._split(path, len(text), count)
+    assert found[0].start == 0
+    assert [one.end for one in found] == [*(one.start for one in found[1:]), len(text)]
+    for one in found:
+        assert one.first == 1 + text[: one.start].count("\n")
+        assert one.start == 0 or text[one.start - 1] == "\n"
 
 
 # --- bounds from bytes ----------------------------------------------------------------------
