@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jinja2
 
+from rolemesh.engine.data.fixed_ends import FixedEnds
 from rolemesh.engine.data.rows import Completion, DataInvalidError, Message, PromptRow
 from rolemesh.engine.data.token_bounds import most_tokens
 
@@ -53,6 +54,8 @@ class Renderer:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         """The same for many texts at once, where it has threads of its own."""
         self._most_tokens = most_tokens(tokenizer)
+        # What is proven of bounds holds because pieces of a text are encoded by themselves.
+        self._ends = None if self._most_tokens is None else FixedEnds(tokenizer)
         self._closing: list[int] | None = None
         """Tokens with which the template ends an answer; none if it has no special token there."""
 
@@ -103,10 +106,13 @@ class Renderer:
 
         Example: of "abc" with the limit 5 it is -3, and with the limit 2 its number of tokens.
         """
-        bounds = [self.most_tokens(text) for text in texts]
-        long = [text for text, most in zip(texts, bounds, strict=True) if most > limit]
+        head, tail = self._ends.of(texts) if self._ends is not None else ("", "")
+        fixed = sum(len(self.tokens(text)) for text in (head, tail) if text)
+        rest = [text[len(head) : len(text) - len(tail)] for text in texts]
+        bounds = [fixed + self.most_tokens(text) for text in rest]
+        long = [text for text, most in zip(rest, bounds, strict=True) if most > limit]
         measured = iter(self.batch_lengths(long))
-        return [next(measured) if most > limit else -int(most) for most in bounds]
+        return [fixed + next(measured) if most > limit else -int(most) for most in bounds]
 
     def most_tokens(self, text: str) -> float:
         """The most tokens that a text can have, without added special tokens."""

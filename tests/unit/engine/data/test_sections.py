@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,20 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from support.eager_rows import EagerRows
 from support.tiny_models import tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from rolemesh.engine.data import parts, sections
+from rolemesh.engine.data.fixed_ends import FixedEnds
 from rolemesh.engine.data.prompts import PromptSet, load_prompts
+from rolemesh.engine.data.rendering import Renderer
 from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError, RowReader
 from rolemesh.engine.data.token_bounds import most_tokens
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
@@ -266,8 +277,19 @@ def test_parts_of_a_file_are_whole_lines_with_their_numbers(text, count, tmp_pat
 # --- bounds from bytes ----------------------------------------------------------------------
 
 
-def bpe(normalizer: Any = None, pre_tokenizer: Any = None) -> Any:
-    """A small BPE tokenizer in the place where the transformers library has it."""
+class Fast:
+    """A tokenizer in the place where the transformers library has it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.backend_tokenizer = tokenizer
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        ids = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return {"input_ids": ids}
+
+
+def bpe(normalizer: Any = None, pre_tokenizer: Any = None, added: Sequence[Any] = ()) -> Fast:
+    """A small BPE tokenizer, to which the special token <s> and others were added."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -277,7 +299,8 @@ def bpe(normalizer: Any = None, pre_tokenizer: Any = None) -> Any:
         vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
     )
     tokenizer.train_from_iterator(["the cat and the hat"], trainer)
-    return type("Fast", (), {"backend_tokenizer": tokenizer})()
+    tokenizer.add_special_tokens(list(added))
+    return Fast(tokenizer)
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["none", "nfc"])
@@ -298,6 +321,41 @@ def test_no_text_has_more_tokens_than_its_bytes_tell(normalizer):
         assert len(tokens) <= bound(text)
 
     check()
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["none", "nfc"])
+@pytest.mark.parametrize(
+    "others",
+    [[], ["<s><s>"], ["x<s"], ["<a"], [AddedToken("<m>", lstrip=True)]],
+    ids=["alone", "containing", "reaching in", "beginning", "with space"],
+)
+def test_what_prompts_have_in_common_is_encoded_once_and_counts_the_same(normalizer, others):
+    fast = bpe(normalizer, added=["<a>", *others])
+    parts = st.sampled_from(["<s>", "<a>", "<a", "x", "<", "s>", "the cat", " ", "é", "\u0958"])
+    text = st.lists(parts, max_size=5).map("".join)
+
+    @settings(max_examples=150, deadline=None)
+    @given(text, st.lists(text, min_size=1, max_size=4), text)
+    def check(head: str, middles: list[str], tail: str) -> None:
+        texts = [head + middle + tail for middle in middles]
+        lengths = [len(fast.backend_tokenizer.encode(one).ids) for one in texts]
+        assert Renderer(fast).lengths_over(texts, 0) == lengths
+        # A bound is one, from above.
+        found = Renderer(fast).lengths_over(texts, 12)
+        assert all(
+            one == length or (one <= 0 and length <= -one <= 12)
+            for one, length in zip(found, lengths, strict=True)
+        )
+
+    check()
+
+
+def test_the_common_ends_are_those_of_turns():
+    fast = bpe(added=["<e>"])
+    texts = ["<s>the<s>cat 1<e><s>", "<s>the<s>hat<e><s>"]
+    assert FixedEnds(fast).of(texts) == ("<s>the<s>", "<e><s>")
+    # It cuts at <s> no longer where <s>t is.
+    assert FixedEnds(bpe(added=["<e>", "<s>t"])).of(texts) == ("<s>t", "<e><s>")
 
 
 @pytest.mark.parametrize(
