@@ -73,9 +73,11 @@ class Bounds:
         for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             bounds = [renderer.completion_bound(row, one) for one in _completions(row)]
             most = abs(length) + max(bounds, default=0)
-            if most > limit:
+            # What is left out is told of with its number of tokens.
+            is_short = most <= limit and self._judged(length, -1)[2]
+            if not is_short:
                 doubtful.append(at)
-            wholes.append(UNMEASURED if most > limit else -int(most))
+            wholes.append(-int(most) if is_short else UNMEASURED)
         inexact = [at for at in doubtful if lengths[at] < 0]
         measured = renderer.batch_lengths([texts[at] for at in inexact])
         for at, length in zip(inexact, measured, strict=True):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
@@ -29,8 +33,9 @@ from tokenizers import (
 
 from rolemesh.engine.data import parts, sections
 from rolemesh.engine.data.fixed_ends import FixedEnds
-from rolemesh.engine.data.prompts import PromptSet, load_prompts
+from rolemesh.engine.data.prompts import EmptyDataError, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.row_store import RowStore
 from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError, RowReader
 from rolemesh.engine.data.token_bounds import most_tokens
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
@@ -205,13 +210,44 @@ def test_rows_are_read_from_a_file_that_was_removed_and_stay_as_they_were(tmp_pa
     assert prompts.slice("train", 0, 9) == again.slice("train", 0, 9)
 
 
-def test_without_a_folder_to_write_rows_stay_in_memory(folder, cache, caplog):
+@pytest.mark.parametrize("fault", ["no folder", "full disk"])
+def test_where_rows_cannot_be_kept_they_stay_in_memory(fault, folder, cache, caplog, monkeypatch):
     data = spec(folder, "bounded")
-    cache.parent.mkdir(parents=True)
-    cache.write_text("a file in the way")
+    if fault == "no folder":
+        cache.parent.mkdir(parents=True)
+        cache.write_text("a file in the way")
+    else:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(RowStore, "facts", Mock(side_effect=full))
     expected = EagerRows(data, TOKENIZER, SEED).first(9)
     assert comparable(load(data).rows("train", 0, 9)) == comparable(expected)
     assert f"rows cannot be kept in {cache}" in caplog.text
+    assert fault == "no folder" or not list(cache.iterdir())
+
+
+def test_processes_that_start_together_read_the_data_once(folder, cache, monkeypatch):
+    data, read, rows = spec(folder, "plain"), RowReader.read, []
+
+    def noted(reader: RowReader, record: Any, where: str) -> Any:
+        rows.append(where)
+        return read(reader, record, where)
+
+    monkeypatch.setattr(RowReader, "read", noted)
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: load(data).slice("train", 0, 9), range(3)))
+    assert found[0] == found[1] == found[2]
+    assert len(rows) == 320
+
+
+def test_what_no_start_used_for_long_is_removed(folder, cache):
+    (cache / "draft-of a killed one").mkdir(parents=True)
+    (cache / "old.rows").touch()
+    (cache / "new.rows").touch()
+    for old in ("draft-of a killed one", "old.rows"):
+        os.utime(cache / old, (0, 0))
+    load(spec(folder, "plain"))
+    assert not (cache / "old.rows").exists()
+    assert [path.name for path in cache.glob("[!0-9a-f]*")] == ["new.rows"]
 
 
 def test_nothing_is_kept_of_data_with_a_fault(tmp_path, cache):
@@ -220,6 +256,22 @@ def test_nothing_is_kept_of_data_with_a_fault(tmp_path, cache):
     with pytest.raises(DataInvalidError, match="line 2: 'prompt' must be text"):
         load(spec_of.validate_python({"type": "jsonl", "path": path}))
     assert not list(cache.iterdir())
+
+
+def test_that_all_rows_are_too_long_is_told_with_their_tokens(folder, cache):
+    # Their completions are so short that the bound on whole rows needs no count.
+    data = spec(folder, "pairs").model_copy(
+        update={"max_prompt_tokens": 3, "max_row_tokens": 100_000}
+    )
+    eager = EagerRows(data.model_copy(update={"max_prompt_tokens": None}), TOKENIZER, SEED)
+    renderer = Renderer(TOKENIZER)
+    lengths = [
+        len(renderer.tokens(renderer.prompt_text(row)))
+        + max(len(renderer.completion(row, one).tokens) for one in (row.chosen, row.rejected))
+        for row in eager.train
+    ]
+    with pytest.raises(EmptyDataError, match=f"they have {min(lengths)} to {max(lengths)} tokens"):
+        load(data)
 
 
 # --- several processes ----------------------------------------------------------------------
