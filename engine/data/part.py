@@ -37,7 +37,8 @@ def main() -> int:
         max_row_tokens=part.max_row_tokens,
         measured_from=part.measured_from,
     )
-    # What was imported stays, and rows make no circles: looking for garbage takes a tenth of the time.
+    # What was imported stays, and rows make no circles: the search for those takes a tenth of the
+    # time.
     gc.freeze()
     gc.set_threshold(100_000)
     lines = jsonl.Lines(start=part.start, end=part.end, first=part.first_line)
