@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -117,10 +117,15 @@ def found(
 
 
 @contextlib.contextmanager
-def alone(folder: Path, key: str) -> Iterator[None]:
+def alone(folder: Path, key: str, progress: Callable[[], None] | None) -> Iterator[None]:
     """Waits until no other process reads the same data, so that the second finds what it kept.
 
     The ranks of a service start together. One that is stopped for minutes is not waited for.
+
+    Args:
+        folder: Where rows are kept.
+        key: Of the data.
+        progress: Called from time to time.
 
     Raises:
         OSError: The folder cannot be written.
@@ -137,6 +142,8 @@ def alone(folder: Path, key: str) -> Iterator[None]:
                 if time.monotonic() > until:
                     logger.warning("%s is held for %d s: not waited for", lock, _LONGEST_WAIT_S)
                     break
+                if progress is not None:
+                    progress()
                 time.sleep(_LOOK_EVERY_S)
         try:
             yield

@@ -139,9 +139,11 @@ def _started(
             )
             processes.append(process)
             assert process.stdin is not None
-            # It stays open: its end tells the process that this one is gone.
-            process.stdin.write(part.model_dump_json().encode() + b"\n")
-            process.stdin.flush()
+            # Its exit code tells that it is gone already.
+            with contextlib.suppress(BrokenPipeError):
+                # It stays open: its end tells the process that this one is gone.
+                process.stdin.write(part.model_dump_json().encode() + b"\n")
+                process.stdin.flush()
         yield processes
     finally:
         for process in processes:
@@ -149,7 +151,8 @@ def _started(
                 process.kill()
             process.wait()
             assert process.stdin is not None
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def _split(path: Path, size: int, count: int) -> list[Lines]:

@@ -93,7 +93,7 @@ def load_section(
     if kept is not None:
         return kept
     try:
-        with index.alone(folder, key):
+        with index.alone(folder, key, progress):
             kept = reading.found(folder, key)
             if kept is None:
                 kept = reading.read_and_keep(folder, key, lambda: _stamps(files) == stamps)

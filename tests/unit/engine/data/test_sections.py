@@ -301,6 +301,16 @@ def test_processes_that_read_a_part_each_find_what_one_finds(
     assert [path.suffix for path in cache.iterdir()] == [".rows"]
 
 
+def test_what_a_process_cannot_do_one_does_alone(folder, cache, saved, monkeypatch, caplog):
+    monkeypatch.setattr(parts, "PART_BYTES", 1)
+    monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: range(2))
+    # They would render otherwise, with what they find in the folder.
+    saved.chat_template = "{{ messages[-1]['content'] }}="
+    prompts = load_prompts(spec(folder, "pairs"), tokenizer=saved, seed=SEED)
+    assert prompts.slice("train", 0, 1)[0].text.endswith("=")
+    assert "a process that read a part of" in caplog.text
+
+
 def test_a_fault_that_another_process_finds_is_told_as_ever(tmp_path, cache, saved, monkeypatch):
     monkeypatch.setattr(parts, "PART_BYTES", 1)
     monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: range(2))
