@@ -84,8 +84,10 @@ def hash_of_tokenizer(tokenizer: Any) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
+    # In front stand truncation and padding, which each call of the tokenizer sets anew.
+    _, _, content = backend.to_str().partition('"added_tokens"')
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    parts = [backend.to_str(), tokenizer.chat_template, special]
+    parts = [content, tokenizer.chat_template, special]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
