@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import sys
 import time
 from typing import Any
@@ -84,12 +85,16 @@ class _Reading:
     """Tells twice a second that rows are read."""
 
     def __init__(self) -> None:
-        self._next = time.monotonic() + _READING_EVERY_S
+        self._next = math.inf
 
     def __call__(self) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _READING_EVERY_S
+        now = time.monotonic()
+        # Nothing is told of data that is read at once.
+        is_first, is_due = math.isinf(self._next), now >= self._next
+        if is_due:
             _tell("reading")
+        if is_first or is_due:
+            self._next = now + _READING_EVERY_S
 
 
 def _tell(kind: str, **values: Any) -> None:
