@@ -12,8 +12,9 @@ that their shares may add up to more than 1.
 `against_products` is a bound that holds on any machine: each phase's time over that of its matrix
 products alone, multiplied by torch in float32 right after the run with all cores. A phase is
 charged with the products of its layers and its head: prompts that completions share once, 2
-operations a multiply-add, backward passes twice a forward one. Where bfloat16 is multiplied faster
-than float32, a phase may take less than that.
+operations a multiply-add, backward passes twice a forward one, and each weight read from memory,
+in an update once for each optimizer step. Where bfloat16 is multiplied faster than float32, a phase
+may take less than that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,25 @@ from rolemesh.engine.devices import device_of
 from rolemesh.engine.specs import ModelSpec
 
 NUM_WARMUP_STEPS = 1
+REPETITIONS = 5
+"""Of the products, after one that is not counted; their median counts."""
 
 Record = dict[str, Any]
 Shape = tuple[int, int]
 """Columns and rows of a weight."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a phase computes."""
+
+    tokens: float
+    """Through the layers."""
+    predicted: float
+    """Through the head."""
+    trains: bool
+    parts: int
+    """Optimizer steps among which they are divided: each has new weights."""
 
 
 class Products:
@@ -56,60 +73,57 @@ class Products:
         width, inner, heads = text.hidden_size, text.intermediate_size, text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or width // heads
         queries, keys = heads * head_dim, text.num_key_value_heads * head_dim
-        self._layers = spec.num_layers or text.num_hidden_layers
-        self._layer: tuple[Shape, ...] = (
+        layer: tuple[Shape, ...] = (
             *((width, queries), (width, keys), (width, keys), (queries, width)),
             *((width, inner), (width, inner), (inner, width)),
         )
+        self._layers = layer * (spec.num_layers or text.num_hidden_layers)
         self._head: tuple[Shape, ...] = ((width, text.vocab_size),) if has_vocabulary else ()
 
-    def teraflops(self, tokens: float, predicted: float, *, trains: bool) -> float:
-        """Operations of a pass over tokens, whose head predicts fewer; in 1e12."""
-        layer, head = (
-            sum(columns * rows for columns, rows in shapes) for shapes in (self._layer, self._head)
+    def teraflops(self, work: Work) -> float:
+        """Operations of a pass, in 1e12."""
+        layers, head = (
+            sum(columns * rows for columns, rows in shapes) for shapes in (self._layers, self._head)
         )
         # The backward pass of the head makes its logits again.
-        layer_passes, head_passes = (3, 4) if trains else (1, 1)
-        layers = self._layers * layer * tokens * layer_passes
-        return 2e-12 * (layers + head * predicted * head_passes)
+        layer_passes, head_passes = (3, 4) if work.trains else (1, 1)
+        return 2e-12 * (layers * work.tokens * layer_passes + head * work.predicted * head_passes)
 
-    def seconds(self, tokens: float, predicted: float, *, trains: bool) -> float:
-        """The time of the same, each product alone."""
-        layer = sum(sum(parts) for parts in self._timed(self._layer, tokens, trains))
-        head = 0.0
-        for forward, *backward in self._timed(self._head, predicted, trains):
-            head += forward * (2 if trains else 1) + sum(backward)
-        return self._layers * layer + head
+    def seconds(self, work: Work) -> float:
+        """The time of the same: each product alone, with a weight of its own, as a model has."""
+        products = [
+            *self._products(self._layers, work.tokens / work.parts, work.trains),
+            *self._products(self._head, work.predicted / work.parts, work.trains),
+        ]
+        if work.trains and self._head:
+            products.append(products[-3])
+        taken = []
+        for _ in range(1 + REPETITIONS):
+            started = time.perf_counter()
+            for product in products:
+                product()
+            taken.append(time.perf_counter() - started)
+        return work.parts * statistics.median(taken[1:])
 
-    def _timed(
-        self, shapes: Sequence[Shape], tokens: float, trains: bool
-    ) -> Iterator[tuple[float, ...]]:
-        """Seconds of the forward product and, of what trains, of both backward ones."""
+    @staticmethod
+    def _products(
+        shapes: Sequence[Shape], tokens: float, trains: bool
+    ) -> Iterator[Callable[[], torch.Tensor]]:
+        """The forward product of each weight and, of what trains, both backward ones."""
         rows = max(1, round(tokens))
+        inputs = {
+            size: torch.randn(rows, size) for size in {size for one in shapes for size in one}
+        }
         for columns, outputs in shapes:
-            x, weight = torch.randn(rows, columns), torch.randn(outputs, columns)
-            gradient = torch.randn(rows, outputs)
-            forward = functools.partial(torch.mm, x, weight.t())
-            backward = (
-                functools.partial(torch.mm, gradient, weight),
-                functools.partial(torch.mm, gradient.t(), x),
-            )
-            yield tuple(_seconds(made) for made in (forward, *(backward if trains else ())))
+            x, gradient, weight = inputs[columns], inputs[outputs], torch.randn(outputs, columns)
+            yield functools.partial(torch.mm, x, weight.t())
+            if trains:
+                yield functools.partial(torch.mm, gradient, weight)
+                yield functools.partial(torch.mm, gradient.t(), x)
 
 
-def _seconds(compute: functools.partial[torch.Tensor]) -> float:
-    """Median of five, after one that is not counted."""
-    compute()
-    taken = []
-    for _ in range(5):
-        started = time.perf_counter()
-        compute()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
-
-
-def works(recipe: Recipe, records: Sequence[Record]) -> dict[str, tuple[Products, Any]]:
-    """By phase, the model that computes and the arguments of its `Products`."""
+def works(recipe: Recipe, records: Sequence[Record]) -> dict[str, tuple[Products, Work]]:
+    """By phase, the model that computes and what it computes."""
     algorithm: Any = recipe.algorithm
     samples = algorithm.sampling.samples_per_prompt
     rows = recipe.run.prompts_per_step * samples
@@ -127,10 +141,8 @@ def works(recipe: Recipe, records: Sequence[Record]) -> dict[str, tuple[Products
         if f"time/{phase}" in records[0]:
             section: Any = recipe.section(role)
             model = Products(section.model, has_vocabulary=role != "critic")
-            found[phase] = (
-                model,
-                {"tokens": tokens, "predicted": predicted, "trains": trains},
-            )
+            parts = -(-rows // algorithm.mini_batch_rows) if trains else 1
+            found[phase] = model, Work(tokens, predicted, trains=trains, parts=parts)
     return found
 
 
@@ -140,7 +152,7 @@ def against_products(recipe: Recipe, records: list[Record]) -> dict[str, Any]:
     found: dict[str, Any] = {"phases": {}}
     in_all = operations = 0.0
     for phase, (model, work) in works(recipe, counted).items():
-        least, flop = model.seconds(**work), model.teraflops(**work)
+        least, flop = model.seconds(work), model.teraflops(work)
         taken = statistics.median(record[f"time/{phase}"] for record in counted)
         found["phases"][phase] = {"tflop": flop, "seconds": least, "ratio": taken / least}
         in_all, operations = in_all + least, operations + flop
