@@ -15,11 +15,11 @@ from rolemesh.coordinator.commands.processes import PreviewError, told_by
 _FORWARD_FLOPS = 0.67e12
 _BACKWARD_FLOPS = 0.64e12
 
-_OTHER_CORE_S = 13.0
+_OTHER_CORE_S = 8.0
 """Seconds of a core that a step takes beside its products: attention, what is computed number by
-number, the optimizer, the sampler's program, and waiting. A quiet step of 10.5 s on 2 cores has 8
-of products, and processor time says the same of both kinds of CPU (docs/measurements.md, "What
-doctor says of the quickstart")."""
+number, the optimizer, the sampler's program, and waiting. Quiet steps on 2 cores take 7.9 s with
+bfloat16 instructions and 9.8 s without, of which 8 and 12.5 core seconds are products
+(docs/measurements.md, "A step against its products")."""
 
 _EVALUATION_FLOPS = 1.4e12
 """Forward products of both evaluations, whose prompts begin alike: 13 s where a generation of 0.22
