@@ -91,7 +91,8 @@ def main() -> None:
                 "the dashboard is served",
                 WAIT_S,
             )
-            take_all(told.group(1))
+            token = (out / "api-token").read_text().strip()
+            take_all(f"{told.group(1)}#token={token}")
         finally:
             run.send_signal(signal.SIGINT)
             run.wait(WAIT_S)
