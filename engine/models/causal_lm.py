@@ -1,6 +1,6 @@
 """A causal language model on Hugging Face transformers that scores completions.
 
-Shape letters: B rows, T longest row, N completion tokens, D width, V vocabulary.
+Shape letters: B rows, T longest row, N completion tokens, U distinct ones, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -103,16 +103,16 @@ class CausalLm(Decoder):
             ValueError: This is not the last stage.
         """
         self._check_last_stage()
-        hidden_ND = rows.states(hidden_BTD)
+        hidden_UD = rows.states(hidden_BTD)
         tp, vocabulary_VD = self.mesh.tp, self.vocabulary_VD
         compute_dtype = COMPUTE_DTYPES[self.spec.compute_dtype]
         if self.multiplies_in_float32:
             # The values of the sampler's weights, as in the layers.
             vocabulary_VD, compute_dtype = rounded(vocabulary_VD), torch.float32
-        return token_logprobs(
-            hidden_ND.to(torch.promote_types(vocabulary_VD.dtype, torch.float32)),
+        logprobs_U, entropy_U = token_logprobs(
+            hidden_UD.to(torch.promote_types(vocabulary_VD.dtype, torch.float32)),
             vocabulary_VD,
-            rows.targets_N,
+            rows.targets_U,
             temperature=temperature,
             chunk_tokens=self.spec.logprob_chunk_tokens,
             compute_dtype=compute_dtype,
@@ -120,6 +120,7 @@ class CausalLm(Decoder):
             group=tp,
             first_row=0 if self.shape is None else first_vocabulary_row(self.shape, tp),
         )
+        return rows.of_rows(logprobs_U), None if entropy_U is None else rows.of_rows(entropy_U)
 
 
 def _check_head(lm: Any, spec: ModelSpec) -> None:

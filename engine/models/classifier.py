@@ -162,6 +162,6 @@ def pad_token_rows(
     return PaddedRows(
         tokens_BT=tokens_BT.to(device),
         lengths_B=lengths_B.to(device),
-        state_index_N=none_N,
-        targets_N=none_N,
+        state_index_U=none_N,
+        targets_U=none_N,
     )

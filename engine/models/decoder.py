@@ -27,7 +27,7 @@ from rolemesh.engine.models.rounding import narrow_layers, round_weights
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.packing.batching import PaddedRows
-from rolemesh.engine.packing.prefix_packing import SharingCost
+from rolemesh.engine.packing.tree_packing import SharingCost
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name
@@ -141,8 +141,7 @@ class Decoder(nn.Module):
         elif self.multiplies_in_float32:
             round_weights(self.lm.base_model, narrow_gradients=False)
         self.sharing: SharingCost | None = None
-        """What forward passes cost where completions may share their prompt; None: they never do.
-        """
+        """What forward passes cost where rows may share their beginnings; None: they never do."""
         if maker_without_values() is None:
             # Parameters that the data axis will cut stay on the meta device until then.
             self._apply(  # type: ignore[no-untyped-call]
@@ -184,7 +183,7 @@ class Decoder(nn.Module):
         read_parts(parts, self.spec.path, shape=self.shape, mesh=self.mesh)
 
     def share_prefixes(self) -> None:
-        """Lets completions of one prompt stand behind one copy of it, unless the spec forbids it.
+        """Lets rows share the tokens with which they begin alike, unless the spec forbids it.
 
         For models whose outputs belong to completion tokens. Families without a plan and models
         whose attention looks back only so far go on without.
@@ -227,8 +226,8 @@ class Decoder(nn.Module):
         inputs: dict[str, Any] = {"input_ids": tokens_BT}
         if hidden_BTD is not None:
             inputs = {"inputs_embeds": hidden_BTD.bfloat16() if self.is_narrow else hidden_BTD}
-        if rows.prefixes is not None:
-            inputs |= inputs_of(rows.prefixes)
+        if rows.tree is not None:
+            inputs |= inputs_of(rows.tree)
         if self.shares_tokens:
             inputs["token_shape"] = tuple(tokens_BT.shape)
         # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the

@@ -16,8 +16,13 @@ from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring_model import ScoringModel
-from rolemesh.engine.packing.batching import PaddedRows, micro_batches, pad_rows
-from rolemesh.engine.packing.prefix_packing import Pass, pack_rows, plan_passes, prompt_numbers
+from rolemesh.engine.packing.batching import (
+    PaddedRows,
+    check_prompt_lengths,
+    micro_batches,
+    pad_rows,
+)
+from rolemesh.engine.packing.tree_packing import Pass, pack_tree, plan_passes
 from rolemesh.engine.parallel.data_parallel import cut_over_data, forget_pass, gather_no_longer
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.pipeline import Pipeline
@@ -101,8 +106,8 @@ class RankModel(nn.Module):
     def micro_batches(self, batch: Experience, rows_per_unit: int = 1) -> list[MicroBatch]:
         """Groups the rows of a batch. Uses no collective.
 
-        Completions of one prompt share it where that saves, if the model can (`prefix_packing`);
-        all other rows are grouped by `batching.micro_batches`.
+        Rows that begin alike share what they have in common where that saves, if the model can
+        (`tree_packing`); all other rows are grouped by `batching.micro_batches`.
 
         Args:
             batch: With the columns tokens and prompt_lengths.
@@ -117,20 +122,24 @@ class RankModel(nn.Module):
         for planned in self._passes(batch, rows_per_unit):
             rows = torch.tensor(planned.rows, dtype=torch.int64)
             part = batch.select(rows)
-            lay_out = pack_rows if planned.shares else pad_rows
-            found.append(MicroBatch(rows, part, lay_out(part, self.device)))
+            found.append(MicroBatch(rows, part, self._laid_out(part, planned)))
         return found
 
+    def _laid_out(self, part: Experience, planned: Pass) -> PaddedRows:
+        if not planned.shares:
+            return pad_rows(part, self.device)
+        assert self.model.sharing is not None  # who plans such a pass has it
+        return pack_tree(part, self.device, self.model.sharing)
+
     def _passes(self, batch: Experience, rows_per_unit: int) -> list[Pass]:
-        lengths = batch["tokens"].lengths().tolist()
+        check_prompt_lengths(batch)
         max_tokens = self.model.spec.micro_batch_tokens
         if self.model.sharing is None:
+            lengths = batch["tokens"].lengths().tolist()
             groups = micro_batches(lengths, max_tokens, rows_per_unit)
             return [Pass(rows, shares=False) for rows in groups]
         return plan_passes(
-            lengths,
-            batch["prompt_lengths"].values.tolist(),
-            prompt_numbers(batch),
+            list(batch["tokens"].rows()),
             max_tokens=max_tokens,
             cost=self.model.sharing,
             rows_per_unit=rows_per_unit,
@@ -185,7 +194,7 @@ class RankModel(nn.Module):
                     self.model.config,
                     num_tokens=one.padded.tokens_BT.numel(),
                     longest=one.padded.longest,
-                    num_predicted=len(one.padded.targets_N) if predicts else 0,
+                    num_predicted=len(one.padded.targets_U) if predicts else 0,
                     num_slices=self.mesh.tp.size,
                 )
                 for one in passes

@@ -3,7 +3,7 @@
 The formats on disk are transformers' own (...ForTokenClassification with one label for a critic,
 ...ForSequenceClassification otherwise), so that other programs load what was trained here.
 
-Shape letters: B rows, T longest row, N completion tokens, D width, L labels.
+Shape letters: B rows, T longest row, N completion tokens, U distinct ones, D width, L labels.
 """
 
 from __future__ import annotations
@@ -181,9 +181,9 @@ class ScoringModel(Decoder):
         # In the weights' float32: scores are compared by small differences, and the product is
         # tiny.
         if self.head_spec.per == "token":
-            hidden_ND = rows.states(hidden_BTD)
-            values_N: torch.Tensor = head(hidden_ND.to(head.weight.dtype)).squeeze(1)
-            return values_N
+            hidden_UD = rows.states(hidden_BTD)
+            values_U: torch.Tensor = head(hidden_UD.to(head.weight.dtype)).squeeze(1)
+            return rows.of_rows(values_U)
         row_B = torch.arange(len(rows.lengths_B), device=hidden_BTD.device)
         logits_BL: torch.Tensor = head(hidden_BTD[row_B, rows.lengths_B - 1].float())
         return logits_BL[:, self.head_spec.label]

@@ -1,10 +1,9 @@
-"""Attention of completions that stand behind one copy of their prompt.
+"""Attention of rows that are packed as a tree.
 
-Prompts attend to themselves; each completion attends to its prompt and itself. Nothing is computed
-twice, and no mask is larger than completion by row.
+Each branch attends to its whole row: to what it shares with others, and to itself. Nothing is
+computed twice, and no mask is larger than branch by row.
 
-Shape letters: H query heads, J key-value heads, E their width; S, G, P, R, C, T as in
-`prefix_layout`.
+Shape letters: H query heads, J key-value heads, E their width; S, R, C, T as in `tree_layout`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from rolemesh.engine.models.shared_flex import (
     flex_shared_attention,
     with_block_mask,
 )
-from rolemesh.engine.packing.prefix_layout import PrefixLayout
+from rolemesh.engine.packing.tree_layout import Block, TreeLayout
 
-SHARING_ATTENTION = "rolemesh_prefix_sharing"
+SHARING_ATTENTION = "rolemesh_tree"
 """Under this name transformers knows the attention."""
 
 MOST_SCORES = 2**20
@@ -42,12 +41,12 @@ def sharing_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    prefixes: PrefixLayout | None = None,
+    tree: TreeLayout | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: its own "sdpa", unless prompts are shared.
+    """An attention function of transformers: its own "sdpa", unless rows share tokens.
 
     Args:
         module: The attention layer.
@@ -55,7 +54,7 @@ def sharing_attention(
         key: float [B, J, T, E], rotated.
         value: float [B, J, T, E].
         attention_mask: For "sdpa"; see `inputs_of`.
-        prefixes: How packed rows stand; B is 1 then, and T is S.
+        tree: How packed rows stand; B is 1 then, and T is S.
         dropout: For "sdpa"; models here have none.
         scaling: Of the products.
         **kwargs: For "sdpa".
@@ -63,35 +62,45 @@ def sharing_attention(
     Returns:
         float [B, T, H, E]; and None for the weights, which are never whole.
     """
-    if prefixes is None:
+    if tree is None:
         plain, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return plain, None
-    if prefixes.block_mask is not None:
-        return flex_shared_attention(query, key, value, prefixes, scaling), None
-    packed = query.shape[2]
-    heads, width = query.shape[1], query.shape[3]
+    if tree.block_mask is not None:
+        return flex_shared_attention(query, key, value, tree, scaling), None
+    packed, heads, width = query.shape[2], query.shape[1], query.shape[3]
     # Rows of the gathers: a token with all of its heads.
     query_S, key_S, value_S = (_by_token(tensor) for tensor in (query, key, value))
-    split = prefixes.num_prompt_tokens
-    attended = []
-    prompt = [
-        _rectangle(prefixes.prompts(tensor_S[:split]), prefixes.num_prompts, width)
-        for tensor_S in (query_S, key_S, value_S)
+    attended = [
+        _attend_block(block, query_S, key_S, value_S, width=width, scaling=scaling)
+        for block in tree.blocks
     ]
-    prompt_out = _attend(*prompt, mask=None, scaling=scaling)
-    attended.append(_by_token_of_rows(prompt_out).index_select(0, prefixes.prompt_places))
-    if packed > split:
-        completion_out = _attend(
-            _rectangle(prefixes.queries(query_S[split:]), prefixes.num_rows, width),
-            _rectangle(prefixes.keys(key_S), prefixes.num_rows, width),
-            _rectangle(prefixes.keys(value_S), prefixes.num_rows, width),
-            mask=prefixes.may_attend,
-            scaling=scaling,
-        )
-        attended.append(_by_token_of_rows(completion_out).index_select(0, prefixes.query_places))
     return torch.cat(attended).view(1, packed, heads, width), None
+
+
+def _attend_block(
+    block: Block,
+    query_S: torch.Tensor,
+    key_S: torch.Tensor,
+    value_S: torch.Tensor,
+    *,
+    width: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attended values of a block's tokens, [tokens, H * E]."""
+    own = slice(block.first, block.first + block.num_tokens)
+    queries = _rectangle(block.queries(query_S[own]), block.num_branches, width)
+    keys, values = (
+        _rectangle(
+            block.queries(tensor[own]) if block.keys is None else block.keys(tensor),
+            block.num_branches,
+            width,
+        )
+        for tensor in (key_S, value_S)
+    )
+    attended = _attend(queries, keys, values, mask=block.may_attend, scaling=scaling)
+    return block.back(_by_token_of_rows(attended))
 
 
 AttentionInterface.register(SHARING_ATTENTION, sharing_attention)
@@ -99,15 +108,15 @@ AttentionInterface.register(SHARING_ATTENTION, sharing_attention)
 AttentionMaskInterface.register(SHARING_ATTENTION, sdpa_mask)
 
 
-def inputs_of(prefixes: PrefixLayout) -> dict[str, Any]:
+def inputs_of(tree: TreeLayout) -> dict[str, Any]:
     """What a model that attends by `sharing_attention` is called with, besides its tokens."""
-    positions_1S = prefixes.positions_1S
+    positions_1S = tree.positions_1S
     if flex_serves(positions_1S.device):
-        prefixes = with_block_mask(prefixes)
+        tree = with_block_mask(tree)
     # Transformers leaves a mask of four dimensions alone. Given none, it would take positions that
     # begin anew for rows packed one after another, and make a mask of S x S.
     nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=positions_1S.device)
-    return {"position_ids": positions_1S, "attention_mask": nothing, "prefixes": prefixes}
+    return {"position_ids": positions_1S, "attention_mask": nothing, "tree": tree}
 
 
 def _attend(

@@ -1,8 +1,8 @@
-"""Attention of shared prompts by FlexAttention: over all packed tokens at once, block by block.
+"""Attention of a tree of rows by FlexAttention: over all packed tokens at once, block by block.
 
-A way beside that of `shared_attention`, which lays keys out for each row. Here nothing is laid out:
-blocks of queries and keys that have nothing to do with each other are left out (arXiv 2412.05496).
-It counts on a GPU where `engine/kernels/choice.py` says so: torch compiles it to a Triton kernel,
+A way beside that of `shared_attention`, which lays keys out for each branch. Here nothing is laid
+out: blocks of queries and keys that have nothing to do with each other are left out (arXiv
+2412.05496). It counts on a GPU where `engine/kernels/choice.py` says so: torch compiles it to a Triton kernel,
 which no device has done yet. On a CPU torch 2.13 has no backward pass of it but for tests.
 
 Shape letters: H query heads, J key-value heads, E their width; S packed tokens.
@@ -19,11 +19,11 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from rolemesh.engine.kernels.choice import triton_serves
-from rolemesh.engine.packing.prefix_layout import PrefixLayout
+from rolemesh.engine.packing.tree_layout import TreeLayout
 
 
 def flex_serves(device: torch.device) -> bool:
-    """Whether shared prompts on a device are attended to by FlexAttention.
+    """Whether trees of rows on a device are attended to by FlexAttention.
 
     Raises:
         ValueError: See `triton_serves`.
@@ -31,32 +31,30 @@ def flex_serves(device: torch.device) -> bool:
     return device.type == "cuda" and triton_serves(device)
 
 
-def with_block_mask(prefixes: PrefixLayout) -> PrefixLayout:
+def with_block_mask(tree: TreeLayout) -> TreeLayout:
     """The layout with what FlexAttention is told of it; once a pass, for all its layers.
 
-    A token attends to itself and earlier ones of its own row, and to the prompt of its row.
+    A token attends to itself and to the tokens before it in its row. A token is in the rows of its
+    own branch and of those that follow up to `last_branch_S`.
     """
-    prompts_S, rows_S = prefixes.prompts_S, prefixes.rows_S
+    branch_S, last_branch_S, position_S = tree.branch_S, tree.last_branch_S, tree.positions_1S[0]
 
     def may_attend(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        is_own_row = rows_S[query] == rows_S[key]
-        is_of_prompt = rows_S[key] < 0
-        is_same_prompt = prompts_S[query] == prompts_S[key]
-        # Prompts stand before all completions, so that order decides within both.
-        return (query >= key) & is_same_prompt & (is_of_prompt | is_own_row)
+        has_key = (branch_S[key] <= branch_S[query]) & (branch_S[query] <= last_branch_S[key])
+        return has_key & (position_S[key] <= position_S[query])
 
-    num_tokens = len(rows_S)
-    mask = create_block_mask(may_attend, None, None, num_tokens, num_tokens, device=rows_S.device)
-    return replace(prefixes, block_mask=mask)
+    num_tokens = len(branch_S)
+    mask = create_block_mask(may_attend, None, None, num_tokens, num_tokens, device=branch_S.device)
+    return replace(tree, block_mask=mask)
 
 
 def flex_shared_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    prefixes: PrefixLayout,
+    tree: TreeLayout,
     scaling: float | None,
 ) -> torch.Tensor:
     """Attention of packed tokens, with the layout's `block_mask`.
@@ -65,7 +63,7 @@ def flex_shared_attention(
         query: float [1, H, S, E], rotated.
         key: float [1, J, S, E], rotated.
         value: float [1, J, S, E].
-        prefixes: How the tokens stand.
+        tree: How the tokens stand.
         scaling: Of the products.
 
     Returns:
@@ -81,7 +79,7 @@ def flex_shared_attention(
         query,
         key,
         value,
-        block_mask=prefixes.block_mask,
+        block_mask=tree.block_mask,
         scale=scaling,
         enable_gqa=key.shape[1] != query.shape[1],
     )

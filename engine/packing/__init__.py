@@ -1,1 +1,1 @@
-"""Packing of rows into micro-batches: balanced over ranks, in a token budget, prompts shared."""
+"""Packing of rows into micro-batches: balanced over ranks, in a token budget, as trees."""

@@ -3,7 +3,7 @@
 Padding exists only between here and the model; nothing stored or sent is padded. Rows may come in
 units: neighbours (of a group, of a pair) that stay together from the shuffle to the forward pass.
 
-Shape letters: B rows, T longest row, S all tokens, N completion tokens, D width.
+Shape letters: B rows, T longest row, S all tokens, N completion tokens, U distinct ones, D width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from rolemesh.engine.experience import ColumnKind, Experience
 from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.packing.balance import balanced_partition
-from rolemesh.engine.packing.prefix_layout import PrefixLayout
+from rolemesh.engine.packing.tree_layout import TreeLayout
 
 if TYPE_CHECKING:
     from rolemesh.engine.kernels.ragged import Segments
@@ -160,40 +160,46 @@ def update_assignment(
 class PaddedRows:
     """Rows as a rectangle for the model, with the way back to packed completion tokens.
 
-    Where prompts are shared (`prefix_packing`), the rectangle is one row without padding, in which
-    each prompt stands once.
+    Where rows share tokens (`tree_packing`), the rectangle is one row without padding, in which
+    each shared token stands once. U is then less than N.
     """
 
     tokens_BT: torch.Tensor
     """int64 [B, T], right-padded."""
     lengths_B: torch.Tensor
     """int64 [B], tokens in each row."""
-    state_index_N: torch.Tensor
-    """int64 [N], into the flattened [B * T]: the position before each completion token. Its
-    hidden state predicts that token, and is the state that the token's value belongs to."""
-    targets_N: torch.Tensor
-    """int64 [N], the completion tokens."""
-    prefixes: PrefixLayout | None = None
-    """How the tokens attend to each other where prompts are shared; None: causally, row by row."""
+    state_index_U: torch.Tensor
+    """int64 [U], into the flattened [B * T]: the position before each distinct completion token.
+    Its hidden state predicts that token, and is the state that the token's value belongs to."""
+    targets_U: torch.Tensor
+    """int64 [U], the distinct completion tokens."""
+    tree: TreeLayout | None = None
+    """How the tokens attend to each other where rows share them; None: causally, row by row."""
     completions: Segments | None = None
-    """The places of state_index_N as runs, for Triton's kernels; None: they do not serve here."""
+    """The places of state_index_U as runs, for Triton's kernels; None: they do not serve here."""
 
     @property
     def longest(self) -> int:
         """Most tokens that one of them attends to, padding counted."""
-        keys = self.tokens_BT if self.prefixes is None else self.prefixes.may_attend
-        return keys.shape[-1]
+        return self.tokens_BT.shape[1] if self.tree is None else self.tree.longest
 
     def states(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """Hidden states [N, D] before the completion tokens, of those of the rectangle."""
+        """Hidden states [U, D] before the distinct completion tokens, of those of the rectangle."""
         hidden_SD = hidden_BTD.flatten(0, 1)
-        if self.prefixes is not None:
-            return self.prefixes.states(hidden_SD)
+        if self.tree is not None:
+            return self.tree.states_U(hidden_SD)
         if self.completions is not None:
             from rolemesh.engine.kernels.ragged import pack
 
             return pack(hidden_BTD, self.completions)
-        return hidden_SD.index_select(0, self.state_index_N)
+        return hidden_SD.index_select(0, self.state_index_U)
+
+    def of_rows(self, values_U: torch.Tensor) -> torch.Tensor:
+        """What was computed for distinct completion tokens, float [U, ...], for all: [N, ...]."""
+        if self.tree is None:
+            return values_U
+        shape = values_U.shape[1:]
+        return self.tree.rows_N(values_U.view(len(values_U), shape.numel())).view(-1, *shape)
 
 
 def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
@@ -207,7 +213,7 @@ def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
         ValueError: A prompt is empty (no state precedes its first completion token) or longer
             than its row.
     """
-    prompt_lengths_B = _prompt_lengths(batch)
+    prompt_lengths_B = check_prompt_lengths(batch)
     tokens = batch["tokens"]
     assert tokens.offsets is not None  # sequences have them
     lengths_B, offsets = tokens.lengths(), tokens.offsets
@@ -215,7 +221,7 @@ def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
     row_S = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
     position_S = torch.arange(len(tokens.values)) - offsets[:-1][row_S]
     is_completion_S = position_S >= prompt_lengths_B[row_S]
-    state_index_N = (row_S * longest + position_S - 1)[is_completion_S]
+    state_index_U = (row_S * longest + position_S - 1)[is_completion_S]
     completions: Segments | None = None
     if triton_serves(torch.device(device)):
         from rolemesh.engine.kernels.ragged import Segments, unpack
@@ -230,14 +236,14 @@ def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
     return PaddedRows(
         tokens_BT=tokens_BT.to(device),
         lengths_B=lengths_B.to(device),
-        state_index_N=state_index_N.to(device),
-        targets_N=tokens.values[is_completion_S].to(device=device, dtype=torch.int64),
+        state_index_U=state_index_U.to(device),
+        targets_U=tokens.values[is_completion_S].to(device=device, dtype=torch.int64),
         completions=completions,
     )
 
 
-def prompts_of(batch: Experience) -> list[torch.Tensor]:
-    """The prompt of each row.
+def check_prompt_lengths(batch: Experience) -> torch.Tensor:
+    """Column prompt_lengths, int64 [B].
 
     Args:
         batch: With the columns tokens and prompt_lengths.
@@ -245,12 +251,6 @@ def prompts_of(batch: Experience) -> list[torch.Tensor]:
     Raises:
         ValueError: See `pad_rows`.
     """
-    lengths = _prompt_lengths(batch).tolist()
-    return [row[:length] for row, length in zip(batch["tokens"].rows(), lengths, strict=True)]
-
-
-def _prompt_lengths(batch: Experience) -> torch.Tensor:
-    """Column prompt_lengths; raises ValueError where it does not fit the rows."""
     tokens = batch["tokens"]
     if tokens.kind is not ColumnKind.SEQUENCE or tokens.offsets is None:
         raise ValueError(f"column 'tokens' is a {tokens.kind.value} column: give whole sequences")

@@ -110,7 +110,7 @@ class Step:
         )
         rows = pad_rows(self.batch, self.device)
         states_ND = rows.states(self.model.stage_forward(rows, None))
-        logprobs_N, entropy_N = self._scored(states_ND, rows.targets_N)
+        logprobs_N, entropy_N = self._scored(states_ND, rows.targets_U)
         batch = Experience(
             {
                 name: Column(ColumnKind.COMPLETION, values, column.offsets)

@@ -21,7 +21,7 @@ from rolemesh.engine.kernels.choice import KERNELS_VARIABLE
 from rolemesh.engine.models.logprobs import token_logprobs
 from rolemesh.engine.models.shared_attention import inputs_of, sharing_attention
 from rolemesh.engine.packing.batching import pad_rows
-from rolemesh.engine.packing.prefix_packing import pack_rows
+from rolemesh.engine.packing.tree_packing import SharingCost, pack_tree
 from rolemesh.engine.specs import PpoPolicyLossSpec
 
 TOLERANCE = 2e-5
@@ -229,7 +229,7 @@ def laid_out(device: str, lengths: tuple[tuple[int, int], ...]) -> Tensors:
     return {
         "tokens": padded.tokens_BT,
         "lengths": padded.lengths_B,
-        "targets": padded.targets_N,
+        "targets": padded.targets_U,
         "states": states.detach(),
         "gradient": hidden.grad,
     }
@@ -249,9 +249,10 @@ def attended(
     It computes in `dtype`, on numbers that `rounded` can hold.
     """
     batch = token_batch(prompt_lengths=[prompt] * len(completions), completion_lengths=completions)
-    packed = pack_rows(with_shared_prompts(batch, group), device)
-    assert packed.prefixes is not None
-    inputs = inputs_of(packed.prefixes)
+    cost = SharingCost(pairs_per_token=float("inf"), pairs_per_call=100.0, margin=1.0)
+    packed = pack_tree(with_shared_prompts(batch, group), device, cost)
+    assert packed.tree is not None
+    inputs = inputs_of(packed.tree)
     generator = torch.Generator().manual_seed(5)
     # Four heads of queries, two of keys and values.
     query, key, value = (
@@ -261,9 +262,7 @@ def attended(
         .requires_grad_()
         for heads in (4, 2, 2)
     )
-    found, _ = sharing_attention(
-        torch.nn.Module(), query, key, value, None, prefixes=inputs["prefixes"]
-    )
+    found, _ = sharing_attention(torch.nn.Module(), query, key, value, None, tree=inputs["tree"])
     weights = torch.randn(found.shape, generator=generator).to(device)
     (weights * found).sum().backward()
     return {"attended": found.detach()} | {

@@ -60,9 +60,9 @@ def test_padding_keeps_tokens_and_points_at_the_state_before_each_completion_tok
     assert rows.tokens_BT.tolist() == [[5, 6, 7, 0, 0], [8, 9, 10, 11, 12], [13, 0, 0, 0, 0]]
     assert rows.tokens_BT.dtype == torch.int64
     assert rows.lengths_B.tolist() == [3, 5, 1]
-    assert rows.targets_N.tolist() == [7, 9, 10, 11, 12]
-    assert rows.state_index_N.tolist() == [1, 5, 6, 7, 8]
-    before = rows.tokens_BT.flatten()[rows.state_index_N]
+    assert rows.targets_U.tolist() == [7, 9, 10, 11, 12]
+    assert rows.state_index_U.tolist() == [1, 5, 6, 7, 8]
+    before = rows.tokens_BT.flatten()[rows.state_index_U]
     assert before.tolist() == [6, 8, 9, 10, 11]
 
 

@@ -436,6 +436,34 @@ def test_threads_wait_awake_only_where_roles_take_turns(
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("devices", "given", "expected"),
+    [
+        (["cpu"], {}, ("1", "0", str(2**30))),
+        (["cpu"], {"MALLOC_MMAP_MAX_": "65536"}, ("1", "65536", str(2**30))),
+        (["cuda:0"], {}, ("2", None, None)),
+        (["cuda:0"], {"MALLOC_ARENA_MAX": "4"}, ("4", None, None)),
+    ],
+)
+def test_a_service_on_a_cpu_keeps_what_it_freed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    devices: list[str],
+    given: dict[str, str],
+    expected: tuple[str | None, ...],
+) -> None:
+    names = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    roles = ["actor", "critic", "reference", "reward"]
+    recipe = fake_recipe(pools={"all": {"devices": devices, "roles": roles}})
+    environment = service_commands(recipe, tmp_path)("actor", tmp_path / "announce").environment
+    # What is not said here the service has from the user's shell.
+    assert tuple(environment.get(name) for name in names) == expected
+
+
 def test_flags_are_those_that_services_know(tmp_path: Path) -> None:
     from rolemesh.services.runtime.server.config import load_config
 

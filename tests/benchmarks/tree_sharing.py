@@ -1,6 +1,6 @@
-"""Measures what it saves to compute a prompt once for all of its completions.
+"""Measures what it saves to compute what rows share once: here the prompt of a group.
 
-    python tests/benchmarks/prefix_sharing.py [--model .models/SmolLM2-135M-Instruct] [--rows 8]
+    python tests/benchmarks/tree_sharing.py [--model .models/SmolLM2-135M-Instruct] [--rows 8]
         [--groups 1,2,4,8] [--prompts 32,128,512] [--completion 64] [--repetitions 2] [--threads 2]
         [--layers 30] [--constants]
 
@@ -13,7 +13,7 @@ seconds are medians, ratios are without sharing over with. CPU time of all threa
 the time by the clock, because other programs may have had the processors.
 
 With --constants it measures instead what decides whether a pass shares, on the device that torch
-takes (a GPU if there is one), for `DEVICE_COSTS` of `engine/packing/prefix_packing.py`:
+takes (a GPU if there is one), for `DEVICE_COSTS` of `engine/packing/tree_packing.py`:
 `attention_slowness`, by the masked attention that sharing needs, and `margin`, by rows that have
 all but nothing to share. ROLEMESH_KERNELS=triton on a GPU gives those of FlexAttention.
 """
@@ -87,7 +87,7 @@ def measure(trainer: Trainer, batch: Experience, repetitions: int) -> dict[str, 
                 trainer.drop_gradients()
     trainer.model.sharing = sharing
     planned = trainer.rank_model.micro_batches(batch)
-    shared = [one for one in planned if one.padded.prefixes is not None]
+    shared = [one for one in planned if one.padded.tree is not None]
     medians = {key: statistics.median(seconds) for key, seconds in clock.items()}
     cpu_medians = {key: statistics.median(seconds) for key, seconds in cpu.items()}
     return {
@@ -211,7 +211,7 @@ def main() -> int:
         print(
             json.dumps(
                 {
-                    "benchmark": "prefix_sharing_constants",
+                    "benchmark": "tree_sharing_constants",
                     "kind": kind,
                     "device": name,
                     "compute_dtype": arguments.compute_dtype,
@@ -231,7 +231,7 @@ def main() -> int:
     print(
         json.dumps(
             {
-                "benchmark": "prefix_sharing",
+                "benchmark": "tree_sharing",
                 "config": {
                     "model": arguments.model.name,
                     "rows": arguments.rows,

@@ -1,4 +1,4 @@
-"""Completions behind one copy of their prompt against each row by itself: outputs and gradients."""
+"""Rows packed as a tree against each row by itself: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import PaddedRows, pad_rows
-from rolemesh.engine.packing.prefix_packing import DEVICE_COSTS, pack_rows
+from rolemesh.engine.packing.tree_packing import DEVICE_COSTS, SharingCost, pack_tree
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
 
@@ -37,9 +37,19 @@ OUTPUT_TOLERANCE = 2e-5
 BFLOAT16_TOLERANCE = 2e-2
 """Relative, of the norm: backward products of bfloat16 numbers (2**-9 each) over other blocks."""
 
+WHATEVER = SharingCost(pairs_per_token=float("inf"), pairs_per_call=100.0, margin=float("inf"))
+"""Shares all that rows have in common, in blocks of similar branches."""
+
 VOCAB = 280
-PROMPTS = ([5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18])
-ROWS = ((0, 5), (1, 3), (0, 0), (2, 7), (0, 4), (1, 1), (0, 4), (2, 1), (2, 0))
+PROMPTS = (
+    *([5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18]),
+    # Begins as prompt 2 does; then a second turn, after what the first prompt may be answered with.
+    *([10, 11, 12, 40, 41], [5, 6, 7, 8, 4, 5, 30]),
+)
+ROWS = (
+    *((0, 5), (1, 3), (0, 0), (2, 7), (0, 4), (1, 1), (0, 4), (2, 1), (2, 0)),
+    *((3, 6), (4, 2), (3, 0), (4, 5), (0, 1), (2, 7)),
+)
 """(prompt, completion tokens): ragged, a prompt of one token, completions of none and one."""
 
 
@@ -49,7 +59,8 @@ def shared_batch(rows: Any = ROWS, seed: int = 0) -> Experience:
     lengths = torch.tensor([length for _, length in rows])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     tokens = [
-        [*PROMPTS[number], *torch.randint(4, VOCAB, (length,), generator=generator).tolist()]
+        # Few tokens: completions of one prompt begin alike, and some are equal.
+        [*PROMPTS[number], *torch.randint(4, 7, (length,), generator=generator).tolist()]
         for number, length in rows
     ]
 
@@ -79,7 +90,7 @@ def shared_batch(rows: Any = ROWS, seed: int = 0) -> Experience:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares whatever it costs: these rows are too short to save much."""
-    always = replace(DEVICE_COSTS["cpu"], margin=float("inf"))
+    always = replace(DEVICE_COSTS["cpu"], attention_slowness=1e-9, margin=float("inf"))
     monkeypatch.setitem(DEVICE_COSTS, "cpu", always)
 
 
@@ -133,7 +144,7 @@ def test_states_and_all_gradients_in_float64(tmp_path: Path, family: str, kind: 
     model = _model(_folder(tmp_path, family), kind)
     model.lm.double()
     batch = shared_batch()
-    shared, shared_gradients = _states_and_gradients(model, pack_rows(batch, "cpu"))
+    shared, shared_gradients = _states_and_gradients(model, pack_tree(batch, "cpu", WHATEVER))
     padded, padded_gradients = _states_and_gradients(model, pad_rows(batch, "cpu"))
     assert float((shared - padded).norm() / padded.norm()) < DOUBLE_TOLERANCE
     _assert_near(shared_gradients, padded_gradients, DOUBLE_TOLERANCE)
@@ -143,7 +154,7 @@ def _states_and_gradients(
     model: CausalLm | ScoringModel, rows: PaddedRows
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """States before completion tokens, float64, and gradients of a sum with random weights."""
-    states_ND = rows.states(model.stage_forward(rows, None))
+    states_ND = rows.of_rows(rows.states(model.stage_forward(rows, None)))
     assert states_ND.dtype == torch.float64
     weights = torch.randn(
         states_ND.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
@@ -163,7 +174,10 @@ def _states_and_gradients(
 def test_outputs_and_all_gradients(tmp_path: Path, family: str, kind: str) -> None:
     model = _model(_folder(tmp_path, family), kind)
     batch = shared_batch()
-    found = [_outputs(model, rows) for rows in (pack_rows(batch, "cpu"), pad_rows(batch, "cpu"))]
+    found = [
+        _outputs(model, rows)
+        for rows in (pack_tree(batch, "cpu", WHATEVER), pad_rows(batch, "cpu"))
+    ]
     for shared, padded in zip(*found, strict=True):
         torch.testing.assert_close(shared, padded, rtol=0, atol=OUTPUT_TOLERANCE)
     gradients = [_gradients(model, outputs) for outputs in found]
@@ -188,7 +202,7 @@ def test_each_row_is_scored_as_if_it_were_alone(tmp_path: Path, always: None) ->
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_changes_no_gradient(tmp_path: Path, mode: str, compute_dtype: str) -> None:
     folder = _folder(tmp_path, "smollm2")
-    rows = pack_rows(shared_batch(), "cpu")
+    rows = pack_tree(shared_batch(), "cpu", WHATEVER)
     gradients = []
     for recompute in ("none", mode):
         model = _model(folder, "policy", recompute=recompute, compute_dtype=compute_dtype)
@@ -203,14 +217,14 @@ def test_bfloat16_gradients_are_near(tmp_path: Path, kind: str) -> None:
     batch = shared_batch()
     found = [
         _gradients(model, _outputs(model, rows))
-        for rows in (pack_rows(batch, "cpu"), pad_rows(batch, "cpu"))
+        for rows in (pack_tree(batch, "cpu", WHATEVER), pad_rows(batch, "cpu"))
     ]
     _assert_near(found[0], found[1], BFLOAT16_TOLERANCE)
 
 
 def test_prompts_without_any_completion_leave_no_trace(tmp_path: Path) -> None:
     model = _model(_folder(tmp_path, "smollm2"), "policy")
-    rows = pack_rows(shared_batch([(0, 0), (0, 0), (1, 0)]), "cpu")
+    rows = pack_tree(shared_batch([(0, 0), (0, 0), (1, 0)]), "cpu", WHATEVER)
     logprobs_N, _ = score(model, rows, temperature=1.0)  # type: ignore[union-attr]
     assert logprobs_N.shape == (0,)
     logprobs_N.sum().backward()
@@ -270,12 +284,12 @@ def test_flex_attention_has_the_values_and_gradients_of_rectangles(
 ) -> None:
     model = _model(_folder(tmp_path, family), "policy")
     model.lm.double()
-    rows = pack_rows(shared_batch(), "cpu")
-    assert rows.prefixes is not None
-    assert shared_attention.inputs_of(rows.prefixes)["prefixes"].block_mask is not None
+    rows = pack_tree(shared_batch(), "cpu", WHATEVER)
+    assert rows.tree is not None
+    assert shared_attention.inputs_of(rows.tree)["tree"].block_mask is not None
     flex, flex_gradients = _states_and_gradients(model, rows)
     monkeypatch.undo()
-    assert shared_attention.inputs_of(rows.prefixes)["prefixes"].block_mask is None
+    assert shared_attention.inputs_of(rows.tree)["tree"].block_mask is None
     expected, gradients = _states_and_gradients(model, rows)
     assert float((flex - expected).norm() / expected.norm()) < DOUBLE_TOLERANCE
     _assert_near(flex_gradients, gradients, DOUBLE_TOLERANCE)
@@ -295,7 +309,7 @@ def test_flex_attention_under_autocast_and_recomputed(
 ) -> None:
     folder = _folder(tmp_path, "smollm2")
     model = _model(folder, "policy", compute_dtype="bfloat16", recompute=recompute)
-    rows = pack_rows(shared_batch(), "cpu")
+    rows = pack_tree(shared_batch(), "cpu", WHATEVER)
     found = _gradients(model, _outputs(model, rows))
     monkeypatch.undo()
     _assert_near(found, _gradients(model, _outputs(model, rows)), BFLOAT16_TOLERANCE)
@@ -316,7 +330,7 @@ def _ways(folder: Path, **options: Any) -> list[ModelSpec]:
 
 def _shares(trainer: Trainer, batch: Experience) -> int:
     passes = trainer.rank_model.micro_batches(batch)
-    return sum(len(one.rows) for one in passes if one.padded.prefixes is not None)
+    return sum(len(one.rows) for one in passes if one.padded.tree is not None)
 
 
 @pytest.mark.parametrize("budget", [1, 24, 4096])

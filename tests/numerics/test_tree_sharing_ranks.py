@@ -1,4 +1,4 @@
-"""Completions behind one copy of their prompt, on many ranks: against one rank without sharing."""
+"""Rows packed as trees, on many ranks: against one rank without sharing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def update(at: RankContext, job: Job) -> tuple[Trained, int]:
 
         def counting(passes: Any, *args: Any, **options: Any) -> None:
             nonlocal num_shared
-            num_shared += sum(len(one.rows) for one in passes if one.padded.prefixes is not None)
+            num_shared += sum(len(one.rows) for one in passes if one.padded.tree is not None)
             run(passes, *args, **options)
 
         trainer.rank_model.run = counting  # type: ignore[method-assign]

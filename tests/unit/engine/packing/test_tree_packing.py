@@ -1,0 +1,292 @@
+"""Tests of which rows share a pass, and of how a tree of rows is laid out: against all prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.packing.batching import micro_batches, pad_rows
+from rolemesh.engine.packing.token_tree import GrowingTree, RowOrder
+from rolemesh.engine.packing.tree_layout import RowGather, TreeLayout
+from rolemesh.engine.packing.tree_packing import (
+    MOST_KEYS_PER_TOKEN,
+    SharingCost,
+    pack_tree,
+    plan_passes,
+)
+
+COST = SharingCost(pairs_per_token=1000.0, pairs_per_call=200.0, margin=0.95)
+"""About that of a small model."""
+WHATEVER = SharingCost(pairs_per_token=float("inf"), pairs_per_call=200.0, margin=float("inf"))
+"""Shares all that rows have in common."""
+
+ROW = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+"""Of two tokens: rows begin alike, are equal, and are beginnings of others."""
+ROWS = st.lists(ROW, min_size=1, max_size=12)
+
+
+def tensors(rows: list[list[int]]) -> list[torch.Tensor]:
+    return [torch.tensor(row, dtype=torch.int32) for row in rows]
+
+
+def prefixes(rows: list[list[int]]) -> set[tuple[int, ...]]:
+    """Of all rows, each once: the tokens of a tree."""
+    return {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+
+
+def of_prompts(*pairs: tuple[list[int], int]) -> list[list[int]]:
+    """Rows of (prompt, completion tokens); no two completions begin alike."""
+    return [[*prompt, *[100 + row] * length] for row, (prompt, length) in enumerate(pairs)]
+
+
+# --- the tree -----------------------------------------------------------------------------
+
+
+@given(ROWS, st.randoms())
+def test_a_growing_tree_has_each_prefix_once(rows: list[list[int]], random: object) -> None:
+    order = RowOrder.of(tensors(rows))
+    tree = GrowingTree(order, list(map(len, rows)), lambda shared, length: True)
+    added: list[list[int]] = []
+    numbers = list(range(len(rows)))
+    random.shuffle(numbers)  # type: ignore[attr-defined]
+    for row in numbers:
+        tree.add([row])
+        added.append(rows[row])
+        assert tree.num_tokens == len(prefixes(added))
+        assert (len(tree), tree.longest) == (len(added), max(map(len, added)))
+    assert sum(branch.num_tokens for branch in tree.branches()) == tree.num_tokens
+
+
+def test_a_row_shares_what_it_has_in_common_with_the_one_before_it() -> None:
+    order = RowOrder.of(tensors([[5, 6, 8], [5, 6], [7], [5, 6, 8]]))
+    assert order.rows == [1, 0, 3, 2]
+    assert order.shared.tolist() == [0, 2, 3, 0]
+    assert order.between(0, 2) == 2
+    assert order.between(1, 3) == 0
+
+
+# --- which rows share ---------------------------------------------------------------------
+
+
+@given(ROWS, st.integers(1, 40))
+def test_every_row_is_in_one_pass_and_within_the_budget(
+    rows: list[list[int]], max_tokens: int
+) -> None:
+    passes = plan_passes(tensors(rows), max_tokens=max_tokens, cost=WHATEVER)
+    assert sorted(row for one in passes for row in one.rows) == list(range(len(rows)))
+    for one in passes:
+        own = [rows[row] for row in one.rows]
+        longest = max(map(len, own))
+        if one.shares:
+            size = len(prefixes(own))
+            assert size < sum(map(len, own))
+            assert len(own) * longest <= MOST_KEYS_PER_TOKEN * max_tokens or len(own) == 1
+        else:
+            size = len(own) * longest
+        assert size <= max_tokens or len(own) == 1
+
+
+@given(st.lists(st.integers(1, 30), max_size=30), st.integers(1, 200))
+def test_rows_that_begin_differently_are_grouped_as_ever(
+    lengths: list[int], max_tokens: int
+) -> None:
+    rows = [[number] * length for number, length in enumerate(lengths)]
+    passes = plan_passes(tensors(rows), max_tokens=max_tokens, cost=WHATEVER)
+    assert [one.rows for one in passes] == micro_batches(lengths, max_tokens)
+    assert not any(one.shares for one in passes)
+
+
+@given(st.lists(st.tuples(ROW, ROW), max_size=10), st.integers(1, 40))
+def test_a_unit_is_never_cut(units: list[tuple[list[int], list[int]]], max_tokens: int) -> None:
+    rows = [row for unit in units for row in unit]
+    passes = plan_passes(tensors(rows), max_tokens=max_tokens, cost=WHATEVER, rows_per_unit=2)
+    found = [row for one in passes for row in one.rows]
+    assert sorted(found) == list(range(len(rows)))
+    for one in passes:
+        assert all(row % 2 == 0 for row in one.rows[::2])
+        assert [row + 1 for row in one.rows[::2]] == one.rows[1::2]
+
+
+def test_rows_share_wherever_they_stand() -> None:
+    first, second, third = [5] * 20, [7, 8, 9], [10] * 11
+    rows = of_prompts((first, 5), (second, 9), (first, 4), (third, 2), (first, 6))
+    passes = plan_passes(tensors(rows), max_tokens=64, cost=COST)
+    assert [(one.rows, one.shares) for one in passes] == [([0, 2, 4, 1, 3], True)]
+    passes = plan_passes(tensors(rows), max_tokens=36, cost=COST)
+    assert [(one.rows, one.shares) for one in passes] == [
+        *(([0, 2, 4], True), ([3, 1], False)),
+    ]
+
+
+def test_a_tree_that_does_not_fit_is_cut_where_least_is_shared() -> None:
+    # All begin with one token; the second and the third row share ten more.
+    long = [1, *[2] * 10]
+    rows = of_prompts(([1, 0], 18), (long, 5), (long, 5))
+    assert [len(prefixes(rows[:end])) for end in (1, 2, 3)] == [20, 35, 40]
+    passes = plan_passes(tensors(rows), max_tokens=38, cost=WHATEVER)
+    assert [(one.rows, one.shares) for one in passes] == [([1, 2], True), ([0], False)]
+    # A pass of the first row alone would not be half full.
+    passes = plan_passes(tensors([rows[0][:12], *rows[1:]]), max_tokens=30, cost=WHATEVER)
+    assert [(one.rows, one.shares) for one in passes] == [([0, 1], True), ([2], False)]
+
+
+def test_a_prompt_whose_completions_exceed_the_budget_stands_in_several_passes() -> None:
+    rows = of_prompts(*[([5] * 20, 10)] * 7)
+    passes = plan_passes(tensors(rows), max_tokens=50, cost=COST)
+    assert [(one.rows, one.shares) for one in passes] == [
+        *(([0, 1, 2], True), ([3, 4, 5], True), ([6], False)),
+    ]
+
+
+@pytest.mark.parametrize("pairs_per_token", [1e6, 1.0])
+def test_sharing_that_costs_more_is_left_alone(pairs_per_token: float) -> None:
+    # Half of the attention over a common token is computed by a kernel that skips the other half.
+    rows = of_prompts(([5], 4000), ([5], 4000))
+    cost = replace(COST, pairs_per_token=pairs_per_token)
+    assert not cost.keeps(1, 4001)
+    [one] = plan_passes(tensors(rows), max_tokens=10_000, cost=cost)
+    assert not one.shares
+
+
+def test_a_row_begins_anew_where_too_little_is_shared() -> None:
+    """Else a template of a few tokens would make every long prompt a branch."""
+    prompt, other = [1, 2, *[3] * 100], [1, 2, *[4] * 100]
+    rows = of_prompts((prompt, 3), (prompt, 4), (other, 3), (other, 4))
+    batch = experience(rows, [len(prompt)] * 4)
+    cost = replace(COST, pairs_per_token=100.0)
+    assert cost.keeps(102, 106)
+    assert not cost.keeps(2, 106)
+    packed = pack_tree(batch, "cpu", cost)
+    assert packed.tokens_BT.shape == (1, 2 * (102 + 3 + 4))
+    assert pack_tree(batch, "cpu", WHATEVER).tokens_BT.shape == (1, 2 * (102 + 3 + 4) - 2)
+
+
+def test_the_cost_of_a_llama_layer_counts_its_products() -> None:
+    # SmolLM2-135M: 3.54 M weights a layer, 9 heads of 64; 1024 pairs for a token at three times
+    # the time for an operation.
+    cost = SharingCost.of_sizes(
+        layer_weights=2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536,
+        attention_width=576,
+        kind="cpu",
+    )
+    assert cost.pairs_per_token == pytest.approx(1024)
+    assert cost.pairs_per_call == pytest.approx(2**21 / 1152)
+    # Four rows of 300: 1200 tokens; each of 300 attends to 150 on average.
+    assert cost.rectangle(4, 300) == pytest.approx(1200 * (1 + 150 / 1024))
+    # A row of 300 by itself, half of its pairs; a branch of 50 over 250, and one of 10 over 210.
+    rows = of_prompts(([7] * 200, 100), ([7] * 200, 50), ([7] * 200, 10))
+    tree = GrowingTree(RowOrder.of(tensors(rows)), list(map(len, rows)), cost.keeps)
+    tree.add(range(3))
+    pairs = 300 * 300 / 2 + 50 * 250 + 10 * 210
+    assert cost.tree(tree.branches()) == pytest.approx(360 + pairs / 1024)
+
+
+@given(ROWS)
+def test_blocks_waste_less_than_a_call_takes(rows: list[list[int]]) -> None:
+    tree = GrowingTree(RowOrder.of(tensors(rows)), list(map(len, rows)), WHATEVER.keeps)
+    tree.add(range(len(rows)))
+    branches = tree.branches()
+    blocks = replace(COST, pairs_per_call=9.0).blocks(branches)
+    assert sorted(one for block in blocks for one in block) == sorted(branches)
+    for block in blocks:
+        assert len({branch.shared > 0 for branch in block}) == 1
+        pairs = max(one.num_tokens for one in block) * max(one.length for one in block)
+        real = sum(branch.num_tokens * branch.length for branch in block)
+        assert len(block) * pairs - real <= 9
+
+
+# --- how they are laid out ----------------------------------------------------------------
+
+
+def experience(rows: list[list[int]], prompt_lengths: list[int]) -> Experience:
+    return Experience(
+        {
+            "tokens": Column.ragged(ColumnKind.SEQUENCE, rows, torch.int32),
+            "prompt_lengths": Column(ColumnKind.ROW, torch.tensor(prompt_lengths)),
+        }
+    )
+
+
+@given(ROWS, st.data(), st.sampled_from([0.0, 9.0, 1e9]))
+def test_each_token_stands_once_and_attends_to_its_prefix(
+    rows: list[list[int]], data: st.DataObject, pairs_per_call: float
+) -> None:
+    prompts = [data.draw(st.integers(1, len(row))) for row in rows]
+    batch = experience(rows, prompts)
+    packed = pack_tree(batch, "cpu", replace(WHATEVER, pairs_per_call=pairs_per_call))
+    layout = packed.tree
+    assert layout is not None
+    seen = attended(layout)
+    tokens_S = packed.tokens_BT[0].tolist()
+    paths = [tuple(tokens_S[key] for key in seen[place]) for place in range(len(tokens_S))]
+    # Every prefix once, and each sees exactly itself.
+    assert len(paths) == len(set(paths))
+    assert set(paths) == prefixes(rows)
+    assert layout.positions_1S.tolist() == [[len(path) - 1 for path in paths]]
+    assert layout.longest == max(map(len, rows))
+    # FlexAttention is told the same by two numbers a token.
+    branch, last = layout.branch_S.tolist(), layout.last_branch_S.tolist()
+    for query, keys in enumerate(seen):
+        assert {
+            key
+            for key, path in enumerate(paths)
+            if branch[key] <= branch[query] <= last[key] and len(path) <= len(paths[query])
+        } == set(keys)
+    # Each distinct completion token once, with the state before it, and all rows' in their order.
+    expected = [
+        (tuple(row[:end]), row[end])
+        for row, prompt in zip(rows, prompts, strict=True)
+        for end in range(prompt, len(row))
+    ]
+    states = [paths[place] for place in packed.state_index_U.tolist()]
+    found = list(zip(states, packed.targets_U.tolist(), strict=True))
+    assert len(set(found)) == len(found)
+    assert [found[number] for number in layout.rows_N.index_M.tolist()] == expected
+    padded = pad_rows(batch, "cpu")
+    numbers = torch.arange(len(found), dtype=torch.float32)
+    assert packed.targets_U[packed.of_rows(numbers).long()].tolist() == padded.targets_U.tolist()
+
+
+def attended(layout: TreeLayout) -> list[list[int]]:
+    """By packed token, the places that it attends to."""
+    seen: list[list[int]] = []
+    for block in layout.blocks:
+        assert block.first == len(seen)
+        own = torch.arange(block.first, block.first + block.num_tokens)
+        shape = (block.num_branches, -1)
+        queries = own[block.queries.index_M].view(shape)
+        if block.keys is None:
+            keys, mask = queries, torch.ones(queries.shape[1], queries.shape[1]).tril().bool()
+            mask = mask.expand(len(keys), -1, -1)
+        else:
+            assert block.may_attend is not None
+            keys = block.keys.index_M.view(shape)
+            mask = block.may_attend.expand(len(keys), 1, -1, -1)[:, 0]
+        # No query, padding too, is without a key.
+        assert bool(mask.any(-1).all())
+        for query, place in zip(own.tolist(), block.back.index_M.tolist(), strict=True):
+            row, at = divmod(place, queries.shape[1])
+            assert int(queries[row, at]) == query
+            seen.append(keys[row][mask[row, at]].tolist())
+    return seen
+
+
+def test_a_gather_adds_the_gradients_of_copies_and_none_of_padding() -> None:
+    source = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([2, 0, -1, 2, 3, 2, -1])
+    gather = RowGather.of(index, 4)
+    assert torch.equal(gather(source)[index >= 0], source[index[index >= 0]])
+    weights = torch.randn(7, 3, dtype=torch.float64)
+    (gather(source) * weights).sum().backward()
+    expected = torch.zeros_like(source).index_add_(0, index[index >= 0], weights[index >= 0])
+    torch.testing.assert_close(source.grad, expected, rtol=0, atol=1e-15)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="prompt_lengths of row 1 is 3 in a row of 2 tokens"):
+        pack_tree(experience([[5, 6], [5, 6]], [2, 3]), "cpu", COST)
