@@ -14,7 +14,7 @@ from rolemesh.engine.devices import kind_of
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
-from rolemesh.engine.models.rounding import round_weights, rounded
+from rolemesh.engine.models.rounding import rounded
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import first_vocabulary_row
@@ -66,7 +66,7 @@ class CausalLm(Decoder):
             # A sampler computes log-probs of the same tokens, and under autocast the two would be
             # 0.02 apart. On a GPU autocast stays: its kernels are made for bfloat16, and the
             # sampler's activations are bfloat16 there too.
-            round_weights(self.lm.base_model)
+            self._round_layers(trainable, narrow_gradients=True)
             self.autocasts = False
         self.lm.requires_grad_(trainable)
 

@@ -23,7 +23,7 @@ from rolemesh.engine.layout.families import (
 )
 from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.recompute import apply_recompute
-from rolemesh.engine.models.rounding import narrow_layers, round_weights
+from rolemesh.engine.models.rounding import narrow_layers, round_for_good, round_weights
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.packing.batching import PaddedRows
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         if self.is_narrow:
             narrow_layers(self.lm.base_model, narrow_products=not self.multiplies_in_float32)
         elif self.multiplies_in_float32:
-            round_weights(self.lm.base_model, narrow_gradients=False)
+            self._round_layers(trainable, narrow_gradients=False)
         self.sharing: SharingCost | None = None
         """What forward passes cost where rows may share their beginnings; None: they never do."""
         if maker_without_values() is None:
@@ -147,6 +147,16 @@ class Decoder(nn.Module):
             self._apply(  # type: ignore[no-untyped-call]
                 lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
             )
+
+    def _round_layers(self, trainable: bool, *, narrow_gradients: bool) -> None:
+        """Makes the layers compute with weights rounded to bfloat16, and float32 activations."""
+        layers = self.lm.base_model
+        is_wide = all(weight.dtype == torch.float32 for weight in layers.parameters())
+        # Parts that a data axis cuts are read later, and gathered for each pass.
+        if is_wide and not trainable and self.mesh.fsdp.size == 1:
+            round_for_good(layers)
+        else:
+            round_weights(layers, narrow_gradients=narrow_gradients)
 
     def _hold_in_bfloat16(self) -> None:
         """Halves the memory of a frozen model whose products are bfloat16 all the same.

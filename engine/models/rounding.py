@@ -42,6 +42,15 @@ def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
     _see_weights(model, rounded, lambda module: _linear(module, narrow_gradients))
 
 
+def round_for_good(model: nn.Module) -> None:
+    """Rounds the weights of a frozen model to bfloat16, and leaves them in their own type.
+
+    In place. It then computes what `round_weights` makes it compute, and no pass rounds anything.
+    """
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().to(weight.dtype)
+
+
 def narrow_layers(model: nn.Module, *, narrow_products: bool = True) -> None:
     """Makes a model compute in bfloat16 from end to end, on weights that stay what they are.
 

@@ -2,8 +2,9 @@
 
 A way beside that of `shared_attention`, which lays keys out for each branch. Here nothing is laid
 out: blocks of queries and keys that have nothing to do with each other are left out (arXiv
-2412.05496). It counts on a GPU where `engine/kernels/choice.py` says so: torch compiles it to a Triton kernel,
-which no device has done yet. On a CPU torch 2.13 has no backward pass of it but for tests.
+2412.05496). It counts on a GPU where `engine/kernels/choice.py` says so: torch compiles it to a
+Triton kernel, which no device has done yet. On a CPU torch 2.13 has no backward pass of it but for
+tests.
 
 Shape letters: H query heads, J key-value heads, E their width; S packed tokens.
 """

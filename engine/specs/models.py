@@ -47,10 +47,11 @@ class ModelSpec(Spec):
     """Type in which a model that is not trained (reference, reward) holds its weights. None:
     bfloat16 where compute_dtype is and the device is a GPU or numerics "fast", else float32."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Most tokens, padding included, in one forward pass; a prompt that is shared counts once."""
+    """Most tokens, padding included, in one forward pass; what rows share counts once."""
     share_prefixes: Literal["auto", "never"] = "auto"
-    """Whether completions of one prompt are computed behind one copy of it, in passes in which that
-    saves. It changes memory and time; numbers change as they do with other micro-batches."""
+    """Whether what rows begin with alike (a prompt, a template, earlier turns) is computed once, in
+    passes in which that saves. It changes memory and time; numbers change as they do with other
+    micro-batches."""
     logprob_chunk_tokens: int | None = Field(default=None, ge=1)
     """Rows of the vocabulary projection computed at a time: bounds the largest temporary. None
     takes 512 on a CPU, and on a GPU as many as make 1 GiB of float32 logits."""

@@ -125,7 +125,8 @@ def _memory(recipe: Recipe, role: str) -> dict[str, str]:
 
     On a CPU each pass needs what the pass before it freed. Given back and taken again, it costs a
     fault a page: 300,000 in an update of the quickstart. In a virtual machine they were a quarter
-    of a step (docs/measurements.md). So what is free stays with the service up to 1 GiB.
+    of a step (docs/measurements.md). So what is free stays with the service up to 1 GiB, in large
+    pages where the system has them to give.
     """
     chosen = {
         # Without it, long runs with many threads do not give freed memory back.
@@ -138,6 +139,7 @@ def _memory(recipe: Recipe, role: str) -> dict[str, str]:
             "MALLOC_ARENA_MAX": "1",
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**30),
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
     return {name: os.environ.get(name, value) for name, value in chosen.items()}
 

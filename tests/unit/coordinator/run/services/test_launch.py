@@ -439,10 +439,14 @@ def test_threads_wait_awake_only_where_roles_take_turns(
 @pytest.mark.parametrize(
     ("devices", "given", "expected"),
     [
-        (["cpu"], {}, ("1", "0", str(2**30))),
-        (["cpu"], {"MALLOC_MMAP_MAX_": "65536"}, ("1", "65536", str(2**30))),
-        (["cuda:0"], {}, ("2", None, None)),
-        (["cuda:0"], {"MALLOC_ARENA_MAX": "4"}, ("4", None, None)),
+        (["cpu"], {}, ("1", "0", str(2**30), "glibc.malloc.hugetlb=1")),
+        (
+            ["cpu"],
+            {"MALLOC_MMAP_MAX_": "65536", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=1"},
+            ("1", "65536", str(2**30), "glibc.malloc.tcache_count=1"),
+        ),
+        (["cuda:0"], {}, ("2", None, None, None)),
+        (["cuda:0"], {"MALLOC_ARENA_MAX": "4"}, ("4", None, None, None)),
     ],
 )
 def test_a_service_on_a_cpu_keeps_what_it_freed(
@@ -452,7 +456,7 @@ def test_a_service_on_a_cpu_keeps_what_it_freed(
     given: dict[str, str],
     expected: tuple[str | None, ...],
 ) -> None:
-    names = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
+    names = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
