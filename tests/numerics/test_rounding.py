@@ -12,7 +12,7 @@ from support.token_batches import score, token_batch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rolemesh.engine.models import decoder
+from rolemesh.engine.models import decoder, rounding
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rounding import round_weights, rounded, rounded_product
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
@@ -132,6 +132,29 @@ def test_a_bfloat16_policy_is_the_model_with_rounded_weights_in_float32(folder: 
     for name, weight in model.named_weights():
         assert torch.equal(weight, before[name]), name
         assert weight.dtype == weight.grad.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize("multiplies_bfloat16", [True, False])
+def test_a_reference_is_rounded_once_and_scores_as_the_policy_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, multiplies_bfloat16: bool
+) -> None:
+    machine = Device("cpu", multiplies_bfloat16=multiplies_bfloat16)
+    monkeypatch.setattr(decoder, "device_of", lambda _: machine)
+    policy = _narrow(folder)
+    reference = CausalLm(ModelSpec(path=folder, compute_dtype="bfloat16"), trainable=False)
+    for name, weight in reference.lm.base_model.named_parameters():
+        assert weight.dtype == torch.float32, name
+        assert torch.equal(weight, policy.lm.base_model.get_parameter(name).bfloat16().float()), (
+            name
+        )
+    monkeypatch.setattr(rounding, "rounded_product", None)
+    rows = pad_rows(token_batch(vocab_size=100), "cpu")
+    with torch.no_grad():
+        found, _ = score(reference, rows, temperature=0.8)
+        monkeypatch.undo()
+        expected, _ = score(policy, rows, temperature=0.8)
+    # Biases are added in the product here, and after it there.
+    torch.testing.assert_close(found, expected, rtol=0, atol=MODEL_TOLERANCE)
 
 
 def test_an_autocast_around_the_caller_rounds_no_activation(folder: Path) -> None:

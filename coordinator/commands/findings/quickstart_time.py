@@ -8,24 +8,22 @@ from dataclasses import dataclass
 from rolemesh.coordinator.commands.findings.findings import Finding, Level, ok
 from rolemesh.coordinator.commands.processes import PreviewError, told_by
 
-# A step of recipes/quickstart-ppo.yaml multiplies 1.31 TFLOP: generation and reference 0.22 each,
-# values 0.05, the critic's update 0.16, the actor's 0.67 (`python tests/benchmarks/step_time.py`,
-# `against_products`). Of these the actor and the reference compute forward products in float32 on
-# any CPU; all others are of the type that it is fast in (docs/model.md).
-_FORWARD_FLOPS = 0.67e12
-_BACKWARD_FLOPS = 0.64e12
+# What a step of recipes/quickstart-ppo.yaml multiplies once its policy answers surely, so that rows
+# share most tokens: generation 0.22 TFLOP, reference 0.13, values 0.03, the critic's update 0.09,
+# the actor's 0.4. Of these the actor and the reference compute forward products in float32 on any
+# CPU; all others are of the type that it is fast in (docs/model.md).
+_FORWARD_FLOPS = 0.48e12
+_BACKWARD_FLOPS = 0.40e12
 
-_OTHER_CORE_S = 8.0
-"""Seconds of a core that a step takes beside its products: attention, what is computed number by
-number, the optimizer, the sampler's program, and waiting. Quiet steps on 2 cores take 7.9 s with
-bfloat16 instructions and 9.8 s without, of which 8 and 12.5 core seconds are products
-(docs/measurements.md, "A step against its products")."""
+_OTHER_FLOPS = 0.6e12
+"""What a step takes beside its products, as float32 products of the same time: attention, what is
+computed number by number, the optimizer, the sampler's program, and waiting. A CPU that multiplies
+slowly does the rest slowly, too (docs/measurements.md, "What doctor says of the quickstart")."""
 
-_EVALUATION_FLOPS = 1.4e12
-"""Forward products of both evaluations, whose prompts begin alike: 13 s where a generation of 0.22
-TFLOP takes 2 s."""
+_EVALUATION_FLOPS = 2.6e12
+"""Both evaluations, likewise: 24 s where 2 cores multiply 62 GFLOP/s each, 13 s with 104."""
 
-_START_S = 40.0
+_START_S = 50.0
 """Processes, models, the checkpoint and the export."""
 
 _STEPS = 16
@@ -48,8 +46,8 @@ class Products:
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        seconds = _FORWARD_FLOPS / self.forward + _BACKWARD_FLOPS / self.backward
-        return (seconds + _OTHER_CORE_S) / min(self.cores, _MOST_CORES)
+        forward_s = (_FORWARD_FLOPS + _OTHER_FLOPS) / self.forward
+        return (forward_s + _BACKWARD_FLOPS / self.backward) / min(self.cores, _MOST_CORES)
 
     @property
     def minutes(self) -> float:

@@ -367,11 +367,11 @@ def test_a_setting_that_holds_a_cpu_to_older_instructions_decides(tmp_path: Path
 
 
 def test_the_quickstart_takes_its_products_and_what_is_beside_them() -> None:
-    one = Products(forward=67e9, backward=64e9, cores=1)
-    # 10 s of products of each kind, and 8 s of the rest, in each of 16 steps.
-    assert one.step_s == pytest.approx(28.0)
-    assert one.minutes == pytest.approx((40 + 1.4e12 / 67e9 + 16 * 28.0) / 60)
-    assert replace(one, cores=2).step_s == pytest.approx(28.0 / 2)
+    one = Products(forward=60e9, backward=80e9, cores=1)
+    # 8 s of forward products and 5 of backward ones, and 10 s of the rest, in each of 16 steps.
+    assert one.step_s == pytest.approx(23.0)
+    assert one.minutes == pytest.approx((50 + 2.6e12 / 60e9 + 16 * 23.0) / 60)
+    assert replace(one, cores=2).step_s == pytest.approx(23.0 / 2)
     assert replace(one, cores=64).step_s == replace(one, cores=8).step_s
 
 
