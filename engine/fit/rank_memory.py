@@ -249,8 +249,11 @@ def work_rows(work: RankWork) -> tuple[Experience, UpdatePlan]:
     columns = {}
     for name in names:
         kind = COLUMNS[name].kind
-        # Every row has tokens of its own: no prompt is shared.
         rows = [[1] * lengths[kind] for _ in range(num_rows)]
+        if kind == "sequence":
+            # What must fit are rows that have nothing in common.
+            beginnings = [[1 + number % 64, 1 + number // 64 % 64] for number in range(num_rows)]
+            rows = [(own + row[2:])[: len(row)] for own, row in zip(beginnings, rows, strict=True)]
         columns[name] = Column.named(name, [row[0] for row in rows] if kind == "row" else rows)
     columns["prompt_lengths"] = Column.named("prompt_lengths", [work.prompt_tokens] * num_rows)
     if "pair_ids" in names:
