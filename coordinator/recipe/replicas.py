@@ -51,7 +51,7 @@ def _check_shares(recipe: Any, role: str, num_services: int) -> None:
                 f"{'is 1' if num_blocks == 1 else f'are {num_blocks}'}: lower "
                 "schedule.sampler.batch_size or block_rows, or have fewer services"
             )
-    pool = next(pool for pool in recipe.pools.values() if role in pool.roles)
+    pool = recipe.pool_of(role)
     if len(pool.roles) > 1:
         raise ValueError(
             f"{has}, each on devices of its own, but the {role} role shares its pool with "

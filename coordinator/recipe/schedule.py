@@ -114,7 +114,7 @@ def check_schedule(recipe: Any) -> None:
                 f"schedule.sampler.type is {sampler.type!r}, which samples while the actor "
                 "trains, but there is no rollout section: add one, or set the type to 'sync'"
             )
-        mates = next(p.roles for p in recipe.pools.values() if "rollout" in p.roles)
+        mates = recipe.pool_of("rollout").roles
         if len(mates) > 1:
             raise ValueError(
                 f"schedule.sampler.type is {sampler.type!r}, but the rollout role shares its "

@@ -332,6 +332,10 @@ class Recipe(Spec):
         """How the role's model is spread over the ranks of each of its services."""
         return self.section(role).rank_layout().train
 
+    def pool_of(self, role: str) -> PoolSpec:
+        """The devices of a role, and the roles that share them."""
+        return next(pool for pool in self.pools.values() if role in pool.roles)
+
     def layouts_in(self, pool: str) -> dict[str, str]:
         """Layout p-t-d of each role of a pool, as people read it."""
         roles = (role for role in self.pools[pool].roles if role in self.roles)

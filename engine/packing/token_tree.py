@@ -59,7 +59,7 @@ def _in_common(first: np.ndarray, second: np.ndarray) -> int:
     return at if length and differs[at] else length
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Branch:
     """What one row of a tree adds to the rows before it."""
 

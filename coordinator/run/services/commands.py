@@ -125,15 +125,14 @@ def _memory(recipe: Recipe, role: str) -> dict[str, str]:
 
     On a CPU each pass needs what the pass before it freed. Given back and taken again, it costs a
     fault a page: 300,000 in an update of the quickstart. In a virtual machine they were a quarter
-    of a step (docs/measurements.md). So what is free stays with the service up to 1 GiB, in large
-    pages where the system has them to give.
+    of a step (docs/measurements.md). So what is free stays with the service, but for more than
+    1 GiB at the end of its heap, in large pages where the system has them to give.
     """
     chosen = {
         # Without it, long runs with many threads do not give freed memory back.
         "MALLOC_ARENA_MAX": "2"
     }
-    pool = next(pool for pool in recipe.pools.values() if role in pool.roles)
-    if set(pool.devices) == {"cpu"}:
+    if set(recipe.pool_of(role).devices) == {"cpu"}:
         # Other arenas than the first give each block of 64 MiB back at once.
         chosen = {
             "MALLOC_ARENA_MAX": "1",
