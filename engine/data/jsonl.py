@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rolemesh.engine.data.rows import DataInvalidError
 
 
@@ -25,10 +27,11 @@ class Lines:
     """Number of the first line."""
 
 
-_ALL = Lines()
+ALL = Lines()
+_quick_value = msgspec.json.Decoder().decode
 
 
-def records(path: Path, field: str, lines: Lines = _ALL) -> Iterator[tuple[Any, str]]:
+def records(path: Path, field: str, lines: Lines = ALL) -> Iterator[tuple[Any, str]]:
     """Yields the value of each line and its place; empty lines are skipped.
 
     Args:
@@ -47,11 +50,18 @@ def records(path: Path, field: str, lines: Lines = _ALL) -> Iterator[tuple[Any, 
             for number, line in enumerate(file, start=lines.first):
                 if at >= lines.end:
                     break
-                text = _text(line, at, f"{field} {path}")
+                where = f"{field} {path}, line {number}"
+                try:
+                    value = _quick_value(line)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    # Python's own reader takes more (NaN, half of a surrogate pair), and its words
+                    # name the place of a fault.
+                    text = _text(line, at, f"{field} {path}")
+                    if text.strip():
+                        yield _value(text, where), where
+                else:
+                    yield value, where
                 at += len(line)
-                if text.strip():
-                    where = f"{field} {path}, line {number}"
-                    yield _value(text, where), where
     except OSError as error:
         raise DataInvalidError(
             f"{field} {path} cannot be read ({error.strerror}): check it"

@@ -22,6 +22,8 @@ def value_of(record: Mapping[str, Any], name: str) -> Any:
     """
     if name in record:
         return record[name]
+    if "." not in name:
+        return None
     value: Any = record
     for part in name.split("."):
         if not isinstance(value, Mapping):

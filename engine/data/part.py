@@ -7,7 +7,6 @@ this finds by reading the file itself.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -37,10 +36,6 @@ def main() -> int:
         max_row_tokens=part.max_row_tokens,
         measured_from=part.measured_from,
     )
-    # What was imported stays, and rows make no circles: the search for those takes a tenth of the
-    # time.
-    gc.freeze()
-    gc.set_threshold(100_000)
     lines = jsonl.Lines(start=part.start, end=part.end, first=part.first_line)
     reader = RowReader(part.spec, part.field)
     with part.out.open("x+b") as file:

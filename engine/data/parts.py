@@ -1,6 +1,7 @@
 """Large files of JSON lines, read by several processes, a part each: one reads on one CPU alone.
 
-Whatever goes wrong in one of them, the caller reads the file by itself, and finds out what it is.
+The caller reads the first part. Whatever goes wrong in another process, the caller reads what is
+left by itself, and finds out what it is.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from pathlib import Path
 
 import numpy
 
-from rolemesh.engine.data.jsonl import Lines
+from rolemesh.engine.data.jsonl import ALL, Lines
 from rolemesh.engine.data.row_store import FACTS, Rows, RowStore
 from rolemesh.engine.specs import JsonlSpec, Spec
 
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
-"""A smaller part is not worth the start of a process, which takes a second."""
+"""A smaller part is not worth the start of a process, which takes two seconds."""
 
+_HEAD_START_BYTES = 6 << 20
+"""What the caller reads until the other processes have started."""
 _MOST_PARTS = 8
 _LOOK_EVERY_S = 0.1
 _PIECE = 1 << 20
@@ -65,27 +68,31 @@ def fact_file(out: Path, fact: str) -> Path:
 
 
 def read_in_parts(
-    store: RowStore, part: PartSpec, progress: Callable[[], None] | None
-) -> Rows | None:
+    store: RowStore,
+    part: PartSpec,
+    take: Callable[[Lines], Rows],
+    progress: Callable[[], None] | None,
+) -> Rows:
     """Adds the rows of a file to a store.
 
     Args:
         store: Where they go.
         part: The file and how it is read; of the whole file.
+        take: Reads some lines of it in this process, and adds their rows to the store.
         progress: Called from time to time.
-
-    Returns:
-        None, and the store is as it was, if the file is small, or a process failed.
 
     Raises:
         OSError: There is no room beside the store.
+        DataInvalidError: `take` found a fault.
     """
     cpus = len(os.sched_getaffinity(0))
     size = part.path.stat().st_size
     count = min(cpus, _MOST_PARTS, size // PART_BYTES)
     if count < 2:
-        return None
+        return take(ALL)
+    first = len(store)
     variables = {"PYTHONSAFEPATH": "1", "RAYON_NUM_THREADS": str(max(1, cpus // count))}
+    own, *others = _split(part.path, size, count)
     with tempfile.TemporaryDirectory(prefix="draft-", dir=part.out) as name:
         parts = [
             part.model_copy(
@@ -96,31 +103,39 @@ def read_in_parts(
                     "out": Path(name) / str(number),
                 }
             )
-            for number, lines in enumerate(_split(part.path, size, count))
+            for number, lines in enumerate(others)
         ]
         with _started(parts, {**os.environ, **variables}) as processes:
-            while any(process.poll() is None for process in processes):
-                if any(process.returncode for process in processes):
-                    break
-                if progress is not None:
-                    progress()
-                time.sleep(_LOOK_EVERY_S)
-            codes = [process.returncode for process in processes]
+            take(own)
+            codes = _ended(processes, progress)
         if any(codes):
             if FAULTY_DATA not in codes:
                 logger.warning(
-                    "a process that read a part of %s failed (exit codes %s): see above; it is "
-                    "read by one process now",
+                    "a process that read a part of %s failed (exit codes %s): see above; what is "
+                    "left is read by one process now",
                     part.path,
                     codes,
                 )
-            return None
-        first = len(store)
-        for one in parts:
-            facts = {name: fact_file(one.out, name).read_bytes() for name in FACTS}
-            with one.out.open("rb") as file:
-                store.join(file, facts)
+            take(Lines(start=own.end, first=others[0].first))
+        else:
+            for one in parts:
+                facts = {name: fact_file(one.out, name).read_bytes() for name in FACTS}
+                with one.out.open("rb") as file:
+                    store.join(file, facts)
     return Rows(store, numpy.arange(first, len(store), dtype=numpy.int32))
+
+
+def _ended(
+    processes: list[subprocess.Popen[bytes]], progress: Callable[[], None] | None
+) -> list[int | None]:
+    """Exit codes, as soon as all processes ended or one failed."""
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            break
+        if progress is not None:
+            progress()
+        time.sleep(_LOOK_EVERY_S)
+    return [process.returncode for process in processes]
 
 
 @contextlib.contextmanager
@@ -156,12 +171,14 @@ def _started(
 
 
 def _split(path: Path, size: int, count: int) -> list[Lines]:
-    """Cuts a file at ends of lines into parts of about the same size."""
+    """Cuts a file at ends of lines into parts of about the same size, but for a longer first."""
+    head_start = min(_HEAD_START_BYTES, size // 4)
     found: list[Lines] = []
     start, line = 0, 1
     with path.open("rb") as file:
         for number in range(1, count + 1):
-            file.seek(max(start, size * number // count - 1))
+            end = head_start + (size - head_start) * number // count
+            file.seek(max(start, end - 1))
             file.readline()
             end = file.tell()
             if end == start:

@@ -56,6 +56,8 @@ class Renderer:
         self._most_tokens = most_tokens(tokenizer)
         # What is proven of bounds holds because pieces of a text are encoded by themselves.
         self._ends = None if self._most_tokens is None else FixedEnds(tokenizer)
+        self._is_quick = False
+        """Whether the template renders many rows fast, see `_quicken`."""
         self._closing: list[int] | None = None
         """Tokens with which the template ends an answer; none if it has no special token there."""
 
@@ -69,10 +71,13 @@ class Renderer:
         return self._rendered(row.messages, row, answered=False) + row.assistant_prefix
 
     def prompt_texts(self, rows: Sequence[PromptRow]) -> list[str]:
-        """The same for each of several rows, in two thirds of the time."""
+        """The same for each of several rows, in half the time."""
         if self._backend is None or any(row.text is not None for row in rows) or not rows:
             return [self.prompt_text(row) for row in rows]
         try:
+            if not self._is_quick:
+                _quicken(self._tokenizer)
+                self._is_quick = True
             texts = self._tokenizer.apply_chat_template(
                 [[dict(turn) for turn in row.messages] for row in rows],
                 add_generation_prompt=True,
@@ -291,3 +296,18 @@ class Renderer:
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         special |= {number for number, token in added.items() if token.special}
         return next((at for at, token in enumerate(tokens) if token in special), None)
+
+
+def _quicken(tokenizer: Any) -> None:
+    """Has the chat template of a tokenizer rendered in two thirds of the time.
+
+    Each rendering copies the globals of the compiled template. They are a chain of dictionaries,
+    which is copied key by key; here they become one. Raises TemplateError if it cannot be compiled.
+    """
+    from transformers.utils import chat_template_utils
+
+    # It keeps what it compiled. Of another version that keeps it elsewhere, rendering is slower.
+    compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if compile_template is not None and isinstance(tokenizer.chat_template, str):
+        compiled = compile_template(tokenizer.chat_template)
+        compiled.globals = dict(compiled.globals)

@@ -208,8 +208,7 @@ def _bits(row: PromptRow) -> int:
 
 
 def _identity(row: PromptRow) -> bytes:
-    text = row.identity.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=_IDENTITY_BYTES).digest()
+    return hashlib.blake2b(row.identity, digest_size=_IDENTITY_BYTES).digest()
 
 
 def _encoded(row: PromptRow) -> bytes:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from rolemesh.engine.data import nested
 from rolemesh.engine.data.answers import ANSWER, json_text
 from rolemesh.engine.specs import StoredRowsSpec
@@ -16,7 +18,8 @@ MAX_METADATA_BYTES = 64 * 1024
 """Most bytes of a row's metadata, which is sent with each of its trajectories."""
 
 # json.dumps would make one anew for each row.
-_IDENTITY = json.JSONEncoder(sort_keys=True)
+_IDENTITY = msgspec.json.Encoder(order="deterministic")
+_ANY_IDENTITY = json.JSONEncoder(sort_keys=True, default=str)
 _METADATA = json.JSONEncoder(default=str)
 
 MAX_ANSWER_DEPTH = 60
@@ -68,11 +71,16 @@ class PromptRow:
     """Place of the row, for messages."""
 
     @property
-    def identity(self) -> str:
-        """Text that is equal for rows with equal prompts."""
+    def identity(self) -> bytes:
+        """Bytes that are equal for rows with equal prompts."""
         if self.text is not None:
-            return self.text
-        return _IDENTITY.encode([list(self.messages), self.assistant_prefix])
+            return self.text.encode("utf-8", "surrogatepass")
+        prompt = (self.messages, self.assistant_prefix)
+        try:
+            return _IDENTITY.encode(prompt)
+        except (TypeError, ValueError):
+            # A turn may have more than JSON: half of a surrogate pair, a type of a table's own.
+            return _ANY_IDENTITY.encode(prompt).encode()
 
 
 class RowReader:

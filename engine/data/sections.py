@@ -15,6 +15,7 @@ from typing import Any
 from rolemesh.engine.data import index
 from rolemesh.engine.data.curriculum import sorting_values
 from rolemesh.engine.data.filtering import Bounds
+from rolemesh.engine.data.jsonl import Lines
 from rolemesh.engine.data.parts import PartSpec, read_in_parts
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.row_store import Rows, RowStore
@@ -209,7 +210,13 @@ class _Reading:
     def _intake(self, store: RowStore, spec: SourceSpec, folder: Path | None) -> Intake:
         bounds = bounds_of(spec, self.data)
 
-        def in_parts(source: JsonlSpec, field: str, path: Path, path_field: str) -> Rows | None:
+        def in_parts(
+            source: JsonlSpec,
+            field: str,
+            path: Path,
+            path_field: str,
+            take: Callable[[Lines], Rows],
+        ) -> Rows:
             assert folder is not None
             part = PartSpec(
                 **bounds,
@@ -226,7 +233,7 @@ class _Reading:
                 with_identities=self.with_identities,
                 out=folder,
             )
-            return read_in_parts(store, part, self.progress)
+            return read_in_parts(store, part, take, self.progress)
 
         return Intake(
             store=store,

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub in memory: the routes that huggingface_hub calls."""
+"""A small Hugging Face hub in memory: the routes that huggingface_hub and datasets call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -21,7 +21,8 @@ TOKEN = "hf_secretOfTheTest"
 """The one that opens what is private or gated."""
 
 _API = re.compile(
-    r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/(revision|tree|preupload|commit)/(.+))?"
+    r"/api/(models|datasets)/([^/]+/[^/]+?)"
+    r"(?:/(revision|tree|paths-info|preupload|commit)/([^/]+)(?:/(.+))?)?"
 )
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _LFS = (".safetensors", ".parquet")
@@ -87,6 +88,18 @@ def listed(path: str, content: bytes) -> dict[str, Any]:
     return entry
 
 
+def tree_of(files: Mapping[str, bytes], folder: str) -> list[dict[str, Any]]:
+    """The files below a folder, and the folders of them."""
+    below = {name: files[name] for name in sorted(files) if PurePath(name).is_relative_to(folder)}
+    parents = {str(one) for name in below for one in PurePath(name).parents} - {".", folder}
+    folders = [
+        {"type": "directory", "path": one, "oid": ""}
+        for one in sorted(parents)
+        if PurePath(one).is_relative_to(folder)
+    ]
+    return [*folders, *(listed(name, content) for name, content in below.items())]
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
@@ -107,8 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append((self.command, path, self.headers.get("authorization", "")))
+        # The slashes of a revision are quoted, those between the parts are not.
+        path = urlsplit(self.path).path
+        self.hub.asked.append((self.command, unquote(path), self.headers.get("authorization", "")))
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         if self.hub.status:
             self._send(self.hub.status, b"{}")
@@ -116,15 +130,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._written(path, body)
         elif file := _FILE.fullmatch(path):
             kind = "datasets" if file[1] else "models"
-            found = self._opened(kind, file[2], file[3])
+            found = self._opened(kind, file[2], unquote(file[3]))
             if found is not None:
-                self._file(*found, file[4])
+                self._file(*found, unquote(file[4]))
         elif call := _API.fullmatch(path):
-            found = self._opened(call[1], call[2], call[4] or "main")
+            found = self._opened(call[1], call[2], unquote(call[4] or "main"))
             if found is not None:
                 commit, files = found
                 info = {"id": call[2], "sha": commit, "siblings": []}
-                tree = [listed(name, content) for name, content in sorted(files.items())]
+                tree = tree_of(files, unquote(call[5] or ""))
                 self._json(tree if call[3] == "tree" else info)
         else:
             self._send(404, b"{}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from support.hf_hub import TOKEN, Hub, serving_hub, use_hub
+from support.hf_hub import TOKEN, Hub, client_environment, serving_hub, use_hub
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.hf_files import with_files
@@ -279,6 +281,54 @@ def test_branches_of_a_data_set_may_be_named_and_a_single_configuration_need_not
     assert prompts == ["six", "7"]
     hub.put("me/pushed", {"default/train/0000.parquet": table("eight")}, kind="datasets")
     assert rows_of("hf:me/pushed@main")[1] == ["eight"]
+
+
+READS_WITH_THE_LIBRARY = """
+import json, sys, datasets
+for name, config, revision, split in json.loads(sys.argv[1]):
+    found = datasets.load_dataset(name, config, revision=revision, split=split)
+    print(json.dumps(found["prompt"][:]))
+"""
+
+
+def test_rows_are_those_of_the_hubs_own_library(hub: Hub, tmp_path: Path) -> None:
+    hub.put("me/rows", CONVERTED, kind="datasets", branch="refs/convert/parquet")
+    # What its converter was given: configurations are told in the card.
+    parts = {
+        "main/train-00000-of-00002.parquet": CONVERTED["main/train/0000.parquet"],
+        "main/train-00001-of-00002.parquet": CONVERTED["main/train/0001.parquet"],
+        "main/test-00000-of-00001.parquet": CONVERTED["main/test/0000.parquet"],
+        "socratic/train-00000-of-00001.parquet": CONVERTED["socratic/train/0000.parquet"],
+    }
+    configs = [
+        {
+            "config_name": config,
+            "data_files": [{"split": one, "path": f"{config}/{one}-*"} for one in splits],
+        }
+        for config, splits in {"main": ["train", "test"], "socratic": ["train"]}.items()
+    ]
+    card = f"---\n{yaml.safe_dump({'configs': configs})}---\n".encode()
+    hub.put("me/rows", {**parts, "README.md": card}, kind="datasets")
+    pushed = {f"data/{one}-00000-of-00001.parquet": table(one) for one in ("train", "test")}
+    hub.put("me/pushed", pushed, kind="datasets")
+    cases = {
+        "hf:me/rows:main:train": ("me/rows", "main", None, "train"),
+        "hf:me/rows:main:test": ("me/rows", "main", None, "test"),
+        "hf:me/rows:socratic": ("me/rows", "socratic", None, "train"),
+        "hf:me/rows@main:main": ("me/rows", "main", "main", "train"),
+        "hf:me/pushed@main": ("me/pushed", None, "main", "train"),
+    }
+    # It reads its variables when it is imported.
+    told = subprocess.run(
+        [sys.executable, "-c", READS_WITH_THE_LIBRARY, json.dumps([*cases.values()])],
+        env={**os.environ, **client_environment(hub, tmp_path / "library")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    expected = [json.loads(line) for line in told.stdout.splitlines()]
+    assert expected[0] == ["one", "two", "three"]
+    assert [rows_of(path)[1] for path in cases] == expected
 
 
 def test_data_that_cannot_be_had_are_refused_with_the_remedy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import json
 import os
 import random
@@ -30,13 +31,19 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+from transformers.utils import chat_template_utils
 
 from rolemesh.engine.data import parts, sections
 from rolemesh.engine.data.fixed_ends import FixedEnds
 from rolemesh.engine.data.prompts import EmptyDataError, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import Renderer
 from rolemesh.engine.data.row_store import RowStore
-from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError, RowReader
+from rolemesh.engine.data.rows import (
+    DataInvalidError,
+    PromptRow,
+    PromptTooLongError,
+    RowReader,
+)
 from rolemesh.engine.data.token_bounds import most_tokens
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
 from rolemesh.engine.data.trajectories import read_trajectories
@@ -296,11 +303,19 @@ def test_processes_that_read_a_part_each_find_what_one_finds(
     data = spec(folder, "bounded")
     eager = EagerRows(data, TOKENIZER, SEED)
     own, count = [], len(eager.train)
-    monkeypatch.setattr(RowReader, "read", lambda *record: own.append(record))
+    read = RowReader.read
+
+    def counted(reader: RowReader, record: Any, where: str) -> Any:
+        own.append(where)
+        return read(reader, record, where)
+
+    monkeypatch.setattr(RowReader, "read", counted)
     for _ in ("read", "kept"):
         prompts = load_prompts(data, tokenizer=saved, seed=SEED)
         assert comparable(prompts.rows("train", 0, count)) == comparable(eager.first(count))
-    assert not own
+    # The first of three parts, and of this small file a quarter more.
+    num_lines = data.path.read_text().count("\n")
+    assert num_lines // 3 < len(own) < num_lines * 2 // 3
     assert not caplog.records
     assert [path.suffix for path in cache.iterdir()] == [".rows"]
 
@@ -310,7 +325,12 @@ def test_what_a_process_cannot_do_one_does_alone(folder, cache, saved, monkeypat
     monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: range(2))
     # They would render otherwise, with what they find in the folder.
     saved.chat_template = "{{ messages[-1]['content'] }}="
-    prompts = load_prompts(spec(folder, "pairs"), tokenizer=saved, seed=SEED)
+    data = spec(folder, "pairs")
+    prompts = load_prompts(data, tokenizer=saved, seed=SEED)
+    eager = EagerRows(data, saved, SEED)
+    # What it had read when the other one failed is not read again.
+    count = len(eager.train)
+    assert comparable(prompts.rows("train", 0, count)) == comparable(eager.first(count))
     assert prompts.slice("train", 0, 1)[0].text.endswith("=")
     assert "a process that read a part of" in caplog.text
 
@@ -325,6 +345,24 @@ def test_a_fault_that_another_process_finds_is_told_as_ever(tmp_path, cache, sav
             spec_of.validate_python({"type": "jsonl", "path": path}), tokenizer=saved, seed=SEED
         )
     assert not list(cache.iterdir())
+
+
+def test_templates_of_many_rows_are_rendered_without_their_chain_of_globals(saved):
+    row = PromptRow(messages=[{"role": "user", "content": "1+1"}])
+    texts = Renderer(saved).prompt_texts([row, row])
+    # If this fails, the transformers library keeps what it compiled elsewhere: see _quicken.
+    compiled = chat_template_utils._compile_jinja_template(saved.chat_template)
+    assert type(compiled.globals) is dict
+    assert texts == [Renderer(saved).prompt_text(row)] * 2
+
+
+def test_a_fault_leaves_pythons_collector_as_it_was(tmp_path):
+    before = gc.get_threshold()
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": 2}\n')
+    with pytest.raises(DataInvalidError):
+        load(spec_of.validate_python({"type": "jsonl", "path": path}))
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.parametrize("text", ["a\n\nbb\nccc\n", "a", "\n" * 7, "long" * 9 + "\na\nb"])

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from support.saved_datasets import write_saved, write_saved_splits
 
 from rolemesh.engine.data.prompts import load_rows
-from rolemesh.engine.data.rows import MAX_METADATA_BYTES, DataInvalidError
+from rolemesh.engine.data.rows import MAX_METADATA_BYTES, DataInvalidError, PromptRow
 from rolemesh.engine.data.sources import load_sources
 from rolemesh.engine.specs import DataSpec, HfDatasetSpec, JsonlSpec, ParquetSpec
 
@@ -103,7 +103,8 @@ def test_a_split_can_be_held_out(name, tmp_path):
 
 
 def test_what_the_library_itself_saves_is_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     turns = [[SYSTEM, USER] for _ in RECORDS]
     whole = datasets.Dataset.from_list(RECORDS).remove_columns("prompt").add_column("prompt", turns)
     picked = whole.shuffle(seed=3).select([0, 2, 4])
@@ -229,6 +230,17 @@ def test_drawn_held_out_prompts_are_distinct_and_leave_the_training_rows(tmp_pat
     assert len(train) == 30 - 4 * 3
     assert load_rows(spec) == (train, held_out)
     assert load_rows(spec.model_copy(update={"seed": 1}))[1] != held_out
+
+
+def test_prompts_are_equal_whatever_the_order_of_the_keys_of_a_turn():
+    def row(**turn: Any) -> PromptRow:
+        return PromptRow(messages=[turn])
+
+    assert row(role="user", content="é").identity == row(content="é", role="user").identity
+    assert row(role="user", content="e").identity != row(role="user", content="é").identity
+    # Half of a surrogate pair, which only Python's own writer takes.
+    assert row(role="\ud800", content="e").identity == row(content="e", role="\ud800").identity
+    assert row(role="\ud800", content="e").identity != row(role="\ud801", content="e").identity
 
 
 def test_a_mixture_holds_out_for_all_its_sources(tmp_path):
