@@ -313,6 +313,13 @@ class RunMesh:
         self.fresh.add(service)
         size = result.num_parameters
         self._observer.on_event(f"{service} is ready" + (f", {size:,} parameters" if size else ""))
+        gpus = [one for one in connection.capabilities.devices if one.startswith("cuda")]
+        if gpus and recipe.has_model(connection.role) and not recipe.wants_gpu(connection.role):
+            self._observer.on_event(
+                f"caution: {service} computes on {gpus[0]}, though its pool in the recipe has the "
+                "devices [cpu]; name GPUs there, or start it with CUDA_VISIBLE_DEVICES= to leave "
+                "the GPU alone"
+            )
 
     async def _taken(
         self,
@@ -323,11 +330,15 @@ class RunMesh:
     ) -> worker_pb2.InitializeResult:
         """Makes a call that ends with the service holding the run."""
         spec = recipe.sent_spec(connection.role)
+        device_type = "cuda" if recipe.wants_gpu(connection.role) else ""
 
         async def call(on_progress: ProgressCallback) -> worker_pb2.InitializeResult:
             client = connection.client
-            begin = client.attach if stage == "attach" else client.initialize
-            return await begin(key, spec, recipe.run.seed).result(on_progress)
+            if stage == "attach":
+                begun = client.attach(key, spec, recipe.run.seed)
+            else:
+                begun = client.initialize(key, spec, recipe.run.seed, device_type=device_type)
+            return await begun.result(on_progress)
 
         def note(result: worker_pb2.InitializeResult) -> dict[str, int]:
             connection.policy_version = result.policy_version

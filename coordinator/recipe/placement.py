@@ -23,10 +23,15 @@ class PoolSpec(Spec):
     several roles share GPUs."""
 
     @property
+    def has_gpus(self) -> bool:
+        """Whether the devices are GPUs. Several kinds are refused where a service is started."""
+        return any(device.startswith("cuda") for device in self.devices)
+
+    @property
     def lets_roles_sleep(self) -> bool:
         """What `sleep` comes to."""
         if self.sleep == "auto":
-            return len(self.roles) > 1 and any(d.startswith("cuda") for d in self.devices)
+            return len(self.roles) > 1 and self.has_gpus
         return self.sleep == "always"
 
 

@@ -33,6 +33,7 @@ from rolemesh.coordinator.recipe.tuning import check_tuning
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import (
     ActorSpec,
+    ClassifierRewardSpec,
     CostSpec,
     CriticSpec,
     Names,
@@ -45,6 +46,7 @@ from rolemesh.engine.specs import (
     SamplingSpec,
     Spec,
     may_drop_groups,
+    named_sources,
 )
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
@@ -335,6 +337,20 @@ class Recipe(Spec):
     def pool_of(self, role: str) -> PoolSpec:
         """The devices of a role, and the roles that share them."""
         return next(pool for pool in self.pools.values() if role in pool.roles)
+
+    def has_model(self, role: str) -> bool:
+        """Whether a role computes with a model, unlike a reward from outside or one that compares.
+
+        Example: the quickstart's reward, which reads numbers, has none.
+        """
+        source = getattr(self.section(role), "source", None)
+        if source is None:
+            return True
+        return any(isinstance(one.source, ClassifierRewardSpec) for one in named_sources(source))
+
+    def wants_gpu(self, role: str) -> bool:
+        """Whether a role has a model, and its pool names GPUs for it."""
+        return self.has_model(role) and self.pool_of(role).has_gpus
 
     def layouts_in(self, pool: str) -> dict[str, str]:
         """Layout p-t-d of each role of a pool, as people read it."""

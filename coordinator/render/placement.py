@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.engine.specs import ClassifierRewardSpec, named_sources
 
 _LAYOUTS = {
     "actor": "actor.train",
@@ -19,21 +18,9 @@ _LAYOUTS = {
 """Field that holds a role's layout. Roles get the remaining GPUs in this order."""
 
 
-def needs_gpu(recipe: Recipe, role: str) -> bool:
-    """Whether a role computes with a model. A reward from outside, or one that compares, does not.
-
-    Example: the quickstart's reward, which reads numbers, needs none.
-    """
-    section = recipe.section(role)
-    source = getattr(section, "source", None)
-    if source is None:
-        return True
-    return any(isinstance(one.source, ClassifierRewardSpec) for one in named_sources(source))
-
-
 def gpus_wanted(recipe: Recipe, role: str) -> int:
     """GPUs of all services of a role, one a rank; 0 for a role that computes with no model."""
-    if not needs_gpu(recipe, role):
+    if not recipe.has_model(role):
         return 0
     return recipe.layout(role).world_size * len(recipe.services_of(role))
 
@@ -120,7 +107,7 @@ def _spread_on_hosts(
     recipe: Recipe, roles: Collection[str], num_gpus: int, pools: list[str], settings: list[str]
 ) -> None:
     """Adds the pools and layouts of roles that share hosts."""
-    models = [role for role in _LAYOUTS if role in roles and needs_gpu(recipe, role)]
+    models = [role for role in _LAYOUTS if role in roles and recipe.has_model(role)]
     others = [role for role in recipe.roles if role in roles and role not in models]
     services = {role: len(recipe.services_of(role)) for role in models}
     ranks = {role: gpus_wanted(recipe, role) for role in models}

@@ -37,6 +37,16 @@ def triton_serves(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def unserved(device: torch.device) -> str:
+    """What to say where kernels were asked for, and a rank on this device has none; else empty."""
+    if os.environ.get(KERNELS_VARIABLE) in (None, "", "torch") or triton_serves(device):
+        return ""
+    return (
+        f"{KERNELS_VARIABLE} is 'triton', but this rank computes on the {device.type}, where the "
+        "kernels do not serve: torch's operations compute"
+    )
+
+
 def device_of_columns() -> torch.device:
     """Where to compute on columns of numbers, which lie in host memory.
 

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from rolemesh.engine.kernels.choice import unserved
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
@@ -98,9 +99,12 @@ class ServiceServer:
             # Before anything else touches CUDA: the loop's thread and the one that computes.
             device = select_device()
             await runtime.compute.run(select_device)
+            without_kernels = unserved(device)
         except ValueError as error:  # also of the identity
             raise ServiceStartError(str(error)) from error
         logger.info("computes on %s", device)
+        if without_kernels:
+            logger.warning(without_kernels)
         server = grpc.aio.server(
             interceptors=[
                 ServiceInterceptor(

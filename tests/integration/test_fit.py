@@ -14,7 +14,6 @@ from support import warm_processes
 from support.public_models import config_folder
 
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.render.placement import needs_gpu
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted((REPOSITORY / "recipes" / "gpu").glob("*.yaml"))
@@ -106,7 +105,7 @@ def test_there_are_recipes_for_one_to_eight_gpus() -> None:
             max(
                 len(pool.devices)
                 for pool in loaded.pools.values()
-                if any(role in loaded.roles and needs_gpu(loaded, role) for role in pool.roles)
+                if any(role in loaded.roles and loaded.has_model(role) for role in pool.roles)
             )
         )
     assert sorted(numbers) == [1, 2, 4, 8]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from google.protobuf import json_format, struct_pb2
 from support import warm_processes
 from support.layout_services import Start, layout_services
@@ -16,7 +17,7 @@ from support.tiny_models import VOCAB_SIZE, tiny_tokenizer, write_tiny_classifie
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rolemesh.rpc.channel import open_channel
-from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.v1 import reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 RUN_S = 300
@@ -47,12 +48,13 @@ def strange_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def initialize(address: str, epoch: int, **spec: Any) -> None:
+async def initialize(address: str, epoch: int, device_type: str = "", **spec: Any) -> None:
     async with open_channel(address) as channel:
         async for _ in worker_pb2_grpc.WorkerServiceStub(channel).Initialize(
             worker_pb2.InitializeRequest(
                 key=operation_key("initialize", epoch=epoch),
                 spec=json_format.ParseDict(spec, struct_pb2.Struct()),
+                device_type=device_type,
             )
         ):
             pass
@@ -86,6 +88,17 @@ async def test_another_layout_than_the_services_is_refused_and_the_next_run_is_s
         "the run (--layout), or change that of the recipe"
     )
     await initialize(critic, 4, model=model, train={"tp": 2})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would see the GPU")
+async def test_a_run_that_asks_for_gpus_is_refused_without_one_and_the_next_is_served(
+    critic: str, tmp_path: Path
+) -> None:
+    model = {"path": str(write_tiny_llama(tmp_path / "tiny"))}
+    with pytest.raises(PreconditionError, match=r"shows this service none: torch .*CPU") as caught:
+        await initialize(critic, 5, "cuda", model=model, train={"tp": 2})
+    assert caught.value.reason == "DEVICE_MISSING"
+    await initialize(critic, 6, model=model, train={"tp": 2})
 
 
 async def test_rewards_of_rows_sent_inline_come_out_of_the_last_stage(

@@ -54,6 +54,28 @@ async def test_two_sessions_in_one_folder_are_kept_apart(tmp_path: Path) -> None
             await third.execute()
 
 
+async def test_services_with_models_are_asked_for_gpus_where_their_pool_names_some(
+    tmp_path: Path,
+) -> None:
+    async with fake_mesh() as mesh:
+        services = {role: {"address": address} for role, address in mesh.addresses.items()}
+        pools = {
+            "a": {"devices": ["cuda:0"], "roles": ["actor", "reward"]},
+            "b": {"roles": ["critic", "reference"]},
+        }
+        recipe = fake_recipe(steps=1, services=services, pools=pools)
+        for role in mesh.roles.values():
+            role.sees = ["cuda:0 NVIDIA H100"]
+        recorder = Recorder()
+        await Session(recipe, tmp_path, recorder).execute()
+        asked = {name: role.device_type for name, role in mesh.roles.items()}
+    # The reward, arithmetic, computes nowhere else than on a CPU.
+    assert asked == {"actor": "cuda", "reward": "", "critic": "", "reference": ""}
+    # Where a pool names the CPU, and the service has a GPU all the same, people learn of it.
+    told = [text for text in recorder.events if "computes on cuda:0 NVIDIA H100" in text]
+    assert sorted(text.split()[1] for text in told) == ["critic", "reference"]
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStateStore:
     """The store of every session, which outlives it."""

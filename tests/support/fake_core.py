@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -88,6 +88,10 @@ class FakeCore(
     highest_epoch: int = 0
     drained_epoch: int = 0
     """Of the coordinator that gave the service back."""
+    sees: Sequence[str] = ("cpu",)
+    """Devices that its capabilities name."""
+    device_type: str = ""
+    """What the last initialisation asked for."""
     devices: list[worker_pb2.DeviceUse] = field(default_factory=list)
     """What it says of its devices."""
     _answers: dict[tuple[Any, ...], Message] = field(default_factory=dict)

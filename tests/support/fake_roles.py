@@ -145,6 +145,7 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
             world_size=1,
             accepts_references=True,
             versions={"fake": "1"},
+            devices=self.sees,
         )
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
@@ -168,6 +169,7 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
             # A run begins with the model of its spec, whatever the one before made of it.
             self.policy_version, self.weight = 0, 0.0
             self.spec = json_format.MessageToDict(request.spec)
+            self.device_type = request.device_type
             return worker_pb2.InitializeResult(
                 num_parameters=1, facts={"data.held_out_prompts": str(self.mesh.num_held_out)}
             )

@@ -34,7 +34,7 @@ from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.coordinator.run.checks.installation import INSTALL
-from rolemesh.coordinator.run.checks.start_checks import services_in
+from rolemesh.coordinator.run.checks.start_checks import check_named_gpus, services_in
 from rolemesh.coordinator.run.services.host_gpus import HostGpus
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
@@ -278,6 +278,7 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
         services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
         own = {role_of(name) for name in services if recipe.address(name) is None}
         check_paths(recipe, own)
+        check_named_gpus(recipe, own)
         settings = list(device_settings(recipe, cpu_here().device))
     except ValueError as error:
         return [fail("recipe", str(error))]

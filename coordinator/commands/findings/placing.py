@@ -8,7 +8,7 @@ from pathlib import Path
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.coordinator.render.placement import gpus_wanted, needs_gpu, spread
+from rolemesh.coordinator.render.placement import gpus_wanted, spread
 from rolemesh.coordinator.run.checks.cautions import Caution
 from rolemesh.coordinator.run.checks.pool_memory import gpu_cautions
 from rolemesh.coordinator.run.services.host_gpus import HostGpus
@@ -83,7 +83,7 @@ def pools_on_cpu(recipe: Recipe, own_services: Mapping[str, str | None]) -> list
         f"pools.{name}"
         for name, pool in recipe.pools.items()
         if set(pool.devices) == {"cpu"}
-        and any(role in own and needs_gpu(recipe, role) for role in pool.roles)
+        and any(role in own and recipe.has_model(role) for role in pool.roles)
     ]
 
 

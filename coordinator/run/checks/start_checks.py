@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.api.doors import check_doors
@@ -12,6 +12,7 @@ from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.coordinator.run.checks.installation import check_roles_run
 from rolemesh.coordinator.run.services.commands import visible_devices
+from rolemesh.coordinator.run.services.host_gpus import host_gpus, why_no_gpu
 from rolemesh.coordinator.trackers.registry import check_trackers
 from rolemesh.rpc import tracing
 
@@ -34,8 +35,8 @@ def check_start(recipe: Recipe, own_services: Sequence[str]) -> None:
         own_services: Names of the services that are started here.
 
     Raises:
-        ValueError: A file that the recipe names or a package that a role needs is missing, or the
-            coordinator would be open to others without a token or in clear.
+        ValueError: A file that the recipe names, a package that a role needs or a GPU is missing,
+            or the coordinator would be open to others without a token or in clear.
     """
     check_trackers(recipe.trackers)
     if recipe.tracing is not None or tracing.is_configured(os.environ):
@@ -45,6 +46,7 @@ def check_start(recipe: Recipe, own_services: Sequence[str]) -> None:
         check_roles_run()
     check_paths(recipe, {role_of(name) for name in own_services})
     _check_can_register(recipe)
+    check_named_gpus(recipe, {role_of(name) for name in own_services})
     for name in own_services:
         visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
         _check_variables(recipe, role_of(name))
@@ -61,6 +63,24 @@ def _check_can_register(recipe: Recipe) -> None:
         raise ValueError(
             f"services.{registering[0]}.registers is true, but api.member_port is null, and no "
             "other coordinator has this run's store: give the port at which services register"
+        )
+
+
+def check_named_gpus(recipe: Recipe, own_roles: Collection[str]) -> None:
+    """Raises ValueError where models are to compute on GPUs, and this host has none for them.
+
+    Args:
+        recipe: The recipe.
+        own_roles: Roles whose services are started here.
+    """
+    role = next((role for role in recipe.roles if role in own_roles and recipe.wants_gpu(role)), "")
+    why = why_no_gpu(host_gpus()) if role else ""
+    if why:
+        name = next(name for name, pool in recipe.pools.items() if role in pool.roles)
+        raise ValueError(
+            f"pools.{name}.devices is {list(recipe.pools[name].devices)}, but this host has no GPU "
+            f"for the {role}: {why}; mend that (`rolemesh doctor` shows more), name the devices "
+            "[cpu], or leave them out to take what there is"
         )
 
 

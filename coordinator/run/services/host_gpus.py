@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rolemesh.coordinator.mapping.machines.devices import DEVICES
 
@@ -17,6 +18,8 @@ GPU_BYTES: Mapping[str, int] = {
 """Memory of a GPU as its data sheet gives it, in bytes; nvidia-smi shows up to 7 percent more."""
 
 _TIMEOUT_S = 20.0
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""What a driver shows of itself, on Linux and in WSL: a container may have no nvidia-smi."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,17 @@ def host_gpus(environment: Mapping[str, str] = os.environ) -> HostGpus:
     if "+cpu" in torch:
         return HostGpus(unusable=f"torch {torch} is built for the CPU: install rolemesh[gpu]")
     return HostGpus(count=count, name=found[0][0].strip(), bytes_each=min(sizes))
+
+
+def why_no_gpu(gpus: HostGpus) -> str:
+    """Why a service that is started on this host would see no GPU; empty if it may see one."""
+    if gpus.count:
+        return ""
+    if gpus.unusable:
+        return gpus.unusable
+    if any(path.exists() for path in _DRIVERS):
+        return ""
+    return "there is no nvidia-smi and no driver"
 
 
 def _torch_version() -> str:

@@ -21,6 +21,7 @@ from rolemesh.rpc.tensors import ITEM_BYTES
 from rolemesh.services.runtime.calls.hold import HeldPart
 from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.ranks.device import check_device
 from rolemesh.services.runtime.ranks.device_use import ServiceDevices
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
@@ -76,6 +77,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
             try:
                 spec = _spec_of(runtime, request)
+                check_device(request.device_type)
                 result = await call.compute(load, spec)
             except BaseException as error:
                 await runtime.hold.initialization_failed(error)

@@ -102,6 +102,10 @@ REASONS: Mapping[str, Reason] = {
         "Read the log of the service. Give a longer deadline if it only was slow.",
     ),
     "DEADLINE_MISSING": Reason("The call carries no deadline.", "Set a timeout of the call."),
+    "DEVICE_MISSING": Reason(
+        "The recipe's pool names GPUs, and the service sees none.",
+        "Give the service a GPU, as the message says, or name `devices: [cpu]` in the pool.",
+    ),
     "ENVIRONMENT_FAILED": Reason(
         "An environment raised, or gave no observation.",
         "Correct the environment: the message names prompt, row and turn.",

@@ -83,14 +83,22 @@ class ServiceClient(StateClient):
         return await self._worker.GetStatus(request, timeout=self._timeout_s)
 
     def initialize(
-        self, key: _Key, spec: Mapping[str, Any], run_seed: int
+        self, key: _Key, spec: Mapping[str, Any], run_seed: int, *, device_type: str = ""
     ) -> ResultCall[worker_pb2.InitializeResult]:
         """Gives the service its part of a run.
+
+        Args:
+            key: Of the operation.
+            spec: The role's section of the recipe.
+            run_seed: Of the run.
+            device_type: "cuda" where the service has to compute on GPUs; "": on what it has.
 
         Raises:
             ValueError: The spec holds a value that JSON does not have.
         """
-        request = worker_pb2.InitializeRequest(key=key, spec=to_struct(spec), run_seed=run_seed)
+        request = worker_pb2.InitializeRequest(
+            key=key, spec=to_struct(spec), run_seed=run_seed, device_type=device_type
+        )
         return self._followed(self._worker.Initialize, request)
 
     def attach(

@@ -57,6 +57,7 @@ class WorkerServiceStub:
       FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
       INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
+      FAILED_PRECONDITION (DEVICE_MISSING): the run asks for a GPU, and a rank sees none; names what it sees.
     A service of several ranks may answer every keyed call with
       UNAVAILABLE (RANKS_STARTING): its ranks have not met yet; it is not healthy before.
       UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
@@ -148,6 +149,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
       FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
       INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
+      FAILED_PRECONDITION (DEVICE_MISSING): the run asks for a GPU, and a rank sees none; names what it sees.
     A service of several ranks may answer every keyed call with
       UNAVAILABLE (RANKS_STARTING): its ranks have not met yet; it is not healthy before.
       UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
@@ -248,6 +250,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
           FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
           INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
+          FAILED_PRECONDITION (DEVICE_MISSING): the run asks for a GPU, and a rank sees none; names what it sees.
         A service of several ranks may answer every keyed call with
           UNAVAILABLE (RANKS_STARTING): its ranks have not met yet; it is not healthy before.
           UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from rolemesh.engine.kernels import choice
-from rolemesh.engine.kernels.choice import KERNELS_VARIABLE, device_of_columns, triton_serves
+from rolemesh.engine.kernels.choice import (
+    KERNELS_VARIABLE,
+    device_of_columns,
+    triton_serves,
+    unserved,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -27,6 +32,7 @@ def test_references_compute_unless_kernels_are_asked_for(
         monkeypatch.setenv(KERNELS_VARIABLE, value)
     assert not triton_serves(CUDA)
     assert not triton_serves(CPU)
+    assert unserved(CPU) == ""
 
 
 @pytest.mark.usefixtures("has_triton")
@@ -35,8 +41,11 @@ def test_kernels_compute_on_a_gpu_and_on_a_cpu_by_the_interpreter(
 ) -> None:
     monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     assert triton_serves(CUDA)
+    assert unserved(CUDA) == ""
     # Ranks with a GPU have columns in host memory, too.
     assert not triton_serves(CPU)
+    # A rank without one has no kernels at all, which it says.
+    assert "this rank computes on the cpu, where the kernels do not serve" in unserved(CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert triton_serves(CPU)
 

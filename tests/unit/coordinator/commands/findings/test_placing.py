@@ -13,6 +13,8 @@ from rolemesh.coordinator.commands.findings.placing import (
 )
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.checks import start_checks
+from rolemesh.coordinator.run.services import host_gpus as host_gpus_module
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES, HostGpus, host_gpus
 
 RECIPE = """
@@ -86,6 +88,31 @@ def test_a_cpu_on_a_host_with_gpus_is_told(tmp_path: Path) -> None:
     assert pools_on_cpu(on_cpu, SERVICES) == ["pools.all"]
     assert pools_on_cpu(on_cpu, elsewhere) == pools_on_cpu(placed(tmp_path, "", 2), SERVICES) == []
     assert list(start_cautions(placed(tmp_path, "", 2), gpus(2), SERVICES)) == []
+
+
+def test_a_gpu_that_a_pool_names_has_to_be_there_for_services_that_start_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_checks, "check_paths", lambda *_: None)
+    pools = "pools: {a: {devices: ['cuda:0'], roles: [actor, reward]}, b: {roles: [reference]}}"
+    recipe = placed(tmp_path, pools, 0)
+
+    def check(found: HostGpus, *services: str) -> None:
+        monkeypatch.setattr(start_checks, "host_gpus", lambda: found)
+        start_checks.check_start(recipe, services)
+
+    missing = r"pools\.a\.devices is \['cuda:0'\], but this host has no GPU for the actor: "
+    with pytest.raises(ValueError, match=missing + "torch is for the CPU; mend that"):
+        check(HostGpus(unusable="torch is for the CPU"), "reference", "actor")
+    monkeypatch.setattr(host_gpus_module, "_DRIVERS", (tmp_path / "none",))
+    with pytest.raises(ValueError, match=missing + "there is no nvidia-smi and no driver"):
+        check(HostGpus(), "actor")
+    # A container may have the driver alone: the service looks.
+    monkeypatch.setattr(host_gpus_module, "_DRIVERS", (tmp_path,))
+    check(HostGpus(), "actor")
+    check(gpus(1), "actor", "reference", "reward")
+    # Started elsewhere, on the CPU, or without a model: nothing is missing.
+    check(HostGpus(unusable="torch is for the CPU"), "reference", "reward")
 
 
 def smi(folder: Path, script: str) -> dict[str, str]:

@@ -1,0 +1,51 @@
+"""A rank that is asked for a GPU and sees none: what it says of the cause."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rolemesh.rpc.errors import PreconditionError
+from rolemesh.services.runtime.ranks.device import check_device
+
+
+def told(monkeypatch: pytest.MonkeyPatch, version: str | None, found: str) -> str:
+    """The refusal of a torch for that version of CUDA, which finds so much."""
+
+    def init() -> None:
+        if found:
+            raise RuntimeError(found)
+
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    # Whatever it has is right for a run that asks for nothing.
+    check_device("")
+    with pytest.raises(PreconditionError) as caught:
+        check_device("cuda")
+    assert caught.value.reason == "DEVICE_MISSING"
+    assert caught.value.message.endswith(
+        "Give the service a GPU, or let the pool name the devices [cpu]"
+    )
+    return caught.value.message
+
+
+def test_a_torch_for_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    message = told(monkeypatch, None, "")
+    assert f"torch {torch.__version__} is built for the CPU (install rolemesh[gpu])" in message
+    assert "CUDA_VISIBLE_DEVICES is not set" in message
+
+
+def test_what_cuda_says_of_its_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    old = "The NVIDIA driver on your system is too old (found version 11040)."
+    message = told(monkeypatch, "13.0", f"{old}\nException raised from ...")
+    assert f"for CUDA 13.0 says: {old}; CUDA_VISIBLE_DEVICES is ''" in message
+    assert "Exception raised" not in message
+    assert "counts no GPU" in told(monkeypatch, "13.0", "")
+
+
+def test_a_gpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_device("cuda")
