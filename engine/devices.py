@@ -18,6 +18,9 @@ import torch
 
 from rolemesh.engine.specs.by_device import Device, DeviceType, cpu_of
 
+CUDNN_VARIABLE = "ROLEMESH_CUDNN_ATTENTION"
+"""Environment variable of a rank: 1 lets torch take cuDNN's attention on a GPU."""
+
 _assumed: ContextVar[str | None] = ContextVar("assumed_device_kind", default=None)
 
 
@@ -27,9 +30,15 @@ def use_device(device: torch.device) -> None:
     The current device is the thread's own, and a new thread begins with the first GPU: what asks
     for "the current device" (FSDP2, events, NCCL) would take that one on every rank. Does nothing
     for a CPU, or for "cuda" without an index, which means the current device.
+
+    Attention is not left to cuDNN, which torch prefers on Hopper and Blackwell, unless
+    `CUDNN_VARIABLE` says so.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+        # Of the whole process. It builds a plan for each size of a batch that it has not seen, and
+        # those of passes are new nearly every time: others measured a second each.
+        torch.backends.cuda.enable_cudnn_sdp(os.environ.get(CUDNN_VARIABLE) == "1")
 
 
 def current_device() -> torch.device:

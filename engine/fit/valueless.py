@@ -66,6 +66,9 @@ class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten.mm.dtype:  # of GPUs alone
             left, right, dtype = args
             return self.empty([len(left), right.shape[1]]).to(dtype)
+        if func is _aten.addmm.dtype_out:
+            # Likewise; torch 2.11 takes the type for a factor.
+            return kwargs["out"]
         if func is _aten.index.Tensor:
             args = (args[0], [self._positions(index) for index in args[1]])
         if func is _aten.repeat_interleave.Tensor and args[0] in self._known:

@@ -112,8 +112,16 @@ def forget_pass(stage: nn.Module, *, drops_gradients: bool) -> None:
         drops_gradients: True for a pass with backward: a layer in which that stopped half way
             still has whole weights, with gradients that the next one would add to. A pass that
             only scored has touched no gradient of an earlier one.
+
+    Raises:
+        RuntimeError: This torch cannot do it: 2.12 and older leave layers whole.
     """
     if isinstance(stage, FSDPModule):
+        if not hasattr(stage, "reset_iter_state"):
+            raise RuntimeError(
+                f"a pass was broken off, and torch {torch.__version__} cannot set the layers back: "
+                "start the service again, or install torch 2.13"
+            )
         if drops_gradients:
             for parameter in stage.parameters():
                 parameter.grad = None

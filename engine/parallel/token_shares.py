@@ -17,6 +17,10 @@ import torch.distributed as dist
 
 from rolemesh.engine.parallel.mesh import RankGroup
 
+# torch 2.12 and older have them by other names, which 2.13 warns of.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def take_share(whole_BTD: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """This slice's share of a tensor that is equal on all slices.
@@ -137,7 +141,7 @@ def _gathered(
 ) -> torch.Tensor:
     _, tokens, width = share_1PD.shape
     whole = share_1PD.new_empty(1, group.size * tokens, width)
-    dist.all_gather_single(whole[0], share_1PD[0].contiguous(), group=group.process_group)
+    _all_gather(whole[0], share_1PD[0].contiguous(), group=group.process_group)
     # In place, without the zeros at the end: FSDP2 warns of a stage whose result is a view.
     return whole if shape is None else whole.resize_(*shape, width)
 
@@ -152,7 +156,7 @@ def _summed(part_BTD: torch.Tensor, group: RankGroup, *, in_own_type: bool) -> t
     wide = dtype if in_own_type else torch.promote_types(dtype, torch.float32)
     filled_tPD = _filled_up(part_BTD.to(wide), group)
     share_1PD = filled_tPD.new_empty(1, *filled_tPD.shape[1:])
-    dist.reduce_scatter_single(share_1PD, filled_tPD, group=group.process_group)
+    _reduce_scatter(share_1PD, filled_tPD, group=group.process_group)
     return share_1PD.to(dtype)
 
 

@@ -94,9 +94,10 @@ def untouched_process() -> Iterator[None]:
 
     Measured with vLLM 0.32: its CPU worker replaces `torch.set_num_threads` by a function that
     does nothing and binds all memory of this thread strictly to one NUMA node, its GPU worker
-    lowers torch's threads to one, and both seed the global random generators. Any of them would
-    slow the trainer down or change what it draws.
+    lowers torch's threads to one and takes cuDNN's attention away, and both seed the global random
+    generators. Any of them would slow the trainer down or change what it draws.
     """
+    has_cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -105,6 +106,7 @@ def untouched_process() -> Iterator[None]:
         with _own_memory_policy(), own_random_state():
             yield
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(has_cudnn_attention)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         if affinity is not None and os.sched_getaffinity(0) != affinity:

@@ -14,9 +14,11 @@ from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 from support.token_batches import score
 from support.updates import forward_backward, plan_whole
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.models import shared_attention
+from rolemesh.engine.models import shared_attention, shared_flex
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
@@ -293,6 +295,25 @@ def test_flex_attention_has_the_values_and_gradients_of_rectangles(
     expected, gradients = _states_and_gradients(model, rows)
     assert float((flex - expected).norm() / expected.norm()) < DOUBLE_TOLERANCE
     _assert_near(flex_gradients, gradients, DOUBLE_TOLERANCE)
+
+
+def test_the_mask_of_a_pass_is_traced_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it is compiled, and each pass has its own number of tokens."""
+    counter = CompileCounter()
+    traced = torch.compile(shared_flex.create_block_mask, dynamic=True, backend=counter)
+    for number in (1, 20, 9):
+        rows = [(prompt, 1 + (11 * at) % 40) for at, (prompt, _) in enumerate(ROWS * number)]
+        tree = pack_tree(shared_batch(rows), "cpu", WHATEVER).tree
+        assert tree is not None
+        found = []
+        for make in (create_block_mask, traced):
+            monkeypatch.setattr(shared_flex, "create_block_mask", make)
+            mask = shared_flex.with_block_mask(tree).block_mask
+            assert mask is not None
+            found.append([one for one in mask.as_tuple() if isinstance(one, torch.Tensor)])
+        expected, compiled = found
+        assert all(map(torch.equal, expected, compiled))
+    assert counter.frame_count == 1
 
 
 def test_flex_attention_over_many_blocks(by_flex: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,9 @@ killed. The fork itself has another process id and the warm process as its paren
 ends, a fork waits for its threads and calls what is registered with atexit, as every Python does,
 and leaves the objects alone.
 
+On a machine where an import starts a thread, which a fork would lack, the fork begins as a new
+Python: everything is the same, and slower.
+
 Where several processes run tests, the one that deals the tests out calls `share`, and all of them
 ask the same warm processes.
 """
@@ -67,12 +70,17 @@ MODULES = {
         "vllm.entrypoints.llm",
     ),
 }
-"""Imported once, by the warm process. None may start a thread: a fork has only one."""
+"""Imported once, by the warm process."""
 _MAY_LACK = frozenset({"vllm"})
 """Packages that a machine of the GPU tests need not have."""
 _FOLDER = "ROLEMESH_TEST_WARM_FOLDER"
 """Variable with the folder of the shared ones."""
 
+_ANEW = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+    "import warm_processes; warm_processes.main()"
+)
+"""By its own name sitecustomize would hand the new Python over once more."""
 _ONE_AT_A_TIME = threading.Lock()
 """Tests start several services at once, from threads."""
 PEER = (socket.SOL_SOCKET, socket.SO_PEERCRED)
@@ -204,11 +212,10 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
         except ModuleNotFoundError as error:
             if error.name not in _MAY_LACK:
                 raise
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        raise RuntimeError(
-            f"the modules of {kind} started {threads - 1} threads: a fork lacks them"
-        )
+    # Libraries beside ours may start some, e.g. those that scikit-learn brings.
+    is_whole = len(os.listdir("/proc/self/task")) == 1
+    if not is_whole:
+        print(f"the modules of {kind} start threads: no fork has them", file=sys.stderr)
     # A fork that collects garbage would visit, and so copy, all that was imported.
     gc.collect()
     gc.freeze()
@@ -241,6 +248,10 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
                 selector.close()
                 listener.close()
                 _become(descriptors, words, directory, variables)
+                if not is_whole:
+                    asked.set_inheritable(True)
+                    start = [sys.executable, "-c", _ANEW, "ANEW", str(asked.fileno())]
+                    os.execv(sys.executable, [*start, *words])
                 threading.Thread(target=_end_with, args=(asked,), daemon=True).start()
                 return list(words)
             for descriptor in descriptors:
@@ -282,10 +293,18 @@ def _end_with(asked: socket.socket) -> None:
 
 
 def main() -> None:
-    with socket.socket(fileno=int(sys.argv[2])) as listener:
-        words = serve(sys.argv[1], listener)
-    if words is None:
-        return
+    if sys.argv[1] == "ANEW":
+        asked = socket.socket(fileno=int(sys.argv[2]))
+        asked.set_inheritable(False)
+        words = sys.argv[3:]
+        sys.orig_argv[:] = [sys.executable, *words]
+        threading.Thread(target=_end_with, args=(asked,), daemon=True).start()
+    else:
+        with socket.socket(fileno=int(sys.argv[2])) as listener:
+            told = serve(sys.argv[1], listener)
+        if told is None:
+            return
+        words = told
     # What a start of its own would find, and nothing of the warm process.
     ours = Path(__file__).parent
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.fake_cuda import FakeCuda
 
+from rolemesh.engine.devices import CUDNN_VARIABLE
 from rolemesh.rpc.errors import PreconditionError
-from rolemesh.services.runtime.ranks.device import check_device
+from rolemesh.services.runtime.ranks.device import check_device, select_device
 
 
 def told(monkeypatch: pytest.MonkeyPatch, version: str | None, found: str) -> str:
@@ -49,3 +51,20 @@ def test_what_cuda_says_of_its_driver_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_device("cuda")
+
+
+@pytest.mark.parametrize(("variable", "is_on"), [(None, False), ("", False), ("1", True)])
+def test_cudnns_attention_computes_where_it_is_asked_for(
+    variable: str | None, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeCuda(monkeypatch, num_devices=1, rank=0)
+    if variable is None:
+        monkeypatch.delenv(CUDNN_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(CUDNN_VARIABLE, variable)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        select_device()
+        assert torch.backends.cuda.cudnn_sdp_enabled() is is_on
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
