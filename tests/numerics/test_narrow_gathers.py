@@ -34,6 +34,11 @@ and independent ones would be sqrt(2) apart."""
 METRIC_TOLERANCE = 2 * ROUNDING
 """Absolute: of losses and ratios around 1."""
 
+# torch 2.12 and older have it by another name.
+NAME_OF_REDUCE = next(
+    one for one in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, one)
+)
+"""What FSDP2 calls to sum gradients."""
 FSDP = TrainLayout(dp=2, fsdp=2)
 MIXED = TrainLayout(tp=2, pp=2, dp=2, fsdp=2)
 NARROW = {"compute_dtype": "bfloat16", "activations": "bfloat16"}
@@ -154,18 +159,18 @@ def _types(at: RankContext, job: Job) -> dict[str, set[str]]:
             assert isinstance(layer, FSDPModule)
             # Behind FSDP's own hook, which gathers.
             cast(Any, layer).mlp.register_forward_pre_hook(lambda _, a, one=layer: look(one, a))
-        reduce = dist.reduce_scatter_single
+        reduce = getattr(dist, NAME_OF_REDUCE)
 
         def noting(*arguments: Any, **options: Any) -> Any:
             tensors = [*arguments, *options.values()]
             seen["reduced"] |= {str(t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
             return reduce(*arguments, **options)
 
-        dist.reduce_scatter_single = noting
+        setattr(dist, NAME_OF_REDUCE, noting)
         try:
             update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=6, seed=5)
         finally:
-            dist.reduce_scatter_single = reduce
+            setattr(dist, NAME_OF_REDUCE, reduce)
         seen["parts"] = {str(weight.dtype) for _, weight in trainer.named_weights()}
         return seen
 

@@ -18,6 +18,7 @@ from support.token_batches import token_batch
 
 from rolemesh.engine.fit.rank_memory import RankWork, estimated
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.parallel import token_shares
 from rolemesh.engine.parallel.token_shares import (
     gather_shares,
     gather_to_slices,
@@ -188,8 +189,12 @@ def _distances(found: Trained, expected: Trained) -> dict[str, float]:
 def sent_while_scoring(at: RankContext, job: Job) -> Counter[tuple[str, str]]:
     """Collective operations on hidden states, with their types, in a pass of one micro-batch."""
     seen: Counter[tuple[str, str]] = Counter()
-    names = ("all_reduce", "all_gather_single", "reduce_scatter_single")
-    real = {name: getattr(dist, name) for name in names}
+    places = {
+        "all_reduce": (dist, "all_reduce"),
+        "all_gather": (token_shares, "_all_gather"),
+        "reduce_scatter": (token_shares, "_reduce_scatter"),
+    }
+    real = {name: getattr(*place) for name, place in places.items()}
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
         width = trainer.model.config.hidden_size
@@ -202,13 +207,13 @@ def sent_while_scoring(at: RankContext, job: Job) -> Counter[tuple[str, str]]:
 
             return call
 
-        for name in names:
-            setattr(dist, name, noting(name))
+        for name, place in places.items():
+            setattr(*place, noting(name))
         try:
             trainer.compute_logprobs(job.batch, temperature=1.0)
         finally:
-            for name in names:
-                setattr(dist, name, real[name])
+            for name, place in places.items():
+                setattr(*place, real[name])
     return seen
 
 
@@ -222,8 +227,8 @@ def test_each_sum_is_a_reduce_scatter_and_a_gather_of_the_layers_type(
         # The embedding is summed whole, and the last norm's result gathered.
         assert seen == {
             ("all_reduce", "torch.float32"): 1,
-            ("reduce_scatter_single", narrow): 2 * LAYERS,
-            ("all_gather_single", narrow): 2 * LAYERS + 1,
+            ("reduce_scatter", narrow): 2 * LAYERS,
+            ("all_gather", narrow): 2 * LAYERS + 1,
         }
 
 
