@@ -336,7 +336,11 @@ class Recipe(Spec):
 
     def pool_of(self, role: str) -> PoolSpec:
         """The devices of a role, and the roles that share them."""
-        return next(pool for pool in self.pools.values() if role in pool.roles)
+        return self.pools[self.pool_name(role)]
+
+    def pool_name(self, role: str) -> str:
+        """The key of a role's pool."""
+        return next(name for name, pool in self.pools.items() if role in pool.roles)
 
     def has_model(self, role: str) -> bool:
         """Whether a role computes with a model, unlike a reward from outside or one that compares.

@@ -45,7 +45,7 @@ def device_ids(recipe: Recipe, service: str, devices: Sequence[str] | None = Non
         RecipeError: The pool names a device that does not exist.
     """
     role = role_of(service)
-    name, pool = next((n, p) for n, p in recipe.pools.items() if role in p.roles)
+    name, pool = recipe.pool_name(role), recipe.pool_of(role)
     if set(pool.devices) == {"cpu"}:
         return []
     services = recipe.services_of(role)

@@ -56,8 +56,6 @@ class Renderer:
         self._most_tokens = most_tokens(tokenizer)
         # What is proven of bounds holds because pieces of a text are encoded by themselves.
         self._ends = None if self._most_tokens is None else FixedEnds(tokenizer)
-        self._is_quick = False
-        """Whether the template renders many rows fast, see `_quicken`."""
         self._closing: list[int] | None = None
         """Tokens with which the template ends an answer; none if it has no special token there."""
 
@@ -75,9 +73,7 @@ class Renderer:
         if self._backend is None or any(row.text is not None for row in rows) or not rows:
             return [self.prompt_text(row) for row in rows]
         try:
-            if not self._is_quick:
-                _quicken(self._tokenizer)
-                self._is_quick = True
+            _quicken(self._tokenizer)
             texts = self._tokenizer.apply_chat_template(
                 [[dict(turn) for turn in row.messages] for row in rows],
                 add_generation_prompt=True,

@@ -39,7 +39,8 @@ def triton_serves(device: torch.device) -> bool:
 
 def unserved(device: torch.device) -> str:
     """What to say where kernels were asked for, and a rank on this device has none; else empty."""
-    if os.environ.get(KERNELS_VARIABLE) in (None, "", "torch") or triton_serves(device):
+    is_served = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if is_served or os.environ.get(KERNELS_VARIABLE) != "triton":
         return ""
     return (
         f"{KERNELS_VARIABLE} is 'triton', but this rank computes on the {device.type}, where the "

@@ -99,12 +99,11 @@ class ServiceServer:
             # Before anything else touches CUDA: the loop's thread and the one that computes.
             device = select_device()
             await runtime.compute.run(select_device)
-            without_kernels = unserved(device)
         except ValueError as error:  # also of the identity
             raise ServiceStartError(str(error)) from error
         logger.info("computes on %s", device)
-        if without_kernels:
-            logger.warning(without_kernels)
+        if warning := unserved(device):
+            logger.warning(warning)
         server = grpc.aio.server(
             interceptors=[
                 ServiceInterceptor(

@@ -76,11 +76,10 @@ def check_named_gpus(recipe: Recipe, own_roles: Collection[str]) -> None:
     role = next((role for role in recipe.roles if role in own_roles and recipe.wants_gpu(role)), "")
     why = why_no_gpu(host_gpus()) if role else ""
     if why:
-        name = next(name for name, pool in recipe.pools.items() if role in pool.roles)
         raise ValueError(
-            f"pools.{name}.devices is {list(recipe.pools[name].devices)}, but this host has no GPU "
-            f"for the {role}: {why}; mend that (`rolemesh doctor` shows more), name the devices "
-            "[cpu], or leave them out to take what there is"
+            f"pools.{recipe.pool_name(role)}.devices is {list(recipe.pool_of(role).devices)}, but "
+            f"this host has no GPU for the {role}: {why}; mend that (`rolemesh doctor` shows "
+            "more), name the devices [cpu], or leave them out to take what there is"
         )
 
 

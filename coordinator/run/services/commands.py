@@ -157,7 +157,7 @@ def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) ->
         ValueError: The pool mixes kinds of devices, or names one that does not exist.
     """
     role = role_of(service)
-    name, pool = next((n, p) for n, p in recipe.pools.items() if role in p.roles)
+    name, pool = recipe.pool_name(role), recipe.pool_of(role)
     if set(pool.devices) == {"cpu"}:
         return ""
     services = recipe.services_of(role)

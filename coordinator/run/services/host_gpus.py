@@ -33,6 +33,8 @@ class HostGpus:
     """Memory of the smallest one."""
     unusable: str = ""
     """Why GPUs that are there are not among them; empty where there is nothing to say."""
+    is_known: bool = True
+    """False where nvidia-smi fails, as it may on a host whose GPUs are slow to wake."""
 
 
 def host_gpus(environment: Mapping[str, str] = os.environ) -> HostGpus:
@@ -52,7 +54,7 @@ def host_gpus(environment: Mapping[str, str] = os.environ) -> HostGpus:
         found = [line.rsplit(",", 1) for line in output.splitlines() if line.strip()]
         sizes = [int(mebibytes) << 20 for _, mebibytes in found]
     except (OSError, subprocess.SubprocessError, ValueError):
-        return HostGpus(unusable="nvidia-smi fails: `rolemesh doctor` shows how")
+        return HostGpus(unusable="nvidia-smi fails: `rolemesh doctor` shows how", is_known=False)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     count = len(sizes)
     if visible is not None:
@@ -68,7 +70,7 @@ def host_gpus(environment: Mapping[str, str] = os.environ) -> HostGpus:
 
 def why_no_gpu(gpus: HostGpus) -> str:
     """Why a service that is started on this host would see no GPU; empty if it may see one."""
-    if gpus.count:
+    if gpus.count or not gpus.is_known:
         return ""
     if gpus.unusable:
         return gpus.unusable

@@ -110,6 +110,7 @@ def test_a_gpu_that_a_pool_names_has_to_be_there_for_services_that_start_here(
     # A container may have the driver alone: the service looks.
     monkeypatch.setattr(host_gpus_module, "_DRIVERS", (tmp_path,))
     check(HostGpus(), "actor")
+    check(HostGpus(unusable="nvidia-smi fails", is_known=False), "actor")
     check(gpus(1), "actor", "reference", "reward")
     # Started elsewhere, on the CPU, or without a model: nothing is missing.
     check(HostGpus(unusable="torch is for the CPU"), "reference", "reward")
@@ -143,4 +144,6 @@ def test_gpus_are_those_that_nvidia_smi_shows_and_torch_can_use(
 
 def test_no_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
     assert host_gpus({"PATH": str(tmp_path)}) == HostGpus()
-    assert "fails" in host_gpus(smi(tmp_path, "exit 9")).unusable
+    failing = host_gpus(smi(tmp_path, "exit 9"))
+    assert "fails" in failing.unusable
+    assert not failing.is_known
