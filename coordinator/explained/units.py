@@ -55,6 +55,7 @@ _BY_NAME: Mapping[str, str] = {
     "concurrency": "requests",
     "contained": "reward",
     "cost_limit": "cost",
+    "cut_share": "share",
     "dp": "ranks",
     "dual_clip": "ratio",
     "epochs": "passes",

@@ -53,6 +53,11 @@ class RecoverySpec(Spec):
     cuts: bool = True
     """Whether trained roles copy their state to shared memory after each step, which takes twice
     the bytes of weights and optimizer. Without, a failure costs the steps since the checkpoint."""
+    cut_share: float = Field(default=0.05, gt=0, le=1)
+    """Share of a run's time that these copies may take. Where a copy takes more than a second and
+    more than this share of a step, only every k-th step is copied, and a failure costs up to k
+    steps. A sampler that is one step ahead, health rules that skip steps, and tuning need the copy
+    of each step, and have it."""
 
 
 class RunSpec(Spec):

@@ -160,7 +160,8 @@ class KeptState:
                 return rollout_pb2.UpdateWeightsResult(policy_version=wanted, report=report)
             case "SaveCut":
                 step = request.key.step
-                for old in [known for known in self.own_cuts if known % 2 == step % 2]:
+                # It takes the place of the older of two.
+                for old in sorted(known for known in self.own_cuts if known != step)[:-1]:
                     del self.own_cuts[old]
                 self.own_cuts[step] = self.policy_version
                 return cuts_pb2.CutResult(policy_version=self.policy_version)

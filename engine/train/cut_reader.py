@@ -91,7 +91,7 @@ def hold_cut(
     On the compute thread, so that none is being saved meanwhile. Of the weights, shapes and layout
     are taken; the spec is what the checkpoint is to say of the optimizer.
     """
-    slot, header = checked_cut(slots, step, kind, weights.tensors)
+    index, slot, header = checked_cut(slots, step, kind, weights.tensors)
     held = views_of(slots, slot, header, weights.tensors)
     state = TrainerState(
         kind=kind,
@@ -103,4 +103,4 @@ def hold_cut(
         extra=header.extra,
         random=random_state_of(header),
     )
-    return HeldCut(slots.owner.rank, state, slots.readers.begin(slots.index_of(step)))
+    return HeldCut(slots.owner.rank, state, slots.readers.begin(index))

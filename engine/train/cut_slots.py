@@ -6,13 +6,15 @@ be loaded by another layout, is a checkpoint (`state.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rolemesh.engine.cpu_threads import threads_for_each
+from rolemesh.engine.pinned_memory import pin
+from rolemesh.engine.train.cut_copies import CutCopies, CutCopyError, Progress
 from rolemesh.engine.train.cut_format import (
     WEIGHTS,
     CutHeader,
@@ -31,9 +33,6 @@ from rolemesh.engine.transport.slots import Slot, read_header
 
 if TYPE_CHECKING:
     from rolemesh.engine.train.optimizer import Optimizer
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Is told a stage, bytes done and bytes in all."""
 
 
 class CutNotFoundError(LookupError):
@@ -54,6 +53,9 @@ class RestoredCut:
 class CutSlots:
     """The slots of one rank of a run, while a process works on it. Owner: the compute thread.
 
+    On a GPU a slot's memory is locked once, when it is first written, and the copies of a cut go on
+    behind what the rank does next: `settle` comes before anything changes what is copied.
+
     Invariant: at any moment, also when the process is killed, a cut that was saved and whose slot
     is not being written is whole.
 
@@ -65,18 +67,27 @@ class CutSlots:
         slots.close()  # the cuts stay
     """
 
-    def __init__(self, owner: SlotOwner, layout: str) -> None:
+    def __init__(self, owner: SlotOwner, layout: str, device: torch.device | str = "cpu") -> None:
         """Prepares; opens nothing yet.
 
         Args:
             owner: The rank.
             layout: Of training, as a cut says it.
+            device: On which the rank trains.
         """
         self.owner = owner
         self.layout = layout
+        self.device = torch.device(device)
+        self.copies_behind = self.device.type != "cpu"
+        """Whether the rank goes on while its state is copied."""
         self.readers = SlotReaders()
         """Threads that write checkpoints from slots."""
         self._open: dict[int, Slot] = {}
+        self._unpin: dict[int, Callable[[], None]] = {}
+        """Of the open slots whose memory is locked for the GPU."""
+        self._copies: CutCopies | None = None
+        """Those of the newest cut, while they go on."""
+        self._waited_s = 0.0
         self._plan: CutPlan | None = None
         self._planned_for: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
@@ -101,55 +112,112 @@ class CutSlots:
                 if slot is not None and slot.num_bytes == num_bytes:
                     continue
                 if slot is not None:
-                    self._open.pop(index).close()
+                    self._let_go(index)
                 self._open[index] = Slot.create(self.owner, index, num_bytes)
                 made.append(index)
         except BaseException:
             for index in made:
                 self._open.pop(index).remove()
             raise
+        for index, slot in self._open.items():
+            if index not in self._unpin:
+                self._unpin[index] = pin(slot.memory, self.device)
         return self._open
 
-    @staticmethod
-    def index_of(step: int) -> int:
-        """The slot of a step."""
-        return step % NUM_SLOTS
+    def index_for(self, step: int) -> int:
+        """The slot that the cut of a step takes: its own, else the one whose cut is older.
 
-    def slot_of(self, step: int) -> Slot | None:
-        """The slot for the cut of a step; None where there is none yet.
+        A slot without a whole cut counts as the oldest.
+        """
+        held = {index: -1 if header is None else header.step for index, header in self._headers()}
+        missing = [index for index in range(NUM_SLOTS) if index not in held]
+        own = [index for index, known in held.items() if known == step]
+        return (own or missing or [min(held, key=lambda index: held[index])])[0]
+
+    def find(self, step: int) -> tuple[int, Slot, CutHeader]:
+        """The whole cut of a step: the number of its slot, the slot and the header.
 
         Raises:
-            SlotHeldError: A process that still lives holds it.
+            CutNotFoundError: There is none.
+            SlotHeldError: A process that still lives holds a slot.
         """
-        return self._slot(self.index_of(step))
+        for index, header in self._headers():
+            if header is not None and header.step == step:
+                return index, self._open[index], header
+        held = [one.step for one in whole_cuts(self.owner, self.layout)]
+        raise CutNotFoundError(
+            f"rank {self.owner.rank} has no whole cut of step {step} of run "
+            f"{self.owner.run_id!r} (it has those of steps {held}): go on from one that ListCuts "
+            "names, or from a checkpoint"
+        )
 
     def forget_after(self, step: int) -> None:
         """Drops cuts of later steps; their slots stay for the next ones."""
-        for index in range(NUM_SLOTS):
-            slot = self._slot(index)
-            if slot is None:
-                continue
-            header = parsed(slot.header())
+        for index, header in self._headers():
             if header is not None and header.step > step:
-                slot.clear()
+                self._open[index].clear()
+
+    def begin(self, copies: CutCopies) -> None:
+        """Begins to copy a cut: on a GPU behind what comes next, on a CPU at once.
+
+        Raises:
+            Exception: What `copies` raises; the cut is not whole then.
+        """
+        self._waited_s = 0.0
+        if not self.copies_behind:
+            copies.make()
+            return
+        self._copies = copies
+        copies.begin(self.device)
+
+    def settle(self) -> None:
+        """Waits for the copies of the newest cut, which is whole then.
+
+        Raises:
+            CutCopyError: They failed, and there is no cut of that step.
+        """
+        if self._copies is not None:
+            copies, self._copies = self._copies, None
+            self._waited_s += copies.wait()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that were spent in waiting for the newest cut's copies after it was begun."""
+        return self._waited_s
 
     def close(self) -> None:
         """Lets the slots go; the cuts stay. Ends whatever reads them first."""
-        self.readers.give_up()
-        for slot in self._open.values():
-            slot.close()
-        self._open.clear()
+        try:
+            self.settle()
+        finally:
+            self.readers.give_up()
+            for index in list(self._open):
+                self._let_go(index)
+
+    def _headers(self) -> Iterator[tuple[int, CutHeader | None]]:
+        """What each slot that is there says; raises as `_slot`."""
+        self.settle()
+        for index in range(NUM_SLOTS):
+            slot = self._slot(index)
+            if slot is not None:
+                yield index, parsed(slot.header())
 
     def _slot(self, index: int) -> Slot | None:
+        """A slot; raises SlotHeldError where a process that still lives holds it."""
         known = self._open.get(index)
         if known is not None and not known.is_named:
-            self._open.pop(index).close()  # removed by hand
+            self._let_go(index)  # removed by hand
             known = None
         if known is None:
             known = Slot.open(self.owner, index)
             if known is not None:
                 self._open[index] = known
         return known
+
+    def _let_go(self, index: int) -> None:
+        if index in self._unpin:
+            self._unpin.pop(index)()
+        self._open.pop(index).close()
 
 
 def whole_cuts(owner: SlotOwner, layout: str) -> list[CutHeader]:
@@ -160,14 +228,14 @@ def whole_cuts(owner: SlotOwner, layout: str) -> list[CutHeader]:
 
 
 def save_cut(slots: CutSlots, step: int, state: TrainerState, progress: Progress) -> int:
-    """Copies a trainer's state into the slot of a step; see `ModelInTraining.save_cut`."""
+    """Copies a trainer's state into a slot; see `ModelInTraining.save_cut`."""
     weights = state.weights.tensors
     plan = slots.plan(weights)
     held = {WEIGHTS: weights, **state.optimizer}
     total = sum(tensor.nbytes for tensors in held.values() for tensor in tensors.values())
 
     def reserve() -> tuple[Slot, int]:
-        index = slots.index_of(step)
+        index = slots.index_for(step)
         if slots.readers.is_read(index):
             raise SlotHeldError(
                 f"the cut of step {step} takes the place of one that is being written as a "
@@ -175,15 +243,8 @@ def save_cut(slots: CutSlots, step: int, state: TrainerState, progress: Progress
             )
         return slots.reserve(plan.num_bytes)[index], total
 
-    slot, totals = state.weights.peers.agree(reserve, (SlotRoomError, SlotHeldError))
+    slot, totals = state.weights.peers.agree(reserve, (SlotRoomError, SlotHeldError, CutCopyError))
     slot.clear()
-    done = 0
-    with torch.no_grad(), threads_for_each(weights.values(), torch.device("cpu")):
-        for group, tensors in held.items():
-            for name, tensor in tensors.items():
-                progress("save cut", done, total)
-                plan.places[group][name].view(slot.memory).copy_(tensor)
-                done += tensor.nbytes
     random_tensors, random = state.random
     header = CutHeader(
         format="rolemesh-cut-1",
@@ -211,7 +272,12 @@ def save_cut(slots: CutSlots, step: int, state: TrainerState, progress: Progress
             f"the state beside the tensors takes {len(text)} bytes, and a cut has room for "
             f"{plan.text_bytes}: keep less in the role's extra state"
         )
-    slot.finish(text)
+    pairs = [
+        (plan.places[group][name].view(slot.memory), tensor)
+        for group, tensors in held.items()
+        for name, tensor in tensors.items()
+    ]
+    slots.begin(CutCopies(step, pairs, partial(slot.finish, text), progress))
     return sum(totals)
 
 
@@ -230,11 +296,11 @@ def restore_cut(
     """
 
     def check() -> tuple[tuple[Slot, CutHeader], list[int]]:
-        slot, header = checked_cut(slots, step, kind, weights.tensors)
+        _, slot, header = checked_cut(slots, step, kind, weights.tensors)
         return (slot, header), [header.policy_version, header.num_bytes]
 
     (slot, header), facts = weights.peers.agree(
-        check, (CutNotFoundError, CutMismatchError, SlotHeldError)
+        check, (CutNotFoundError, CutMismatchError, SlotHeldError, CutCopyError)
     )
     versions = [version for version, _ in facts]
     if len(set(versions)) > 1:
@@ -257,8 +323,8 @@ def restore_cut(
 
 def checked_cut(
     slots: CutSlots, step: int, kind: str, weights: Mapping[str, torch.Tensor]
-) -> tuple[Slot, CutHeader]:
-    """The whole cut of a step, if it is of this model.
+) -> tuple[int, Slot, CutHeader]:
+    """The whole cut of a step, if it is of this model: as `CutSlots.find` gives it.
 
     Args:
         slots: Of this rank.
@@ -272,14 +338,14 @@ def checked_cut(
         SlotHeldError: A process that still lives holds the slot.
     """
     plan = slots.plan(weights)
-    slot, header = _found(slots, step)
+    index, slot, header = slots.find(step)
     check_header(header, plan, kind, slots.layout, step)
     if slot.num_bytes != plan.num_bytes:
         raise CutMismatchError(
             f"the cut of step {step} takes {slot.num_bytes} bytes, but the state of this "
             f"model takes {plan.num_bytes}: restore it with the version that saved it"
         )
-    return slot, header
+    return index, slot, header
 
 
 def views_of(
@@ -300,16 +366,3 @@ def random_state_of(header: CutHeader) -> tuple[dict[str, torch.Tensor], dict[st
         for name, state in header.random_tensors.items()
     }
     return tensors, header.random
-
-
-def _found(slots: CutSlots, step: int) -> tuple[Slot, CutHeader]:
-    slot = slots.slot_of(step)
-    header = None if slot is None else parsed(slot.header())
-    if slot is None or header is None or header.step != step:
-        held = [one.step for one in whole_cuts(slots.owner, slots.layout)]
-        raise CutNotFoundError(
-            f"rank {slots.owner.rank} has no whole cut of step {step} of run "
-            f"{slots.owner.run_id!r} (it has those of steps {held}): go on from one that ListCuts "
-            "names, or from a checkpoint"
-        )
-    return slot, header

@@ -65,6 +65,8 @@ class ModelInTraining:
         self._optimizer = Optimizer(optimizer, self._gradients)
         self._has_gradient = False
         self._sleep_memory = SleepMemory()
+        self._cut_slots: CutSlots | None = None
+        """Those of the newest cut, whose copies may still go on."""
 
     @property
     def mesh(self) -> RankMesh:
@@ -110,6 +112,7 @@ class ModelInTraining:
             GradientPendingError: Gradients are accumulated, which would stay behind.
         """
         self._refuse_pending("sleep")
+        self._settle_cut()
         moved = move_module(self.rank_model, device, self._sleep_memory)
         self.model.device = device
         return moved + self._optimizer.move_to(device)
@@ -147,6 +150,7 @@ class ModelInTraining:
             CheckpointCorruptError: A file is missing, cut or changed; names it.
         """
         self.drop_gradients()
+        self._settle_cut()
         self.policy_version, extra = trainer_state.load(
             Path(directory),
             kind=self.kind,
@@ -164,7 +168,9 @@ class ModelInTraining:
     ) -> int:
         """Copies what a checkpoint holds into shared memory that outlives the process.
 
-        With many ranks all of them call it.
+        With many ranks all of them call it. On a GPU it returns when the copies are queued: the cut
+        has the state of this moment, and is whole when they have come, before anything changes the
+        state. Until then, and if the process ends first, the older cut is the newest whole one.
 
         Args:
             slots: Of this rank.
@@ -180,8 +186,10 @@ class ModelInTraining:
             SlotRoomError: There is no room on some rank; raised on all, and older cuts stay.
             SlotHeldError: A process that still lives holds a slot of some rank, or the slot is
                 being written as a checkpoint; raised on all.
+            CutCopyError: The copies of the cut before failed on some rank; raised on all.
         """
         self._refuse_pending("a cut is saved")
+        self._cut_slots = slots
         return cut_slots.save_cut(slots, step, self._state(extra), progress)
 
     def restore_cut(self, slots: CutSlots, step: int, *, keeps_later: bool = False) -> RestoredCut:
@@ -258,6 +266,11 @@ class ModelInTraining:
             dtype=dtype,
             peers=weights.peers,
         )
+
+    def _settle_cut(self) -> None:
+        """Comes before anything changes weights or moments, or gives their memory back."""
+        if self._cut_slots is not None:
+            self._cut_slots.settle()
 
     def _refuse_pending(self, what: str) -> None:
         if self._has_gradient:

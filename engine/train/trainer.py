@@ -204,6 +204,7 @@ class Trainer(ModelInTraining):
         if not self._has_gradient:
             raise NoGradientError("no gradient was accumulated: call forward_backward first")
         self._has_gradient = False
+        self._settle_cut()
         metrics = self._optimizer.step(learning_rate)
         self.policy_version += 1
         return metrics

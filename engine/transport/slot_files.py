@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 
 logger = logging.getLogger(__name__)
@@ -243,9 +245,15 @@ def free_slots(directory: Path) -> Iterator[list[FreeSlot]]:
 
 
 def reserve(descriptor: int, num_bytes: int, owner: SlotOwner) -> None:
-    """Reserves all bytes, so that a lack of room does not show as SIGBUS at the first write."""
+    """Reserves all bytes, so that a lack of room does not show as SIGBUS at the first write.
+
+    A file system of shared memory may be larger than the memory: that lack would show as a process
+    that the system ends.
+    """
     while True:
         try:
+            if num_bytes > psutil.virtual_memory().available:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             os.posix_fallocate(descriptor, 0, num_bytes)
             return
         except OSError as error:
@@ -271,11 +279,12 @@ def why_no_room(owner: SlotOwner, num_bytes: int, error: OSError) -> str:
     """What a user reads where slots have no room: how much is needed, free, and the remedy."""
     try:
         status = os.statvfs(owner.directory)
-        free = f"{status.f_bavail * status.f_frsize} are free"
+        left = min(status.f_bavail * status.f_frsize, psutil.virtual_memory().available)
+        free = f"{left} are free"
     except OSError as problem:
         free = f"it cannot be asked ({problem.strerror})"
     return (
         f"a cut of rank {owner.rank} takes {NUM_SLOTS} slots of {num_bytes} bytes in "
-        f"{owner.directory}, but {free} ({error.strerror}): enlarge /dev/shm (Docker: shm_size), "
-        "or switch cuts off (run.recovery.cuts=false)"
+        f"{owner.directory}, but {free} ({error.strerror}): enlarge /dev/shm (Docker: shm_size) "
+        "or the host's memory, or switch cuts off (run.recovery.cuts=false)"
     )

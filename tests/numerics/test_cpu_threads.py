@@ -31,7 +31,8 @@ from rolemesh.engine.specs import (
 )
 from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport.slot_files import NUM_SLOTS, SlotOwner
+from rolemesh.engine.transport.slot_files import SlotOwner
+from rolemesh.engine.transport.slots import remove_slots
 
 CPU = torch.device("cpu")
 
@@ -156,10 +157,8 @@ def test_steps_and_cuts_of_small_weights_take_one_thread(
             slots, 1, extra={}, progress=lambda *_: copying.append(torch.get_num_threads())
         )
     finally:
-        for index in range(NUM_SLOTS):
-            slot = slots.slot_of(index)
-            if slot is not None:
-                slot.remove()
+        slots.close()
+        remove_slots(slots.owner.run_id, slots.owner.role)
     assert set(stepping) == set(copying) == {expected}
     assert torch.get_num_threads() == 2
 

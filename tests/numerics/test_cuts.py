@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,8 +146,7 @@ def test_a_cut_whose_random_state_is_damaged_is_refused_before_anything_changes(
     trainer = new_policy(job.folder)
     slots = slots_of(trainer, directory)
     trainer.save_cut(slots, 0, {}, silent)
-    slot = slots.slot_of(0)
-    assert slot is not None
+    _, slot, _ = slots.find(0)
     header = json.loads(slot.header() or b"")
     header["random_tensors"] = dict.fromkeys(header["random_tensors"], "no hex")
     slot.finish(json.dumps(header).encode())
@@ -277,6 +277,21 @@ def test_a_process_that_still_lives_keeps_its_slots(
     slots.close()
     trainer.restore_cut(later, 5)
     later.close()
+
+
+def test_slots_take_no_more_than_the_memory_that_the_host_has_left(
+    jobs: dict[str, Job], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = new_policy(jobs["policy"].folder)
+    slots = slots_of(trainer, directory)
+    left = SimpleNamespace(available=1 << 16)
+    monkeypatch.setattr(slot_files.psutil, "virtual_memory", lambda: left)
+    with pytest.raises(SlotRoomError, match=r"but 65536 are free \(Cannot allocate memory\)"):
+        trainer.save_cut(slots, 1, {}, silent)
+    assert list(directory.iterdir()) == []
+    left.available = 1 << 40
+    trainer.save_cut(slots, 1, {}, silent)
+    slots.close()
 
 
 def test_without_room_for_a_second_slot_the_first_one_stays(

@@ -19,9 +19,6 @@ from rolemesh.rpc.errors import (
 )
 from rolemesh.v1 import cuts_pb2, weights_pb2, worker_pb2
 
-NUM_SLOTS = 2
-"""Cuts that a role keeps."""
-
 
 class FakeRecovery(FakeCore):
     """Attach, cuts and LoadCheckpoint."""
@@ -54,7 +51,8 @@ class FakeRecovery(FakeCore):
     async def SaveCut(self, request: Any, context: Any) -> AsyncIterator[Any]:
         def work() -> Message:
             step, cuts = request.key.step, self._cuts
-            for old in [known for known in cuts if known % NUM_SLOTS == step % NUM_SLOTS]:
+            # It takes the place of the older of two.
+            for old in sorted(known for known in cuts if known != step)[:-1]:
                 del cuts[old]
             cuts[step] = (self.weight, self.policy_version)
             return self._result()

@@ -210,7 +210,8 @@ class Attempt:
             await parts.store.rewind(parts.run_id, step, epoch=self.journal.epoch)
             parts.writer.rewind(step, parts.progress.records)
             loop.rewound()
-            await loop.cuts.save(step)
+            if loop.cuts.newest != step:
+                await loop.cuts.save(step)
         await loop.begin_ahead()
         parts.events.step = step
 
@@ -250,17 +251,17 @@ class Attempt:
             return failed(error, self.activity)
         return error
 
-    async def save_last(self, deadlines_s: Mapping[str, float]) -> Path:
-        """Saves the newest step of a run that has failed, as its trained roles still have it.
+    async def save_last(self, deadlines_s: Mapping[str, float]) -> tuple[int, Path]:
+        """Saves the newest step of a run that has failed of which its trained roles have a cut.
 
         Args:
             deadlines_s: As for `make`.
 
         Returns:
-            Folder of the checkpoint.
+            The step, and the folder of its checkpoint.
 
         Raises:
-            RunError: A service is gone, or a trained role has no cut of the step.
+            RunError: A service is gone, or a trained role has no cut of the run.
             RolemeshError: A trained role failed.
         """
         loop, progress = self.loop, self.parts.progress
@@ -272,12 +273,15 @@ class Attempt:
         for service in self.parts.services:
             if self.parts.recipe.sleeps(service):
                 await self.mesh.sleep(service, progress.step)
-        if progress.step not in await loop.cuts.known():
+        newest = max((cut for cut in await loop.cuts.known() if cut <= progress.step), default=None)
+        if newest is None:
             raise RunError(f"a trained role has no cut of step {progress.step}")
-        await loop.cuts.restore(progress.step)
-        folder = await loop.checkpoints.save(progress.step, progress.to_dict(progress.step))
+        if newest in loop.checkpoints.committed():
+            raise RunError(f"the checkpoint of step {newest} is the newest state that is left")
+        await loop.cuts.restore(newest)
+        folder = await loop.checkpoints.save(newest, progress.to_dict(newest))
         await loop.cuts.drop_all()
-        return folder
+        return newest, folder
 
     def lost(self, service: str, reason: str) -> None:
         """Ends the attempt because a service is gone."""

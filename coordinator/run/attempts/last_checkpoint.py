@@ -54,8 +54,8 @@ async def save_last(parts: RunParts, attempt: Attempt, lost: LostServices) -> No
     saver = Attempt(replace(parts, services=services), epoch, lost.addresses)
     try:
         async with asyncio.timeout(LAST_CHECKPOINT_DEADLINE_S):
-            folder = await saver.save_last(dict.fromkeys(services, MEET_AGAIN_DEADLINE_S))
-        tell(f"step {step} was saved before the end: {folder}; {goes_on} it")
+            saved, folder = await saver.save_last(dict.fromkeys(services, MEET_AGAIN_DEADLINE_S))
+        tell(f"step {saved} was saved before the end: {folder}; {goes_on} it")
     except (RunError, RolemeshError, TimeoutError) as error:
         why = str(error) or f"not within {LAST_CHECKPOINT_DEADLINE_S:.0f} s"
         older = f"; {goes_on} what is left" if committed else ""

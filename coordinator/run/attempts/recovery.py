@@ -144,8 +144,9 @@ async def go_back(
 ) -> int:
     """Brings all trained roles to the newest state that every one of them still has.
 
-    That is the cut of the newest step in memory, else the newest checkpoint that can be used. Where
-    none was saved, it is the models that the recipe names.
+    That is the newest cut in memory, or a checkpoint that is newer and can be used; without a cut,
+    the newest checkpoint that can be used. Where none was saved, it is the models that the recipe
+    names.
 
     Args:
         recipe: Of the run.
@@ -165,9 +166,11 @@ async def go_back(
     trained = {known.service for known in mesh.trained}
     if progress.step == 0 and trained <= mesh.fresh:
         return 0
-    if progress.step in await cuts.known():
-        await cuts.restore(progress.step)
-        return progress.step
+    # Later ones are of a step that was not committed.
+    left = max((cut for cut in await cuts.known() if cut <= progress.step), default=None)
+    if left is not None and not any(left < one <= progress.step for one in checkpoints.committed()):
+        await cuts.restore(left)
+        return left
     step = await checkpoints.load_newest(progress.step, observer.on_event)
     if step is None:
         if progress.step:

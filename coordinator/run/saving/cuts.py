@@ -22,9 +22,6 @@ from rolemesh.v1 import cuts_pb2, operation_pb2
 CUT_SERVICE = "rolemesh.v1.CutService"
 """Full name of the family of calls; a service of another make may lack it."""
 
-NUM_SLOTS = 2
-"""Cuts that a service keeps: that of a step takes the place of the one so many steps before."""
-
 _Result = cuts_pb2.CutResult
 
 
@@ -54,6 +51,9 @@ class Cuts:
         self._pools = pools
         self._observer = observer
         self._is_wanted = is_wanted
+        self.newest: int | None = None
+        """Step of the newest cut that this attempt has saved or restored. The next one takes the
+        place of the one before it."""
 
     @property
     def is_on(self) -> bool:
@@ -61,18 +61,21 @@ class Cuts:
         trained = self._mesh.trained
         return self._is_wanted and bool(trained) and all(c.serves(CUT_SERVICE) for c in trained)
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int) -> float:
         """Has every trained role copy its state after a step.
 
         Where shared memory has no room for it the observer is told, and the run goes on without.
+
+        Returns:
+            Seconds for which a role has waited for the copies of the cut before, the most of all.
 
         Raises:
             RolemeshError: A role failed.
         """
         if not self.is_on:
-            return
+            return 0.0
         try:
-            await self._each("save_cut", step, lambda client, key: client.save_cut(key))
+            results = await self._each("save_cut", step, lambda client, key: client.save_cut(key))
         except CapacityError as error:
             self._is_wanted = False
             self._observer.on_event(
@@ -80,6 +83,9 @@ class Cuts:
                 f"last checkpoint: {error.message}"
             )
             await self.drop()
+            return 0.0
+        self.newest = step
+        return max(result.waited_seconds for result in results)
 
     async def known(self) -> set[int]:
         """Steps whose cut every trained role has."""
@@ -109,13 +115,17 @@ class Cuts:
             lambda client, key: client.restore_cut(key, step, keeps_later=keeps_later),
             roles,
         )
+        if roles is None:
+            self.newest = step
 
     async def drop(self) -> None:
         """Removes the run's cuts, wherever they are kept."""
+        self.newest = None
         await self._drop(self._mesh.trained)
 
     async def drop_all(self) -> None:
         """Removes the cuts, and what judges answered besides: no step will be made again."""
+        self.newest = None
         await self._drop(self._mesh.connections.values())
 
     async def _drop(self, connections: Iterable[RoleConnection]) -> None:
@@ -131,8 +141,8 @@ class Cuts:
         step: int,
         begin: Callable[[ServiceClient, operation_pb2.OperationKey], ResultCall[_Result]],
         roles: Sequence[str] | None = None,
-    ) -> None:
-        async def one(connection: RoleConnection) -> None:
+    ) -> Sequence[_Result]:
+        async def one(connection: RoleConnection) -> _Result:
             key = self._journal.next_key(step, f"{connection.role}.{name}")
 
             async def call(on_progress: ProgressCallback) -> _Result:
@@ -143,7 +153,7 @@ class Cuts:
                 return {"policy_version": result.policy_version}
 
             async with self._pools.awake(connection.service, step):
-                await connection.make(
+                return await connection.make(
                     key,
                     name.replace("_", " "),
                     call,
@@ -152,6 +162,6 @@ class Cuts:
                     on_phase=self._observer.on_phase,
                 )
 
-        await together(
+        return await together(
             one(known) for known in self._mesh.trained if roles is None or known.role in roles
         )

@@ -14,7 +14,8 @@ from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.saving.checkpoints import Checkpoints
-from rolemesh.coordinator.run.saving.cuts import NUM_SLOTS, Cuts
+from rolemesh.coordinator.run.saving.cut_pace import CutPace
+from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.progress import RunProgress
 from rolemesh.rpc.errors import CapacityError, NotFoundError, RolemeshError
 
@@ -34,6 +35,7 @@ class DurableCheckpoints:
         self,
         checkpoints: Checkpoints,
         cuts: Cuts,
+        pace: CutPace,
         progress: RunProgress,
         observer: RunObserver,
         events: EventLog,
@@ -47,6 +49,7 @@ class DurableCheckpoints:
         Args:
             checkpoints: On disk.
             cuts: What they are written from.
+            pace: Says which steps have one. A step whose checkpoint is due has one, too.
             progress: What the run has reached.
             observer: Is told of a checkpoint that is left out.
             events: Get those that are whole.
@@ -56,6 +59,7 @@ class DurableCheckpoints:
         """
         self._checkpoints = checkpoints
         self._cuts = cuts
+        self._pace = pace
         self._progress = progress
         self._observer = observer
         self._events = events
@@ -70,22 +74,26 @@ class DurableCheckpoints:
         """Whether a checkpoint is being written."""
         return any(not task.done() for task in self._writing.values())
 
-    async def save_cut(self, step: int) -> float:
-        """Saves the cuts of a step, once no checkpoint needs those that they replace.
+    async def save_cut(self, step: int) -> float | None:
+        """Saves the cuts of a step that is to have them, once no checkpoint needs those replaced.
 
         Returns:
-            Seconds that it took, without the wait.
+            Seconds for which they have held the run up: the call, without the wait for checkpoints,
+            and what roles have waited for the copies of the cut before. None: it has no cut.
 
         Raises:
             RolemeshError: A role failed.
         """
-        await self._settle([known for known in self._writing if (step - known) % NUM_SLOTS == 0])
+        if not self._cuts.is_on or not (self._pace.is_due(step) or self._is_due(step)):
+            return None
+        await self._settle([known for known in self._writing if known != self._cuts.newest])
         started = now()
-        await self._cuts.save(step)
-        return now() - started
+        waited_s = await self._cuts.save(step)
+        self._pace.saved(step)
+        return now() - started + waited_s
 
     async def save_due(self) -> None:
-        """Saves the newest step if its turn has come: begins to, where there are cuts.
+        """Saves the newest step if its turn has come: begins to, where it has a cut.
 
         Raises:
             RolemeshError: A role failed.
@@ -93,7 +101,7 @@ class DurableCheckpoints:
         step = self._progress.step
         if not self._is_due(step):
             return
-        if self._cuts.is_on:
+        if self._cuts.newest == step:
             self._begin(step)
         else:
             await self.save_now()

@@ -27,6 +27,7 @@ from rolemesh.coordinator.run.results.metrics import phase_seconds
 from rolemesh.coordinator.run.results.samples import SampleTaker
 from rolemesh.coordinator.run.saving.best import BestOfRun
 from rolemesh.coordinator.run.saving.checkpoints import Checkpoints
+from rolemesh.coordinator.run.saving.cut_pace import CutPace
 from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.durable import DurableCheckpoints
 from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER
@@ -92,6 +93,7 @@ class TrainingLoop(RunLoop):
         """Called before each step with its number: services may join and leave in it."""
         self._ahead = StepsAhead(recipe.run, self._sampler, self.progress, self._context)
         self.cuts = Cuts(mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts)
+        self._pace = CutPace.of(recipe, observer.on_event)
         self._best = BestOfRun(recipe.run, self.progress)
         self._held_out = HeldOutRows(parts, mesh, journal, samples, self._best)
         self.told = ToldSteps(parts, journal)
@@ -107,6 +109,7 @@ class TrainingLoop(RunLoop):
         self.durable = DurableCheckpoints(
             self.checkpoints,
             self.cuts,
+            self._pace,
             self.progress,
             observer,
             parts.events,
@@ -393,9 +396,11 @@ class TrainingLoop(RunLoop):
         await self._health.check(
             nodes, self.told.record(step, nodes, started), self._ahead.position(step), refusal
         )
+        step_seconds = now() - started
         cut_seconds = await self.durable.save_cut(step)
+        self._pace.made(step_seconds, cut_seconds)
         record = self.told.record(step, nodes, started) | self._health.marks()
-        if self.cuts.is_on:
+        if cut_seconds is not None:
             record["time/cut"] = cut_seconds
         await self._commit(step, self._ahead.position(step), record | num_services)
         self._ahead.made(step)
@@ -409,7 +414,7 @@ class TrainingLoop(RunLoop):
         """From here on the step counts, even if something fails later.
 
         Args:
-            step: Of which every trained role has a cut.
+            step: Of which every trained role has a cut, if the step is to have one.
             position: In the data, that the step after it begins with.
             record: Of the step.
         """

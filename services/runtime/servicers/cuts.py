@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from google.protobuf.message import Message
 
+from rolemesh.engine.train.cut_format import CutHeader
 from rolemesh.engine.train.cut_slots import RestoredCut, whole_cuts
 from rolemesh.engine.transport.slot_files import SlotOwner
 from rolemesh.engine.transport.slots import remove_slots
@@ -27,11 +28,17 @@ class CutServicer(RoleServicer[ModelRole], cuts_pb2_grpc.CutServiceServicer):
         async def work(call: Call) -> Message:
             role, key = self._role, request.key
 
-            def save() -> int:
+            def save() -> tuple[int, float]:
                 slots = role.cut_slots(self._owner(key.run_id))
-                return role.trainer.save_cut(slots, key.step, role.extra_state, call.progress)
+                slots.settle()
+                waited_s = slots.waited_s
+                saved = role.trainer.save_cut(slots, key.step, role.extra_state, call.progress)
+                return saved, waited_s
 
-            return self._result(await call.compute(save), call)
+            num_bytes, waited_s = await call.compute(save)
+            result = self._result(num_bytes, call)
+            result.waited_seconds = waited_s
+            return result
 
         return self._runtime.keyed(request, cuts_pb2.SaveCutResponse, work)
 
@@ -63,7 +70,12 @@ class CutServicer(RoleServicer[ModelRole], cuts_pb2_grpc.CutServiceServicer):
         _check_run(request.run_id)
         runtime = self._runtime
         layout = runtime.config.layout.layout().flag()
-        own = await runtime.compute.run(whole_cuts, self._owner(request.run_id), layout)
+
+        def find() -> list[CutHeader]:
+            self._role.settle_cut()
+            return whole_cuts(self._owner(request.run_id), layout)
+
+        own = await runtime.compute.run(find)
         answer = cuts_pb2.ListCutsResponse(
             cuts=[
                 cuts_pb2.Cut(

@@ -84,8 +84,15 @@ class ModelRole(Role):
         """The slots of a rank in the run; opened on first use and kept until the run ends."""
         if self._cut_slots is None or self._cut_slots.owner != owner:
             self.take_place_of_earlier_run(owner.run_id)
-            self._cut_slots = CutSlots(owner, self.trainer.mesh.layout.train.flag())
+            self._cut_slots = CutSlots(
+                owner, self.trainer.mesh.layout.train.flag(), self.trainer.model.device
+            )
         return self._cut_slots
+
+    def settle_cut(self) -> None:
+        """Returns when the newest cut is whole, whose copies may have gone on behind."""
+        if self._cut_slots is not None:
+            self._cut_slots.settle()
 
     def take_place_of_earlier_run(self, run_id: str) -> None:
         """Lets the slots go, and removes those of another run that this process held before.

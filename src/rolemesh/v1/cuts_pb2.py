@@ -26,7 +26,7 @@ from rolemesh.v1 import experience_pb2 as rolemesh_dot_v1_dot_experience__pb2
 from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rolemesh/v1/cuts.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"8\n\x0eSaveCutRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\"o\n\x0fSaveCutResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12(\n\x06result\x18\x02 \x01(\x0b\x32\x16.rolemesh.v1.CutResultH\x00\x42\x07\n\x05\x65vent\"^\n\x11RestoreCutRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0bkeeps_later\x18\x03 \x01(\x08\"r\n\x12RestoreCutResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12(\n\x06result\x18\x02 \x01(\x0b\x32\x16.rolemesh.v1.CutResultH\x00\x42\x07\n\x05\x65vent\"_\n\tCutResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\'\n\x06report\x18\x03 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"!\n\x0fListCutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"2\n\x10ListCutsResponse\x12\x1e\n\x04\x63uts\x18\x01 \x03(\x0b\x32\x10.rolemesh.v1.Cut\">\n\x03\x43ut\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\"8\n\x0f\x44ropCutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfencing_epoch\x18\x02 \x01(\x03\"\x12\n\x10\x44ropCutsResponse2\x89\x03\n\nCutService\x12^\n\x07SaveCut\x12\x1b.rolemesh.v1.SaveCutRequest\x1a\x1c.rolemesh.v1.SaveCutResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x12g\n\nRestoreCut\x12\x1e.rolemesh.v1.RestoreCutRequest\x1a\x1f.rolemesh.v1.RestoreCutResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x12X\n\x08ListCuts\x12\x1c.rolemesh.v1.ListCutsRequest\x1a\x1d.rolemesh.v1.ListCutsResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08<\x10\x01\"\x03\x01\x03\x05\x12X\n\x08\x44ropCuts\x12\x1c.rolemesh.v1.DropCutsRequest\x1a\x1d.rolemesh.v1.DropCutsResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08x\x10\x01\"\x03\x01\x03\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rolemesh/v1/cuts.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"8\n\x0eSaveCutRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\"o\n\x0fSaveCutResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12(\n\x06result\x18\x02 \x01(\x0b\x32\x16.rolemesh.v1.CutResultH\x00\x42\x07\n\x05\x65vent\"^\n\x11RestoreCutRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0bkeeps_later\x18\x03 \x01(\x08\"r\n\x12RestoreCutResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12(\n\x06result\x18\x02 \x01(\x0b\x32\x16.rolemesh.v1.CutResultH\x00\x42\x07\n\x05\x65vent\"w\n\tCutResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\'\n\x06report\x18\x03 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\x12\x16\n\x0ewaited_seconds\x18\x04 \x01(\x01\"!\n\x0fListCutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"2\n\x10ListCutsResponse\x12\x1e\n\x04\x63uts\x18\x01 \x03(\x0b\x32\x10.rolemesh.v1.Cut\">\n\x03\x43ut\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\"8\n\x0f\x44ropCutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfencing_epoch\x18\x02 \x01(\x03\"\x12\n\x10\x44ropCutsResponse2\x89\x03\n\nCutService\x12^\n\x07SaveCut\x12\x1b.rolemesh.v1.SaveCutRequest\x1a\x1c.rolemesh.v1.SaveCutResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x12g\n\nRestoreCut\x12\x1e.rolemesh.v1.RestoreCutRequest\x1a\x1f.rolemesh.v1.RestoreCutResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x12X\n\x08ListCuts\x12\x1c.rolemesh.v1.ListCutsRequest\x1a\x1d.rolemesh.v1.ListCutsResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08<\x10\x01\"\x03\x01\x03\x05\x12X\n\x08\x44ropCuts\x12\x1c.rolemesh.v1.DropCutsRequest\x1a\x1d.rolemesh.v1.DropCutsResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08x\x10\x01\"\x03\x01\x03\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,17 +50,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESTORECUTRESPONSE']._serialized_start=365
   _globals['_RESTORECUTRESPONSE']._serialized_end=479
   _globals['_CUTRESULT']._serialized_start=481
-  _globals['_CUTRESULT']._serialized_end=576
-  _globals['_LISTCUTSREQUEST']._serialized_start=578
-  _globals['_LISTCUTSREQUEST']._serialized_end=611
-  _globals['_LISTCUTSRESPONSE']._serialized_start=613
-  _globals['_LISTCUTSRESPONSE']._serialized_end=663
-  _globals['_CUT']._serialized_start=665
-  _globals['_CUT']._serialized_end=727
-  _globals['_DROPCUTSREQUEST']._serialized_start=729
-  _globals['_DROPCUTSREQUEST']._serialized_end=785
-  _globals['_DROPCUTSRESPONSE']._serialized_start=787
-  _globals['_DROPCUTSRESPONSE']._serialized_end=805
-  _globals['_CUTSERVICE']._serialized_start=808
-  _globals['_CUTSERVICE']._serialized_end=1201
+  _globals['_CUTRESULT']._serialized_end=600
+  _globals['_LISTCUTSREQUEST']._serialized_start=602
+  _globals['_LISTCUTSREQUEST']._serialized_end=635
+  _globals['_LISTCUTSRESPONSE']._serialized_start=637
+  _globals['_LISTCUTSRESPONSE']._serialized_end=687
+  _globals['_CUT']._serialized_start=689
+  _globals['_CUT']._serialized_end=751
+  _globals['_DROPCUTSREQUEST']._serialized_start=753
+  _globals['_DROPCUTSREQUEST']._serialized_end=809
+  _globals['_DROPCUTSRESPONSE']._serialized_start=811
+  _globals['_DROPCUTSRESPONSE']._serialized_end=829
+  _globals['_CUTSERVICE']._serialized_start=832
+  _globals['_CUTSERVICE']._serialized_end=1225
 # @@protoc_insertion_point(module_scope)

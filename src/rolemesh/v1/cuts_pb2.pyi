@@ -149,10 +149,15 @@ class CutResult(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights."""
     num_bytes: _builtins.int
     """Bytes of the cut over all ranks."""
+    waited_seconds: _builtins.float
+    """Of a save: seconds for which the service has waited, after its answer to the
+    save before, for the copies of that cut. Rank 0's; 0 where it copies at once.
+    """
     @_builtins.property
     def report(self) -> _experience_pb2.CallReport:
         """Time and metrics."""
@@ -163,10 +168,11 @@ class CutResult(_message.Message):
         policy_version: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         report: _experience_pb2.CallReport | None = ...,
+        waited_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "policy_version", b"policy_version", "report", b"report", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,9 +32,9 @@ class CutServiceStub(object):
     cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
     (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
-    Each rank has two slots, one for even and one for odd steps. A service that
-    saves a cut after every step therefore always holds one whole cut, also when
-    it is killed while it saves the next. Slots are files of the host's /dev/shm:
+    Each rank has two slots, and a cut takes the place of the older one. A service
+    that saves cuts therefore always holds one whole cut, also when it is killed
+    while it saves the next. Slots are files of the host's /dev/shm:
     a service that is started anew finds them if it runs on the same host, with
     the same role and layout. They stay until DropCuts, or until a cut of an
     earlier step is restored. When a service starts, it removes slots of its user
@@ -77,9 +77,9 @@ class CutServiceServicer(object):
     cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
     (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
-    Each rank has two slots, one for even and one for odd steps. A service that
-    saves a cut after every step therefore always holds one whole cut, also when
-    it is killed while it saves the next. Slots are files of the host's /dev/shm:
+    Each rank has two slots, and a cut takes the place of the older one. A service
+    that saves cuts therefore always holds one whole cut, also when it is killed
+    while it saves the next. Slots are files of the host's /dev/shm:
     a service that is started anew finds them if it runs on the same host, with
     the same role and layout. They stay until DropCuts, or until a cut of an
     earlier step is restored. When a service starts, it removes slots of its user
@@ -89,8 +89,13 @@ class CutServiceServicer(object):
 
     def SaveCut(self, request, context):
         """Copies weights, optimizer, random state, policy_version, KL controller of
-        all ranks into slot `key.step mod 2`. What was in the slot is gone as soon
-        as this begins to write.
+        all ranks, in place of the older cut, which is gone as soon as this begins
+        to write.
+
+        The cut has the state of the moment of the call. A service may answer while
+        its device still copies, as one on a GPU does: the cut is whole then before
+        anything changes that state. A service that is killed in between has the cut
+        before.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
@@ -191,9 +196,9 @@ class CutService(object):
     cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
     (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
-    Each rank has two slots, one for even and one for odd steps. A service that
-    saves a cut after every step therefore always holds one whole cut, also when
-    it is killed while it saves the next. Slots are files of the host's /dev/shm:
+    Each rank has two slots, and a cut takes the place of the older one. A service
+    that saves cuts therefore always holds one whole cut, also when it is killed
+    while it saves the next. Slots are files of the host's /dev/shm:
     a service that is started anew finds them if it runs on the same host, with
     the same role and layout. They stay until DropCuts, or until a cut of an
     earlier step is restored. When a service starts, it removes slots of its user

@@ -33,9 +33,9 @@ class CutServiceStub:
     cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
     (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
-    Each rank has two slots, one for even and one for odd steps. A service that
-    saves a cut after every step therefore always holds one whole cut, also when
-    it is killed while it saves the next. Slots are files of the host's /dev/shm:
+    Each rank has two slots, and a cut takes the place of the older one. A service
+    that saves cuts therefore always holds one whole cut, also when it is killed
+    while it saves the next. Slots are files of the host's /dev/shm:
     a service that is started anew finds them if it runs on the same host, with
     the same role and layout. They stay until DropCuts, or until a cut of an
     earlier step is restored. When a service starts, it removes slots of its user
@@ -49,8 +49,13 @@ class CutServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CutServiceAsyncStub: ...
     SaveCut: _grpc.UnaryStreamMultiCallable[_cuts_pb2.SaveCutRequest, _cuts_pb2.SaveCutResponse]
     """Copies weights, optimizer, random state, policy_version, KL controller of
-    all ranks into slot `key.step mod 2`. What was in the slot is gone as soon
-    as this begins to write.
+    all ranks, in place of the older cut, which is gone as soon as this begins
+    to write.
+
+    The cut has the state of the moment of the call. A service may answer while
+    its device still copies, as one on a GPU does: the cut is whole then before
+    anything changes that state. A service that is killed in between has the cut
+    before.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
@@ -106,9 +111,9 @@ class CutServiceAsyncStub(CutServiceStub):
     cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
     (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
-    Each rank has two slots, one for even and one for odd steps. A service that
-    saves a cut after every step therefore always holds one whole cut, also when
-    it is killed while it saves the next. Slots are files of the host's /dev/shm:
+    Each rank has two slots, and a cut takes the place of the older one. A service
+    that saves cuts therefore always holds one whole cut, also when it is killed
+    while it saves the next. Slots are files of the host's /dev/shm:
     a service that is started anew finds them if it runs on the same host, with
     the same role and layout. They stay until DropCuts, or until a cut of an
     earlier step is restored. When a service starts, it removes slots of its user
@@ -119,8 +124,13 @@ class CutServiceAsyncStub(CutServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SaveCut: _aio.UnaryStreamMultiCallable[_cuts_pb2.SaveCutRequest, _cuts_pb2.SaveCutResponse]  # type: ignore[assignment]
     """Copies weights, optimizer, random state, policy_version, KL controller of
-    all ranks into slot `key.step mod 2`. What was in the slot is gone as soon
-    as this begins to write.
+    all ranks, in place of the older cut, which is gone as soon as this begins
+    to write.
+
+    The cut has the state of the moment of the call. A service may answer while
+    its device still copies, as one on a GPU does: the cut is whole then before
+    anything changes that state. A service that is killed in between has the cut
+    before.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
@@ -175,9 +185,9 @@ class CutServiceServicer(metaclass=_abc_1.ABCMeta):
     cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
     (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
-    Each rank has two slots, one for even and one for odd steps. A service that
-    saves a cut after every step therefore always holds one whole cut, also when
-    it is killed while it saves the next. Slots are files of the host's /dev/shm:
+    Each rank has two slots, and a cut takes the place of the older one. A service
+    that saves cuts therefore always holds one whole cut, also when it is killed
+    while it saves the next. Slots are files of the host's /dev/shm:
     a service that is started anew finds them if it runs on the same host, with
     the same role and layout. They stay until DropCuts, or until a cut of an
     earlier step is restored. When a service starts, it removes slots of its user
@@ -192,8 +202,13 @@ class CutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cuts_pb2.SaveCutResponse], _abc.AsyncIterator[_cuts_pb2.SaveCutResponse]]:
         """Copies weights, optimizer, random state, policy_version, KL controller of
-        all ranks into slot `key.step mod 2`. What was in the slot is gone as soon
-        as this begins to write.
+        all ranks, in place of the older cut, which is gone as soon as this begins
+        to write.
+
+        The cut has the state of the moment of the call. A service may answer while
+        its device still copies, as one on a GPU does: the cut is whole then before
+        anything changes that state. A service that is killed in between has the cut
+        before.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.

@@ -11,6 +11,7 @@ from typing import Any
 from support.fake_runs import Recorder
 
 from rolemesh.coordinator.run.reporting.events import EventLog
+from rolemesh.coordinator.run.saving.cut_pace import CutPace
 from rolemesh.coordinator.run.saving.durable import DurableCheckpoints
 from rolemesh.coordinator.run.saving.progress import RunProgress
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -45,9 +46,15 @@ class Kept:
 
     def __init__(self) -> None:
         self.saved: list[int] = []
+        self.waited_s = 0.0
 
-    async def save(self, step: int) -> None:
+    @property
+    def newest(self) -> int | None:
+        return self.saved[-1] if self.saved else None
+
+    async def save(self, step: int) -> float:
         self.saved.append(step)
+        return self.waited_s
 
     async def known(self) -> set[int]:
         return set(self.saved[-2:])
@@ -64,10 +71,12 @@ class Scene:
     def __init__(self, every: int = 1, best: int | None = None) -> None:
         self.checkpoints: Any = HeldCheckpoints()
         self.cuts: Any = Kept()
+        self.pace = CutPace(None, print)
         self.progress = RunProgress()
         self.durable = DurableCheckpoints(
             self.checkpoints,
             self.cuts,
+            self.pace,
             self.progress,
             Recorder(),
             EventLog(MemoryStateStore(), "run"),
@@ -135,3 +144,53 @@ async def test_the_checkpoint_of_the_best_step_is_owed_by_the_next_attempt() -> 
     await asyncio.sleep(0)
     assert scene.checkpoints.begun == [2, 2]
     assert scene.checkpoints.committed() == [2]
+
+
+async def test_steps_between_cuts_have_none_but_those_whose_checkpoint_is_due() -> None:
+    scene = Scene(every=4)
+    scene.checkpoints.may_go_on.set()
+    scene.pace.every = 3
+    for step in range(1, 10):
+        await scene.make(step)
+    assert scene.cuts.saved == [1, 4, 7, 8]
+    assert scene.checkpoints.begun == [4, 8]
+
+
+async def test_a_checkpoint_that_becomes_due_after_its_step_needs_no_cut() -> None:
+    scene = Scene(every=0)
+    scene.checkpoints.may_go_on.set()
+    scene.pace.every = 9
+    for step in (1, 2):
+        await scene.make(step)
+    # Its evaluation has made it the best one.
+    scene.durable._best = lambda: 2
+    await scene.durable.save_due()
+    assert scene.cuts.saved == [1]
+    assert scene.checkpoints.committed() == [2]
+
+
+async def test_a_cut_waits_for_the_checkpoint_whose_cut_it_replaces_whatever_their_steps() -> None:
+    scene = Scene(every=2)
+    scene.pace.every = 9
+    for step in range(1, 6):
+        await scene.make(step)
+    # Step 1, then the due ones.
+    assert scene.cuts.saved == [1, 2, 4]
+    assert scene.checkpoints.begun == [2]
+    sixth = asyncio.create_task(scene.make(6))
+    await asyncio.sleep(0.01)
+    assert scene.cuts.saved == [1, 2, 4]
+    scene.checkpoints.may_go_on.set()
+    await sixth
+    assert scene.cuts.saved == [1, 2, 4, 6]
+
+
+async def test_what_a_cut_costs_is_its_call_and_the_wait_for_the_one_before() -> None:
+    scene = Scene()
+    scene.cuts.waited_s = 5.0
+    took = await scene.durable.save_cut(1)
+    assert took is not None
+    assert 5.0 <= took < 6.0
+    scene.pace.every, scene.checkpoints.committed = 9, lambda: []
+    scene.durable._every = 0
+    assert await scene.durable.save_cut(2) is None
