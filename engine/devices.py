@@ -22,6 +22,7 @@ CUDNN_VARIABLE = "ROLEMESH_CUDNN_ATTENTION"
 """Environment variable of a rank: 1 lets torch take cuDNN's attention on a GPU."""
 
 _assumed: ContextVar[str | None] = ContextVar("assumed_device_kind", default=None)
+_assumed_bytes: ContextVar[int | None] = ContextVar("assumed_device_bytes", default=None)
 
 
 def use_device(device: torch.device) -> None:
@@ -41,11 +42,47 @@ def use_device(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(os.environ.get(CUDNN_VARIABLE) == "1")
 
 
+def be_deterministic(device: torch.device, wanted: bool) -> None:
+    """Lets a GPU compute the same bits from the same work, or as it is fastest, for all threads.
+
+    Gradients of attention, of gathers and of an embedding are else summed by atomic operations, in
+    whatever order they come. An operation that has no other way raises an error that names it.
+    cuBLAS needs a workspace of its own for each stream, and vLLM kernels whose sums do not depend
+    on how many rows there are; both read a variable when they start, so a process that has computed
+    before must be started anew. A CPU's results are the same in any case.
+
+    Args:
+        device: Of this rank.
+        wanted: Whether they must be the same.
+    """
+    if device.type != "cuda":
+        return
+    torch.use_deterministic_algorithms(wanted)
+    # Memory that is written to at once need not be filled first.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+
+
 def current_device() -> torch.device:
     """The calling thread's GPU; without GPUs the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of host memory on a device, without waiting for what the device computes.
+
+    Out of ordinary memory torch copies only when the device has done all that was asked of it
+    before. So what goes to a GPU is copied into locked memory first, which torch keeps until the
+    copy is done. A tensor that is there already is given back as it is.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @cache
@@ -77,6 +114,16 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
+def memory_left(device: torch.device) -> int | None:
+    """Bytes of a GPU that no process holds; None where there is no GPU to ask.
+
+    Where memory is estimated (`engine/fit`), those of the GPU for which it is.
+    """
+    if _assumed.get() is not None:
+        return _assumed_bytes.get()
+    return free_bytes(device) if device.type == "cuda" else None
+
+
 def kind_of(device: torch.device) -> str:
     """The kind, "cuda" or "cpu", that code asks for which computes differently on a GPU.
 
@@ -87,10 +134,16 @@ def kind_of(device: torch.device) -> str:
 
 
 @contextmanager
-def assuming(kind: str) -> Iterator[None]:
-    """Makes every device one of this kind within the block, for models without values."""
-    token = _assumed.set(kind)
+def assuming(kind: str, num_bytes: int | None = None) -> Iterator[None]:
+    """Makes every device one of this kind within the block, for models without values.
+
+    Args:
+        kind: "cuda" or "cpu".
+        num_bytes: Memory of the GPU, all of which is free; None: not known.
+    """
+    tokens = _assumed.set(kind), _assumed_bytes.set(num_bytes)
     try:
         yield
     finally:
-        _assumed.reset(token)
+        _assumed.reset(tokens[0])
+        _assumed_bytes.reset(tokens[1])

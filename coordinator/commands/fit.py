@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -78,10 +78,11 @@ def fit(
         fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     found: dict[str, RoleFound] = {}
     on_gpus = {role for name in pools for role in loaded.pools[name].roles}
-    question = {
+    question: dict[str, Any] = {
         kind: [one for one in asking if one["role"] in on_gpus]
         for kind, asking in question_of(loaded).items()
     }
+    question["device_bytes"] = gpus.bytes_each
     try:
         answers = told_by(
             "rolemesh.services.preview.memory",

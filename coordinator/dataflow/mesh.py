@@ -337,7 +337,13 @@ class RunMesh:
             if stage == "attach":
                 begun = client.attach(key, spec, recipe.run.seed)
             else:
-                begun = client.initialize(key, spec, recipe.run.seed, device_type=device_type)
+                begun = client.initialize(
+                    key,
+                    spec,
+                    recipe.run.seed,
+                    device_type=device_type,
+                    deterministic=recipe.run.deterministic,
+                )
             return await begun.result(on_progress)
 
         def note(result: worker_pb2.InitializeResult) -> dict[str, int]:

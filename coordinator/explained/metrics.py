@@ -23,7 +23,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "`proximal`, `values`, `reference`, `reward`, `cost`, `advantages`, `update_actor`, "
         "`update_critic`, `update_reward`, `sleep`, `wake`; another call is "
         "`<role>_<method>`. Phases in several pools may overlap.",
-        "time/cut": "Seconds for which copies of trained roles' state to shared memory held the run up.",
+        "time/cut": "Seconds for which copies of trained roles' state to shared memory held the "
+        "run up.",
         "dataflow/critical_path_seconds": "Seconds of the longest chain of calls that had to "
         "wait for each other.",
         "memory/<phase>_peak_bytes": "Most memory of one rank in a phase, in bytes.",

@@ -75,6 +75,9 @@ class RunSpec(Spec):
     """How all roles compute that do not say so themselves. exact: log-probs of trainer and sampler
     agree as far as the device allows. fast: layers and sampler in bfloat16 from end to end, where
     the device has instructions for it; policy losses weigh each token against the difference."""
+    deterministic: bool = False
+    """Whether GPUs compute the same bits from the same work, which costs time there: a run that was
+    killed and goes on then ends as an undisturbed one, as it does on CPUs in any case."""
     directory: Path | None = None
     """Where the run's files go; None: runs/<name>-<time>."""
     evaluation: EvaluationSpec = EvaluationSpec()

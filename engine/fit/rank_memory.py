@@ -79,7 +79,11 @@ class RankMemory:
         return sum(self.at_rest.values())
 
 
-def estimated(work: RankWork, device_kind: Literal["cpu", "cuda"] = "cuda") -> RankMemory:
+def estimated(
+    work: RankWork,
+    device_kind: Literal["cpu", "cuda"] = "cuda",
+    device_bytes: int | None = None,
+) -> RankMemory:
     """What a rank of a service would hold, found without its weights or its device.
 
     The model, its cut, the trainer and the optimizer are those of a service; tensors have no
@@ -88,13 +92,15 @@ def estimated(work: RankWork, device_kind: Literal["cpu", "cuda"] = "cuda") -> R
     Args:
         work: What it does. Of the model's folder, config.json is read alone.
         device_kind: What it computes on.
+        device_bytes: Memory of the GPU, by which a service decides whether layers are recomputed
+            where the model does not say so; None: not known.
 
     Raises:
         ModelFolderError, LayoutError, UnsupportedFamilyError: The model cannot be made so.
     """
     valueless = Valueless()
     tally = Tally(Valueless.is_valueless)
-    with _alone(work) as mesh, assuming(device_kind), valueless, tally:
+    with _alone(work) as mesh, assuming(device_kind, device_bytes), valueless, tally:
         with without_values(valueless.empty), _made_of_nothing(valueless):
             subject = _Subject(work, mesh, tally)
         with _gathers_seen(tally, valueless):

@@ -6,6 +6,7 @@ Shape letters: B rows, T longest row, D width.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rolemesh.engine.devices import device_of, kind_of
+from rolemesh.engine.devices import device_of, kind_of, memory_left
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
@@ -28,6 +29,7 @@ from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.packing.tree_packing import SharingCost
+from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name
@@ -37,6 +39,9 @@ from rolemesh.engine.specs import ModelSpec, Numerics
 from rolemesh.engine.specs.by_device import ModelSizes, described, model_choices
 
 logger = logging.getLogger(__name__)
+
+_STATE_BYTES = 16
+"""Of a parameter that is trained: it, its gradient and two moments, in float32."""
 
 
 class Decoder(nn.Module):
@@ -98,6 +103,7 @@ class Decoder(nn.Module):
             _sizes(config, mesh),
             numerics=numerics,
             trains=trainable,
+            room_bytes=self._room_bytes() if trainable else None,
         )
         self.shares_tokens = mesh.tp.size > 1 and spec.sequence_parallel
         """Whether each tensor slice holds only its share of the tokens between its blocks."""
@@ -147,6 +153,26 @@ class Decoder(nn.Module):
             self._apply(  # type: ignore[no-untyped-call]
                 lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
             )
+
+    def _room_bytes(self) -> int | None:
+        """What the GPU has left for passes, beside this rank's weights, gradients and moments.
+
+        The least of all ranks: what they recompute must be the same, or their collective operations
+        do not match. None where there is no GPU to ask, or the model's size is not known.
+        """
+        left = memory_left(self.device)
+        if left is None or self.shape is None:
+            return None
+        elements = sum(
+            math.prod(parameter.shape) for parameter in self.shape.manifest("float32").values()
+        )
+        ranks = self.mesh.tp.size * self.mesh.pp.size * self.mesh.fsdp.size
+        room = left - _STATE_BYTES * elements // ranks
+        if maker_without_values() is not None:
+            return room
+        _, rooms = Peers.of(self.mesh.world, self.device).agree(lambda: (None, room))
+        least: int = min(rooms)
+        return least
 
     def _round_layers(self, trainable: bool, *, narrow_gradients: bool) -> None:
         """Makes the layers compute with weights rounded to bfloat16, and float32 activations."""
@@ -337,14 +363,10 @@ def _with_rows_summed(gradient_VD: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _sizes(config: Any, mesh: RankMesh) -> ModelSizes:
-    """Sizes that activations grow with; families that do not say theirs count as small."""
-    text = config.get_text_config()
-    return ModelSizes(
-        num_layers=getattr(text, "num_hidden_layers", 0),
-        hidden_size=getattr(text, "hidden_size", 0),
-        num_stages=mesh.pp.size,
-        num_slices=mesh.tp.size,
+def _sizes(config: Any, mesh: RankMesh) -> ModelSizes | None:
+    """Sizes that activations grow with; None for families that do not say theirs."""
+    return ModelSizes.of_config(
+        config.get_text_config().to_dict(), num_stages=mesh.pp.size, num_slices=mesh.tp.size
     )
 
 

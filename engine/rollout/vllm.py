@@ -160,9 +160,10 @@ class VllmBackend(RolloutBackend):
         watched: dict[str, Drawn] = {}
         # For each request: how many tokens it had when a version of the weights came, and which.
         versions: dict[str, list[tuple[int, int]]] = {}
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
             # Rows that share no keys with an earlier generation have the same bits when a call is
-            # made again by a service that was started anew. On a GPU later turns use the keys.
+            # made again by a service that was started anew. On a GPU later turns use the keys,
+            # unless the run asks for the same bits.
             self._forget_keys("of an earlier generation")
         try:
             for request in requests:

@@ -10,15 +10,20 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rolemesh.engine.specs.activations import Arithmetic, LayerWidths, layer_bytes
 from rolemesh.engine.specs.models import ModelSpec, Numerics
 from rolemesh.engine.specs.rollout import VllmSpec
 
 DeviceType = Literal["cpu", "cuda"]
 
-RECOMPUTE_BYTES = 8 * 2**30
-"""Activations of a micro-batch above which layers are recomputed: a tenth of an 80 GB GPU, which
-weights, moments and a sampler share with them. Recomputing costs a forward pass more, a quarter of
-the time of an update."""
+ROOM_BYTES = 16 * 2**30
+"""What a GPU is taken to have left for a pass where nobody has asked it: a fifth of 80 GB, which
+weights, moments and a sampler share with it."""
+
+ACTIVATIONS_SHARE = 0.5
+"""Of the room for a pass, what activations may take before layers are recomputed. Logits, gathered
+weights, the optimizer's and the allocator's own memory take the rest. Recomputing costs a forward
+pass more, a quarter of the time of an update."""
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Instructions for products of bfloat16, as Linux and torch call them, on x86 and on ARM."""
@@ -83,11 +88,38 @@ class ModelSizes:
 
     num_layers: int
     """Of the whole model."""
-    hidden_size: int
+    widths: LayerWidths
     num_stages: int = 1
     """Pipeline stages, which share the layers."""
     num_slices: int = 1
     """Tensor slices."""
+
+    @classmethod
+    def of_config(
+        cls,
+        text: Mapping[str, Any],
+        *,
+        num_layers: int = 0,
+        num_stages: int = 1,
+        num_slices: int = 1,
+    ) -> ModelSizes | None:
+        """Reads config.json, or its part on text; None where it does not say them.
+
+        Args:
+            text: The config.
+            num_layers: If fewer than the config's are used; 0: all.
+            num_stages: Pipeline stages.
+            num_slices: Tensor slices.
+        """
+        layers, widths = text.get("num_hidden_layers"), LayerWidths.of_config(text)
+        if not isinstance(layers, int) or widths is None:
+            return None
+        return cls(
+            num_layers=num_layers or layers,
+            widths=widths,
+            num_stages=num_stages,
+            num_slices=num_slices,
+        )
 
 
 def sampler_choices(
@@ -156,19 +188,22 @@ def sampler_choices(
 def model_choices(
     spec: ModelSpec,
     device: Device,
-    sizes: ModelSizes,
+    sizes: ModelSizes | None,
     *,
     numerics: Numerics = "exact",
     trains: bool = True,
+    room_bytes: int | None = None,
 ) -> Choices:
     """How a model keeps weights and activations.
 
     Args:
         spec: Of the model.
         device: Where it computes.
-        sizes: Of the whole model, and how it is cut.
+        sizes: Of the whole model, and how it is cut; None: not known, and it counts as small.
         numerics: Of its role.
         trains: False for a frozen one.
+        room_bytes: What the device has left beside weights, gradients and moments; None: it was not
+            asked.
 
     Returns:
         activations; and recompute of a trained model, or frozen_dtype of a frozen one.
@@ -186,7 +221,7 @@ def model_choices(
     else:
         activations = Choice("float32", _NO_BFLOAT16)
     chosen = {"activations": _chosen(spec.activations, activations)}
-    if spec.sequence_parallel and sizes.num_slices == 1:
+    if spec.sequence_parallel and sizes is not None and sizes.num_slices == 1:
         raise ValueError(
             "model.sequence_parallel is true, but the layout has tp 1, and no slices to share the "
             "tokens: leave it out, or give a layout with tp"
@@ -203,31 +238,45 @@ def model_choices(
                 else Choice("float32", "as it is trained"),
             )
         }
-    size = activation_bytes(spec, sizes, shares_tokens=spec.sequence_parallel)
-    about = f"about {size / 2**30:.1f} GiB of activations in a micro-batch"
-    return chosen | {
-        "recompute": _chosen(
-            spec.recompute,
-            Choice("full", about)
-            if on_gpu and size > RECOMPUTE_BYTES
-            else Choice("none", about if on_gpu else f"{_ON_A_CPU} time is dearer than memory"),
+    recompute = Choice("none", f"{_ON_A_CPU} time is dearer than memory")
+    if on_gpu:
+        size = activation_bytes(spec, sizes, chosen["activations"].value == "bfloat16")
+        room = ROOM_BYTES if room_bytes is None else room_bytes
+        told = "taken to be " if room_bytes is None else ""
+        recompute = Choice(
+            "full" if size > ACTIVATIONS_SHARE * room else "none",
+            f"about {size / 2**30:.1f} GiB of activations in a micro-batch, and room for passes is "
+            f"{told}{max(0, room) / 2**30:.1f} GiB",
         )
-    }
+    return chosen | {"recompute": _chosen(spec.recompute, recompute)}
 
 
-def activation_bytes(spec: ModelSpec, sizes: ModelSizes, *, shares_tokens: bool = False) -> int:
-    """Bytes of activations that the layers of one rank keep for a backward pass.
+def activation_bytes(spec: ModelSpec, sizes: ModelSizes | None, is_narrow: bool) -> int:
+    """Bytes of activations that the layers of one rank keep for a backward pass, on a GPU.
 
-    (10 + 24 / t) tokens hidden bytes a layer in a 16-bit type, twice that in float32 (arXiv
-    2205.05198, eq. 2, without the scores of attention, which fused kernels do not keep). Where
-    slices share the tokens, (4 + 30 / t): the inputs of attention and MLP are kept whole, not
-    gathered again as in eq. 4.
+    A stage keeps those of as many passes as there are stages (1F1B).
+
+    Args:
+        spec: Of the model.
+        sizes: Of the whole model, and how it is cut; None: not known, 0 bytes.
+        is_narrow: Whether the layers compute in bfloat16 from end to end.
     """
+    if sizes is None:
+        return 0
+    arithmetic: Arithmetic = "autocast"
+    if spec.compute_dtype == "float32":
+        arithmetic = "float32"
+    elif is_narrow:
+        arithmetic = "bfloat16"
+    one = layer_bytes(
+        sizes.widths,
+        spec.micro_batch_tokens,
+        arithmetic,
+        num_slices=sizes.num_slices,
+        shares_tokens=spec.sequence_parallel,
+    )
     layers = -(-sizes.num_layers // sizes.num_stages)
-    width = 1 if spec.compute_dtype == "bfloat16" else 2
-    whole = 4 if shares_tokens else 10
-    bytes_a_number = width * (whole + (34 - whole) / sizes.num_slices)
-    return int(layers * spec.micro_batch_tokens * sizes.hidden_size * bytes_a_number)
+    return int(layers * sizes.num_stages * one)
 
 
 def described(choices: Choices) -> Iterator[str]:

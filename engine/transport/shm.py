@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import stat
+import struct
 import uuid
 from pathlib import Path
 
@@ -65,7 +66,7 @@ class Segment:
         Raises:
             OSError: Shared memory is full (ENOSPC) or not available.
         """
-        name = f"rolemesh-{os.getpid()}-{uuid.uuid4().hex}"
+        name = _new_name()
         path = SHM_DIRECTORY / name
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
@@ -95,6 +96,24 @@ class Segment:
         From then on nothing is left behind, however this process ends.
         """
         (SHM_DIRECTORY / self.name).unlink(missing_ok=True)
+
+    def rename(self) -> None:
+        """Takes a new name: nobody can open the segment by the one that was announced."""
+        name = _new_name()
+        os.rename(SHM_DIRECTORY / self.name, SHM_DIRECTORY / name)
+        self.name = name
+
+    def renew(self) -> bool:
+        """Takes a new name, and says whether nobody else maps the segment.
+
+        Only then may its contents change. Who comes with the old name finds nothing.
+        """
+        self.rename()
+        assert self._descriptor is not None, "a segment that was unlinked is not used again"
+        if not _lock_reading(self._descriptor, fcntl.F_WRLCK):
+            return False
+        _lock_reading(self._descriptor, fcntl.F_UNLCK)
+        return True
 
     def unlink(self) -> None:
         """Removes the name. Mappings stay valid; the memory is freed with the last of them."""
@@ -157,6 +176,8 @@ class PeerSegment:
 def open_segment(name: str, num_bytes: int) -> torch.Tensor:
     """Maps a segment of another process of this user.
 
+    As long as a view of it lives, its owner leaves the contents as they are (`Segment.renew`).
+
     Returns:
         uint8 [num_bytes]. The mapping is private: writing to it changes no other process's memory.
 
@@ -166,10 +187,38 @@ def open_segment(name: str, num_bytes: int) -> torch.Tensor:
     """
     descriptor = _open_checked(name, num_bytes)
     try:
+        # The mapping keeps a duplicate of the descriptor, and with it this lock.
+        _lock_reading(descriptor, fcntl.F_RDLCK)
+        # The owner takes a new name before it looks for such locks.
+        if not os.path.samestat(os.fstat(descriptor), os.stat(SHM_DIRECTORY / name)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
     return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _new_name() -> str:
+    return f"rolemesh-{os.getpid()}-{uuid.uuid4().hex}"
+
+
+def _lock_reading(descriptor: int, kind: int) -> bool:
+    """Locks a segment for reading (F_RDLCK), or asks whether nobody does (F_WRLCK).
+
+    Such a lock is of the open file, not of the process (fcntl(2), OFD locks), and it is another one
+    than the owner's flock.
+
+    Returns:
+        Whether the lock was to be had.
+    """
+    # struct flock: type, whence, start and length of the bytes, pid, which has to be 0.
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", kind, 0, 0, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
 
 
 def _open_checked(name: str, num_bytes: int) -> int:

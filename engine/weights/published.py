@@ -36,6 +36,7 @@ from rolemesh.engine.transport.shm import Segment
 from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.copies import Copy, part_of
 from rolemesh.engine.weights.plan import make_plan
+from rolemesh.engine.weights.publication_memory import PublicationMemory
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 
 _UNCUT = 1 << 60
@@ -84,12 +85,14 @@ def places(layout: WeightLayout, rank: int) -> tuple[dict[str, Place], int]:
 class Publication:
     """One rank's copy of its training weights at one version. Immutable once made.
 
-    Invariant: the memory lives as long as a mapping or a view of it. `close`, or an orderly end of
-    the process, removes the name of the shared segment; a peer that has mapped it keeps it.
+    Invariant: the memory stays as it is as long as a mapping or a view of it lives. `close`, or an
+    orderly end of the process, takes the name of the shared segment away; a peer that has mapped it
+    keeps it. The memory goes back to where it is from when the publication dies.
 
     Example::
 
-        publication = Publication(layout, rank, weights, policy_version=7, shares_memory=True)
+        memory = PublicationMemory()
+        publication = Publication(layout, rank, weights, policy_version=7, memory=memory)
         publication.boxes([("model.norm.weight", ((0, 64),))])  # views
         publication.close()
     """
@@ -101,7 +104,7 @@ class Publication:
         weights: Mapping[str, torch.Tensor],
         *,
         policy_version: int,
-        shares_memory: bool,
+        memory: PublicationMemory | None,
     ) -> None:
         """Copies the weights, rounded to the layout's element type.
 
@@ -110,7 +113,7 @@ class Publication:
             rank: This one.
             weights: This rank's parts by name, floating, shaped as the layout says, on any device.
             policy_version: Of the weights.
-            shares_memory: In a segment that peers of this host can map, or in plain memory.
+            memory: Gives segments that peers of this host can map; None: plain memory.
 
         Raises:
             ManifestError: The weights are not those of the layout.
@@ -124,16 +127,20 @@ class Publication:
         for piece in layout.ranks[rank].pieces:
             self._pieces[piece.parameter].append(piece)
         self.segment: Segment | None = None
-        if shares_memory and self.num_bytes:
-            self.segment = Segment.create(self.num_bytes)
-            self._finalizer = weakref.finalize(self, self.segment.unlink)
-            self._memory = self.segment.tensor()
+        self._is_closed = False
+        if memory is not None and self.num_bytes:
+            held = memory.take(self.num_bytes, _device_of(weights))
+            self.segment = held.segment
+            self._give_back = weakref.finalize(self, memory.give_back, held)
+            self._memory = held.segment.tensor()
         else:
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         try:
             self._fill(weights)
         except BaseException:
             self.close()
+            if self.segment is not None:
+                self._give_back()
             raise
 
     def _fill(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -160,8 +167,8 @@ class Publication:
     def _copy_from(
         self, device: torch.device, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Copies from a GPU into memory that is locked meanwhile, and waits for it once."""
-        unpin = pin(self._memory, device)
+        """Copies from a GPU into memory that is locked, and waits for it once."""
+        unpin = pin(self._memory, device) if self.segment is None else None
         try:
             for target, weight in copies:
                 # Rounded where it lies: what travels is of the published type.
@@ -169,7 +176,8 @@ class Publication:
         finally:
             # Also after an error: nothing is to write to this memory later.
             torch.cuda.current_stream(device).synchronize()
-            unpin()
+            if unpin is not None:
+                unpin()
 
     def holder(self, parameter: str, box: Box) -> Piece:
         """The piece of this rank that a box lies in.
@@ -201,9 +209,10 @@ class Publication:
         return part(self.places[piece.tensor].view(self._memory), piece.origin, box)
 
     def close(self) -> None:
-        """Removes the segment's name. Safe to repeat."""
-        if self.segment is not None:
-            self._finalizer()
+        """Takes the segment's name away. Safe to repeat."""
+        if self.segment is not None and not self._is_closed:
+            self._is_closed = True
+            self.segment.rename()
 
 
 def source_layout(
@@ -344,8 +353,8 @@ def plan_taking(source: WeightLayout, target: WeightLayout, rank: int) -> Taking
 
 
 def _device_of(weights: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where a rank's weights lie."""
-    return next(iter(weights.values())).device
+    """Where a rank's weights lie; the CPU where there are none."""
+    return next((weight.device for weight in weights.values()), torch.device("cpu"))
 
 
 def _dtype(layout: WeightLayout) -> DtypeName:

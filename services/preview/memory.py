@@ -66,6 +66,8 @@ class Question(Spec):
     samplers: tuple[SamplerQuestion, ...] = ()
     device: Literal["cpu", "cuda"] = "cuda"
     """What the ranks compute on."""
+    device_bytes: int | None = None
+    """Memory of that GPU; None: not known."""
 
 
 def main() -> int:
@@ -75,7 +77,7 @@ def main() -> int:
     for sampler in question.samplers:
         _answer("sampler", sampler.role, lambda one=sampler: _sampler(one))
     for model in question.models:
-        _answer("role", model.role, lambda one=model: _model(one, question.device))
+        _answer("role", model.role, lambda one=model: _model(one, question))
     return 0
 
 
@@ -87,7 +89,7 @@ def _answer(kind: str, role: str, find: Any) -> None:
     print(json.dumps({"type": kind, "role": role, **found}), flush=True)
 
 
-def _model(asked: ModelQuestion, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
+def _model(asked: ModelQuestion, question: Question) -> dict[str, Any]:
     work = RankWork(
         kind=asked.kind,
         model=asked.model,
@@ -99,7 +101,10 @@ def _model(asked: ModelQuestion, device: Literal["cpu", "cuda"]) -> dict[str, An
         prompt_tokens=asked.prompt_tokens,
     )
     most: RankMemory = max(
-        (estimated(replace(work, rank=rank), device) for rank in _unlike_ranks(work.layout)),
+        (
+            estimated(replace(work, rank=rank), question.device, question.device_bytes)
+            for rank in _unlike_ranks(work.layout)
+        ),
         key=lambda found: found.peak,
     )
     return {**asdict(most), "peak": most.peak, "rest": most.rest}

@@ -47,6 +47,7 @@ from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import Parameter
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.weights.copies import Copy
+from rolemesh.engine.weights.publication_memory import PublicationMemory
 from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc import pull
 from rolemesh.rpc.authority import Authority
@@ -84,7 +85,7 @@ def make_publication(mebibytes: int) -> Publication:
         0,
         weights,
         policy_version=1,
-        shares_memory=True,
+        memory=PublicationMemory(),
     )
 
 

@@ -63,12 +63,13 @@ async def test_services_with_models_are_asked_for_gpus_where_their_pool_names_so
             "a": {"devices": ["cuda:0"], "roles": ["actor", "reward"]},
             "b": {"roles": ["critic", "reference"]},
         }
-        recipe = fake_recipe(steps=1, services=services, pools=pools)
+        recipe = fake_recipe(steps=1, services=services, pools=pools, deterministic=True)
         for role in mesh.roles.values():
             role.sees = ["cuda:0 NVIDIA H100"]
         recorder = Recorder()
         await Session(recipe, tmp_path, recorder).execute()
         asked = {name: role.device_type for name, role in mesh.roles.items()}
+        assert all(role.deterministic for role in mesh.roles.values())
     # The reward, arithmetic, computes nowhere else than on a CPU.
     assert asked == {"actor": "cuda", "reward": "", "critic": "", "reference": ""}
     # Where a pool names the CPU, and the service has a GPU all the same, people learn of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rolemesh.engine.specs import (
     PpoPolicyLossSpec,
     PpoValueLossSpec,
 )
+from rolemesh.engine.specs.activations import Arithmetic, LayerWidths, layer_bytes
 from rolemesh.engine.train.trainer import Trainer
 
 TOLERANCE = 0.1
@@ -165,6 +167,57 @@ def test_parts_are_what_arithmetic_says(tmp_path: Path) -> None:
     assert found.at_rest["weights"] == pytest.approx(4 * parameters, rel=1e-4)
     assert found.at_rest["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
     assert found.at_peak["gradients"] == pytest.approx(4 * parameters, rel=1e-4)
+
+
+_QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+_LAYERS: dict[str, tuple[Arithmetic, dict[str, Any], dict[str, Any]]] = {
+    "exact": ("autocast", {}, {}),
+    "exact, queries and keys normed": ("autocast", _QWEN3, {}),
+    "bfloat16, wide heads": ("bfloat16", _QWEN3, {"numerics": "fast"}),
+    "float32": ("float32", _QWEN3, {"model": {"compute_dtype": "float32"}}),
+    "slices": ("autocast", {}, {"layout": HybridLayout(TrainLayout(tp=2))}),
+    "slices that share tokens": (
+        "bfloat16",
+        {},
+        {
+            "layout": HybridLayout(TrainLayout(tp=2)),
+            "numerics": "fast",
+            "model": {"sequence_parallel": True},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _LAYERS)
+def test_a_layer_keeps_what_the_formula_says(case: str, tmp_path: Path) -> None:
+    arithmetic, config, changes = _LAYERS[case]
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1152,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    }
+    model = {"micro_batch_tokens": 1024, "recompute": "none"} | changes.pop("model", {})
+    found = []
+    for num_layers in (2, 4):
+        folder = config_folder(
+            tmp_path / str(num_layers),
+            "Qwen2.5-0.5B-Instruct",
+            **{"num_hidden_layers": num_layers, "vocab_size": 512, **sizes, **config},
+        )
+        work = work_of(folder, row_tokens=512, model=model, **changes)
+        found.append(estimated(work).at_peak["activations"])
+    widths = LayerWidths.of_config(json.loads((folder / "config.json").read_text()))
+    assert widths is not None
+    expected = layer_bytes(
+        widths,
+        1024,
+        arithmetic,
+        num_slices=work.layout.train.tp,
+        shares_tokens=work.model.sequence_parallel,
+    )
+    assert (found[1] - found[0]) / 2 == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.slow

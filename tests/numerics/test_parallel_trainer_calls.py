@@ -16,6 +16,7 @@ from support.rank_processes import RankContext, RankPool
 from support.slow_cases import mostly_slow
 from support.updates import for_whole_batch, update_whole
 
+from rolemesh.engine.devices import assuming
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
@@ -271,3 +272,20 @@ def test_weights_that_the_data_axis_cuts_are_never_whole_on_a_rank(
         expected = stored[name] if name in stored else torch.zeros_like(weight)
         assert torch.equal(weight, expected), name
     assert ("score.weight" in found) == (kind == "critic")
+
+
+def recomputes(at: RankContext, job: Job, rooms: list[int]) -> bool:
+    """Whether a rank of which each has another room recomputes its layers."""
+    with at.connect(HybridLayout(job.layout)) as mesh:
+        # As on a GPU that has so much left.
+        with assuming("cuda", rooms[mesh.rank]):
+            model = make_trainer(job, at, mesh).model
+        forward = model.lm.base_model.layers[0].forward
+        return getattr(forward, "__name__", "") == "forward" and hasattr(forward, "__wrapped__")
+
+
+@pytest.mark.parametrize(("rooms", "expected"), [([1 << 40, 1], True), ([1 << 40] * 2, False)])
+def test_ranks_recompute_alike_though_one_has_less_room(
+    rank_pool: RankPool, job: Job, rooms: list[int], expected: bool
+) -> None:
+    assert rank_pool.run(recomputes, 2, replace(job, layout=FSDP2), rooms) == [expected] * 2

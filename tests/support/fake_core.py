@@ -91,7 +91,8 @@ class FakeCore(
     sees: Sequence[str] = ("cpu",)
     """Devices that its capabilities name."""
     device_type: str = ""
-    """What the last initialisation asked for."""
+    """What the last initialisation asked for; so the next."""
+    deterministic: bool = False
     devices: list[worker_pb2.DeviceUse] = field(default_factory=list)
     """What it says of its devices."""
     _answers: dict[tuple[Any, ...], Message] = field(default_factory=dict)

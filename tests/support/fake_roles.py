@@ -170,6 +170,7 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
             self.policy_version, self.weight = 0, 0.0
             self.spec = json_format.MessageToDict(request.spec)
             self.device_type = request.device_type
+            self.deterministic = request.deterministic
             return worker_pb2.InitializeResult(
                 num_parameters=1, facts={"data.held_out_prompts": str(self.mesh.num_held_out)}
             )

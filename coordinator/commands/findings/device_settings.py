@@ -70,14 +70,10 @@ def _sizes(recipe: Recipe, role: str, model: ModelSpec) -> ModelSizes | None:
         config = json.loads((model.path / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    text = config.get("text_config", config)
-    layers, width = text.get("num_hidden_layers"), text.get("hidden_size")
-    if not isinstance(layers, int) or not isinstance(width, int):
-        return None
     layout = recipe.layout(role)
-    return ModelSizes(
-        num_layers=model.num_layers or layers,
-        hidden_size=width,
+    return ModelSizes.of_config(
+        config.get("text_config", config),
+        num_layers=model.num_layers or 0,
         num_stages=layout.pp,
         num_slices=layout.tp,
     )

@@ -12,6 +12,7 @@ from functools import lru_cache
 from rolemesh.coordinator.mapping.job.layouts import Layout
 from rolemesh.coordinator.mapping.job.models import Model, whole_parameters
 from rolemesh.coordinator.mapping.job.systems import System
+from rolemesh.engine.specs.activations import LayerWidths, layer_bytes
 
 _LOGITS_BYTES = 1 << 30
 """Logits that a head computes at a time, in float32 and of all slices
@@ -99,15 +100,21 @@ def scored_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
 
 
 def _layer_activations(model: Model, layout: Layout, system: System) -> float:
-    """What one layer keeps for its backward pass, on a rank.
-
-    (10 + 24 / t) tokens hidden bytes in a 16-bit type, twice that in float32, as
-    `by_device.activation_bytes` has it (arXiv 2205.05198, eq. 2, without scores). In a 16-bit type
-    norms keep float32 copies besides, 12 bytes (docs/measurements.md, memory of a rank).
-    """
-    width = system.activation_bytes / 2
-    numbers = width * (10 + 24 / layout.tp) + (12 if width == 1 else 0)
-    return layout.micro_batch_tokens * model.shape.hidden_size * numbers
+    """What one layer keeps for its backward pass, on a rank."""
+    shape = model.shape
+    widths = LayerWidths(
+        hidden=shape.hidden_size,
+        query=shape.num_heads * shape.head_dim,
+        key_value=shape.num_kv_heads * shape.head_dim,
+        inner=shape.intermediate_size,
+        norms_queries=shape.has_qk_norm,
+    )
+    return layer_bytes(
+        widths,
+        layout.micro_batch_tokens,
+        "autocast" if system.activation_bytes == 4 else "bfloat16",
+        num_slices=layout.tp,
+    )
 
 
 def _head_bytes(model: Model, layout: Layout) -> float:

@@ -28,6 +28,7 @@ from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.transport.shm import open_segment
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.weights.copies import Copy
+from rolemesh.engine.weights.publication_memory import PublicationMemory
 from rolemesh.engine.weights.published import Publication
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 from rolemesh.rpc.channel import MeshChannel
@@ -54,6 +55,8 @@ class PublishedWeights:
         self._lock = threading.Lock()
         self._run_id = ""
         self._publication: Publication | None = None
+        self.memory = PublicationMemory()
+        """What publications lie in that peers of this host may map."""
 
     def put(self, run_id: str, publication: Publication) -> None:
         """Publishes; the version before it is dropped."""
@@ -86,6 +89,11 @@ class PublishedWeights:
             before, self._publication, self._run_id = self._publication, None, ""
         if before is not None:
             before.close()
+
+    def end(self) -> None:
+        """Publishes nothing any more, and keeps no memory for it."""
+        self.close()
+        self.memory.close()
 
 
 # --- references ---------------------------------------------------------------------------

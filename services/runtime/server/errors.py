@@ -108,6 +108,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
     grpc.StatusCode.ABORTED: {
         # The weights may not be used any more, so the step starts again, not the call.
         "rolemesh.engine.transport.base.TransferFailedError": "TRANSFER_FAILED",
+        "rolemesh.engine.train.cut_copies.CutCopyError": "CUT_FAILED",
     },
     grpc.StatusCode.DEADLINE_EXCEEDED: {
         "builtins.TimeoutError": "DEADLINE_EXCEEDED",

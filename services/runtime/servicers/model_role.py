@@ -133,7 +133,7 @@ class ModelRole(Role):
         self._trainer = None
         self.extra_state = {}
         self.own_functions = OwnFunctions()
-        self.published.close()
+        self.published.end()
         self.close_cut_slots()
 
 

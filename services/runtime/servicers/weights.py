@@ -111,6 +111,7 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
         """Copies this rank's weights. On the compute thread."""
         trainer = self._role.trainer
         weights = dict(trainer.named_weights())
+        shares_memory = self._runtime.config.shared_memory
         # Before the next copy is made: two at once would take twice the memory, and no caller may
         # begin to fetch the old one any more in any case.
         self._role.published.close()
@@ -120,7 +121,7 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
                 trainer.mesh.rank,
                 weights,
                 policy_version=trainer.policy_version,
-                shares_memory=self._runtime.config.shared_memory,
+                memory=self._role.published.memory if shares_memory else None,
             )
         except OSError as error:
             raise CapacityError(

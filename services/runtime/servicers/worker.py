@@ -14,6 +14,7 @@ import psutil
 from google.protobuf import json_format, struct_pb2
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from rolemesh.engine.devices import be_deterministic
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
 from rolemesh.rpc.errors import InvalidRequestError
@@ -21,7 +22,7 @@ from rolemesh.rpc.tensors import ITEM_BYTES
 from rolemesh.services.runtime.calls.hold import HeldPart
 from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
-from rolemesh.services.runtime.ranks.device import check_device
+from rolemesh.services.runtime.ranks.device import check_device, rank_device
 from rolemesh.services.runtime.ranks.device_use import ServiceDevices
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
@@ -78,6 +79,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             try:
                 spec = _spec_of(runtime, request)
                 check_device(request.device_type)
+                be_deterministic(rank_device(), request.deterministic)
                 result = await call.compute(load, spec)
             except BaseException as error:
                 await runtime.hold.initialization_failed(error)

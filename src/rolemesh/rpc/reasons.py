@@ -81,6 +81,10 @@ REASONS: Mapping[str, Reason] = {
         "Shared memory has no room for the copy of the state.",
         "Enlarge /dev/shm (`ROLEMESH_SHM_SIZE` in containers), or set `run.recovery.cuts: false`.",
     ),
+    "CUT_FAILED": Reason(
+        "The device could not copy the state to shared memory.",
+        "A run goes on from the copy before; look at the service's log.",
+    ),
     "CUT_HELD": Reason("Another process writes or reads this copy of the state.", "Try again."),
     "CUT_MISMATCH": Reason(
         "The copy of the state is of another model or layout.",

@@ -83,7 +83,13 @@ class ServiceClient(StateClient):
         return await self._worker.GetStatus(request, timeout=self._timeout_s)
 
     def initialize(
-        self, key: _Key, spec: Mapping[str, Any], run_seed: int, *, device_type: str = ""
+        self,
+        key: _Key,
+        spec: Mapping[str, Any],
+        run_seed: int,
+        *,
+        device_type: str = "",
+        deterministic: bool = False,
     ) -> ResultCall[worker_pb2.InitializeResult]:
         """Gives the service its part of a run.
 
@@ -92,12 +98,17 @@ class ServiceClient(StateClient):
             spec: The role's section of the recipe.
             run_seed: Of the run.
             device_type: "cuda" where the service has to compute on GPUs; "": on what it has.
+            deterministic: Whether the same work must give the same bits on a GPU, too.
 
         Raises:
             ValueError: The spec holds a value that JSON does not have.
         """
         request = worker_pb2.InitializeRequest(
-            key=key, spec=to_struct(spec), run_seed=run_seed, device_type=device_type
+            key=key,
+            spec=to_struct(spec),
+            run_seed=run_seed,
+            device_type=device_type,
+            deterministic=deterministic,
         )
         return self._followed(self._worker.Initialize, request)
 

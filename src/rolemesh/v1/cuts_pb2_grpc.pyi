@@ -63,6 +63,8 @@ class CutServiceStub:
       RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
       FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
         writes the cut that was in this one: call again once it has answered.
+      ABORTED (CUT_FAILED): the device could not copy the state of the save before; there is no cut
+        of that step. So answer all calls that change the state, whichever comes first.
       FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
@@ -138,6 +140,8 @@ class CutServiceAsyncStub(CutServiceStub):
       RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
       FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
         writes the cut that was in this one: call again once it has answered.
+      ABORTED (CUT_FAILED): the device could not copy the state of the save before; there is no cut
+        of that step. So answer all calls that change the state, whichever comes first.
       FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
@@ -216,6 +220,8 @@ class CutServiceServicer(metaclass=_abc_1.ABCMeta):
           RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
           FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
             writes the cut that was in this one: call again once it has answered.
+          ABORTED (CUT_FAILED): the device could not copy the state of the save before; there is no cut
+            of that step. So answer all calls that change the state, whichever comes first.
           FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
           FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
         """

@@ -28,7 +28,7 @@ from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 from rolemesh.v1 import tensor_pb2 as rolemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolemesh/v1/worker.proto\x12\x0brolemesh.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x18rolemesh/v1/tensor.proto\"\x18\n\x16GetCapabilitiesRequest\"\x96\x03\n\x17GetCapabilitiesResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08services\x18\x02 \x03(\t\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x06 \x01(\x03\x12!\n\x19\x65xperience_capacity_bytes\x18\x07 \x01(\x03\x12%\n\x06\x64types\x18\x08 \x03(\x0e\x32\x15.rolemesh.v1.DataType\x12\x1a\n\x12\x61\x63\x63\x65pts_references\x18\t \x01(\x08\x12\x18\n\x10spec_schema_json\x18\n \x01(\t\x12\x44\n\x08versions\x18\x0b \x03(\x0b\x32\x32.rolemesh.v1.GetCapabilitiesResponse.VersionsEntry\x12\x0b\n\x03pid\x18\x0c \x01(\x03\x12\x0f\n\x07\x64\x65vices\x18\r \x03(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x89\x01\n\x11InitializeRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12%\n\x04spec\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x10\n\x08run_seed\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x65vice_type\x18\x04 \x01(\t\"y\n\x12InitializeResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.InitializeResultH\x00\x42\x07\n\x05\x65vent\"\xa9\x01\n\x10InitializeResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x03\x12\x37\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32(.rolemesh.v1.InitializeResult.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"p\n\rAttachRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12%\n\x04spec\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x10\n\x08run_seed\x18\x03 \x01(\x03\"u\n\x0e\x41ttachResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.InitializeResultH\x00\x42\x07\n\x05\x65vent\"\"\n\x10GetStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\xbc\x02\n\x11GetStatusResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.rolemesh.v1.WorkerState\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x11\n\toperation\x18\x04 \x01(\t\x12\'\n\x08progress\x18\x05 \x01(\x0b\x32\x15.rolemesh.v1.Progress\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x03\x12\x18\n\x10\x65xperience_bytes\x18\x07 \x01(\x03\x12.\n\nstarted_at\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x66\x61ilure\x18\t \x01(\t\x12\'\n\x07\x64\x65vices\x18\n \x03(\x0b\x32\x16.rolemesh.v1.DeviceUse\"i\n\tDeviceUse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04\x62usy\x18\x03 \x01(\x02\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\x12\x1a\n\x12memory_total_bytes\x18\x05 \x01(\x03\"6\n\x0cSleepRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"5\n\x0bWakeRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\"&\n\x0cWakeResponse\x12\x16\n\x0erestored_bytes\x18\x01 \x01(\x03\"C\n\x0c\x44rainRequest\x12\x0c\n\x04\x65xit\x18\x01 \x01(\x08\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x15\n\rfencing_epoch\x18\x03 \x01(\x03\"\x0f\n\rDrainResponse*\xdd\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x1d\n\x19WORKER_STATE_INITIALIZING\x10\x02\x12\x16\n\x12WORKER_STATE_READY\x10\x03\x12\x15\n\x11WORKER_STATE_BUSY\x10\x04\x12\x17\n\x13WORKER_STATE_ASLEEP\x10\x05\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x06\x12\x17\n\x13WORKER_STATE_FAILED\x10\x07\x32\x92\x05\n\rWorkerService\x12m\n\x0fGetCapabilities\x12#.rolemesh.v1.GetCapabilitiesRequest\x1a$.rolemesh.v1.GetCapabilitiesResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08\n\x10\x01\"\x03\x01\x03\x04\x12g\n\nInitialize\x12\x1e.rolemesh.v1.InitializeRequest\x1a\x1f.rolemesh.v1.InitializeResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x84\x07\"\x03\x01\x03\x06\x30\x01\x12Z\n\x06\x41ttach\x12\x1a.rolemesh.v1.AttachRequest\x1a\x1b.rolemesh.v1.AttachResponse\"\x15\x9a\xdb\x18\x11\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x02\x08x\"\x03\x01\x03\x05\x30\x01\x12[\n\tGetStatus\x12\x1d.rolemesh.v1.GetStatusRequest\x1a\x1e.rolemesh.v1.GetStatusResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08\n\x10\x01\"\x03\x01\x03\x04\x12P\n\x05Sleep\x12\x19.rolemesh.v1.SleepRequest\x1a\x1a.rolemesh.v1.SleepResponse\"\x10\x9a\xdb\x18\x0c\n\x03\x08\x88\x0e\x10\x01\"\x03\x01\x03\x05\x12M\n\x04Wake\x12\x18.rolemesh.v1.WakeRequest\x1a\x19.rolemesh.v1.WakeResponse\"\x10\x9a\xdb\x18\x0c\n\x03\x08\x88\x0e\x10\x01\"\x03\x01\x03\x05\x12O\n\x05\x44rain\x12\x19.rolemesh.v1.DrainRequest\x1a\x1a.rolemesh.v1.DrainResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08x\x10\x01\"\x03\x01\x03\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolemesh/v1/worker.proto\x12\x0brolemesh.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x18rolemesh/v1/tensor.proto\"\x18\n\x16GetCapabilitiesRequest\"\x96\x03\n\x17GetCapabilitiesResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08services\x18\x02 \x03(\t\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x06 \x01(\x03\x12!\n\x19\x65xperience_capacity_bytes\x18\x07 \x01(\x03\x12%\n\x06\x64types\x18\x08 \x03(\x0e\x32\x15.rolemesh.v1.DataType\x12\x1a\n\x12\x61\x63\x63\x65pts_references\x18\t \x01(\x08\x12\x18\n\x10spec_schema_json\x18\n \x01(\t\x12\x44\n\x08versions\x18\x0b \x03(\x0b\x32\x32.rolemesh.v1.GetCapabilitiesResponse.VersionsEntry\x12\x0b\n\x03pid\x18\x0c \x01(\x03\x12\x0f\n\x07\x64\x65vices\x18\r \x03(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa0\x01\n\x11InitializeRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12%\n\x04spec\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x10\n\x08run_seed\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x65vice_type\x18\x04 \x01(\t\x12\x15\n\rdeterministic\x18\x05 \x01(\x08\"y\n\x12InitializeResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.InitializeResultH\x00\x42\x07\n\x05\x65vent\"\xa9\x01\n\x10InitializeResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x03\x12\x37\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32(.rolemesh.v1.InitializeResult.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"p\n\rAttachRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12%\n\x04spec\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x10\n\x08run_seed\x18\x03 \x01(\x03\"u\n\x0e\x41ttachResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.InitializeResultH\x00\x42\x07\n\x05\x65vent\"\"\n\x10GetStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\xbc\x02\n\x11GetStatusResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.rolemesh.v1.WorkerState\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x11\n\toperation\x18\x04 \x01(\t\x12\'\n\x08progress\x18\x05 \x01(\x0b\x32\x15.rolemesh.v1.Progress\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x03\x12\x18\n\x10\x65xperience_bytes\x18\x07 \x01(\x03\x12.\n\nstarted_at\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x66\x61ilure\x18\t \x01(\t\x12\'\n\x07\x64\x65vices\x18\n \x03(\x0b\x32\x16.rolemesh.v1.DeviceUse\"i\n\tDeviceUse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04\x62usy\x18\x03 \x01(\x02\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\x12\x1a\n\x12memory_total_bytes\x18\x05 \x01(\x03\"6\n\x0cSleepRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"5\n\x0bWakeRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\"&\n\x0cWakeResponse\x12\x16\n\x0erestored_bytes\x18\x01 \x01(\x03\"C\n\x0c\x44rainRequest\x12\x0c\n\x04\x65xit\x18\x01 \x01(\x08\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x15\n\rfencing_epoch\x18\x03 \x01(\x03\"\x0f\n\rDrainResponse*\xdd\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x1d\n\x19WORKER_STATE_INITIALIZING\x10\x02\x12\x16\n\x12WORKER_STATE_READY\x10\x03\x12\x15\n\x11WORKER_STATE_BUSY\x10\x04\x12\x17\n\x13WORKER_STATE_ASLEEP\x10\x05\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x06\x12\x17\n\x13WORKER_STATE_FAILED\x10\x07\x32\x92\x05\n\rWorkerService\x12m\n\x0fGetCapabilities\x12#.rolemesh.v1.GetCapabilitiesRequest\x1a$.rolemesh.v1.GetCapabilitiesResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08\n\x10\x01\"\x03\x01\x03\x04\x12g\n\nInitialize\x12\x1e.rolemesh.v1.InitializeRequest\x1a\x1f.rolemesh.v1.InitializeResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x84\x07\"\x03\x01\x03\x06\x30\x01\x12Z\n\x06\x41ttach\x12\x1a.rolemesh.v1.AttachRequest\x1a\x1b.rolemesh.v1.AttachResponse\"\x15\x9a\xdb\x18\x11\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x02\x08x\"\x03\x01\x03\x05\x30\x01\x12[\n\tGetStatus\x12\x1d.rolemesh.v1.GetStatusRequest\x1a\x1e.rolemesh.v1.GetStatusResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08\n\x10\x01\"\x03\x01\x03\x04\x12P\n\x05Sleep\x12\x19.rolemesh.v1.SleepRequest\x1a\x1a.rolemesh.v1.SleepResponse\"\x10\x9a\xdb\x18\x0c\n\x03\x08\x88\x0e\x10\x01\"\x03\x01\x03\x05\x12M\n\x04Wake\x12\x18.rolemesh.v1.WakeRequest\x1a\x19.rolemesh.v1.WakeResponse\"\x10\x9a\xdb\x18\x0c\n\x03\x08\x88\x0e\x10\x01\"\x03\x01\x03\x05\x12O\n\x05\x44rain\x12\x19.rolemesh.v1.DrainRequest\x1a\x1a.rolemesh.v1.DrainResponse\"\x0f\x9a\xdb\x18\x0b\n\x02\x08x\x10\x01\"\x03\x01\x03\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,8 +53,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSERVICE'].methods_by_name['Wake']._serialized_options = b'\232\333\030\014\n\003\010\210\016\020\001\"\003\001\003\005'
   _globals['_WORKERSERVICE'].methods_by_name['Drain']._loaded_options = None
   _globals['_WORKERSERVICE'].methods_by_name['Drain']._serialized_options = b'\232\333\030\013\n\002\010x\020\001\"\003\001\003\006'
-  _globals['_WORKERSTATE']._serialized_start=2000
-  _globals['_WORKERSTATE']._serialized_end=2221
+  _globals['_WORKERSTATE']._serialized_start=2023
+  _globals['_WORKERSTATE']._serialized_end=2244
   _globals['_GETCAPABILITIESREQUEST']._serialized_start=159
   _globals['_GETCAPABILITIESREQUEST']._serialized_end=183
   _globals['_GETCAPABILITIESRESPONSE']._serialized_start=186
@@ -62,35 +62,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCAPABILITIESRESPONSE_VERSIONSENTRY']._serialized_start=545
   _globals['_GETCAPABILITIESRESPONSE_VERSIONSENTRY']._serialized_end=592
   _globals['_INITIALIZEREQUEST']._serialized_start=595
-  _globals['_INITIALIZEREQUEST']._serialized_end=732
-  _globals['_INITIALIZERESPONSE']._serialized_start=734
-  _globals['_INITIALIZERESPONSE']._serialized_end=855
-  _globals['_INITIALIZERESULT']._serialized_start=858
-  _globals['_INITIALIZERESULT']._serialized_end=1027
-  _globals['_INITIALIZERESULT_FACTSENTRY']._serialized_start=983
-  _globals['_INITIALIZERESULT_FACTSENTRY']._serialized_end=1027
-  _globals['_ATTACHREQUEST']._serialized_start=1029
-  _globals['_ATTACHREQUEST']._serialized_end=1141
-  _globals['_ATTACHRESPONSE']._serialized_start=1143
-  _globals['_ATTACHRESPONSE']._serialized_end=1260
-  _globals['_GETSTATUSREQUEST']._serialized_start=1262
-  _globals['_GETSTATUSREQUEST']._serialized_end=1296
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1299
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1615
-  _globals['_DEVICEUSE']._serialized_start=1617
-  _globals['_DEVICEUSE']._serialized_end=1722
-  _globals['_SLEEPREQUEST']._serialized_start=1724
-  _globals['_SLEEPREQUEST']._serialized_end=1778
-  _globals['_SLEEPRESPONSE']._serialized_start=1780
-  _globals['_SLEEPRESPONSE']._serialized_end=1816
-  _globals['_WAKEREQUEST']._serialized_start=1818
-  _globals['_WAKEREQUEST']._serialized_end=1871
-  _globals['_WAKERESPONSE']._serialized_start=1873
-  _globals['_WAKERESPONSE']._serialized_end=1911
-  _globals['_DRAINREQUEST']._serialized_start=1913
-  _globals['_DRAINREQUEST']._serialized_end=1980
-  _globals['_DRAINRESPONSE']._serialized_start=1982
-  _globals['_DRAINRESPONSE']._serialized_end=1997
-  _globals['_WORKERSERVICE']._serialized_start=2224
-  _globals['_WORKERSERVICE']._serialized_end=2882
+  _globals['_INITIALIZEREQUEST']._serialized_end=755
+  _globals['_INITIALIZERESPONSE']._serialized_start=757
+  _globals['_INITIALIZERESPONSE']._serialized_end=878
+  _globals['_INITIALIZERESULT']._serialized_start=881
+  _globals['_INITIALIZERESULT']._serialized_end=1050
+  _globals['_INITIALIZERESULT_FACTSENTRY']._serialized_start=1006
+  _globals['_INITIALIZERESULT_FACTSENTRY']._serialized_end=1050
+  _globals['_ATTACHREQUEST']._serialized_start=1052
+  _globals['_ATTACHREQUEST']._serialized_end=1164
+  _globals['_ATTACHRESPONSE']._serialized_start=1166
+  _globals['_ATTACHRESPONSE']._serialized_end=1283
+  _globals['_GETSTATUSREQUEST']._serialized_start=1285
+  _globals['_GETSTATUSREQUEST']._serialized_end=1319
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1322
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1638
+  _globals['_DEVICEUSE']._serialized_start=1640
+  _globals['_DEVICEUSE']._serialized_end=1745
+  _globals['_SLEEPREQUEST']._serialized_start=1747
+  _globals['_SLEEPREQUEST']._serialized_end=1801
+  _globals['_SLEEPRESPONSE']._serialized_start=1803
+  _globals['_SLEEPRESPONSE']._serialized_end=1839
+  _globals['_WAKEREQUEST']._serialized_start=1841
+  _globals['_WAKEREQUEST']._serialized_end=1894
+  _globals['_WAKERESPONSE']._serialized_start=1896
+  _globals['_WAKERESPONSE']._serialized_end=1934
+  _globals['_DRAINREQUEST']._serialized_start=1936
+  _globals['_DRAINREQUEST']._serialized_end=2003
+  _globals['_DRAINRESPONSE']._serialized_start=2005
+  _globals['_DRAINRESPONSE']._serialized_end=2020
+  _globals['_WORKERSERVICE']._serialized_start=2247
+  _globals['_WORKERSERVICE']._serialized_end=2905
 # @@protoc_insertion_point(module_scope)

@@ -202,10 +202,13 @@ class InitializeRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     RUN_SEED_FIELD_NUMBER: _builtins.int
     DEVICE_TYPE_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     run_seed: _builtins.int
     """Seed of the run, 0 <= seed < 2^53."""
     device_type: _builtins.str
     """Kind of the devices that the recipe names for the service, "cuda". Empty: those that it has."""
+    deterministic: _builtins.bool
+    """Asks for the same bits from the same work, also on a GPU: it is slower there."""
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -221,10 +224,11 @@ class InitializeRequest(_message.Message):
         spec: _struct_pb2.Struct | None = ...,
         run_seed: _builtins.int = ...,
         device_type: _builtins.str = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_type", b"device_type", "key", b"key", "run_seed", b"run_seed", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "device_type", b"device_type", "key", b"key", "run_seed", b"run_seed", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rolemesh.engine.specs import ModelSpec, VllmSpec
+from rolemesh.engine.specs.activations import LayerWidths
 from rolemesh.engine.specs.by_device import (
     Choices,
     Device,
@@ -24,10 +25,15 @@ GPU = Device("cuda")
 CPU = Device("cpu")
 OLD_CPU = Device("cpu", multiplies_bfloat16=False)
 
-SMALL = ModelSizes(num_layers=28, hidden_size=1536)
-"""A model of 1.5 billion parameters: 28 * 4096 * 1536 * 34 bytes are 5.6 GiB."""
-LARGE = ModelSizes(num_layers=32, hidden_size=4096)
-"""One of 7 billion: 17 GiB."""
+SMALL = ModelSizes(
+    num_layers=28, widths=LayerWidths(hidden=1536, query=1536, key_value=256, inner=8960)
+)
+"""Qwen2.5-1.5B: exact, of 4,096 tokens 13.5 GiB of activations, and 3.8 in bfloat16 of 1,024."""
+LARGE = ModelSizes(
+    num_layers=32, widths=LayerWidths(hidden=4096, query=4096, key_value=1024, inner=14336)
+)
+"""Llama-3.1-8B: exact, of 4,096 tokens 44 GiB."""
+GIB = 2**30
 
 
 def _values(choices: Choices) -> dict[str, Any]:
@@ -96,29 +102,65 @@ def test_async_scheduling_is_refused_where_it_cannot_be(arguments: dict[str, Any
         sampler_choices(VllmSpec(async_scheduling=True), GPU, **arguments)
 
 
-def test_a_large_model_is_recomputed_on_a_gpu() -> None:
-    assert activation_bytes(_model(), LARGE) == 32 * 4096 * 4096 * 34
-    assert _values(model_choices(_model(), GPU, LARGE))["recompute"] == "full"
-    assert _values(model_choices(_model(), GPU, SMALL))["recompute"] == "none"
-    longer = _model(micro_batch_tokens=16384)
-    assert _values(model_choices(longer, GPU, SMALL))["recompute"] == "full"
-    # Slices and stages share the activations: (10 + 24 / 8) of 34 bytes, and 8 of 32 layers.
-    cut = ModelSizes(num_layers=32, hidden_size=4096, num_stages=4, num_slices=8)
-    assert activation_bytes(_model(), cut) == 8 * 4096 * 4096 * 13
-    assert _values(model_choices(_model(), GPU, cut))["recompute"] == "none"
+def test_a_model_is_recomputed_where_its_activations_take_half_of_the_room() -> None:
+    size = activation_bytes(_model(), LARGE, is_narrow=False)
+    # A token keeps 26 bytes a hidden number, 4 a number of heads, 8 of the MLP; and 2 a weight.
+    per_token = 26 * 4096 + 4 * (4096 + 1024) + 8 * 14336
+    weights = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+    assert size == 32 * (4096 * per_token + 2 * weights)
+    for room, expected in ((3 * size, "none"), (2 * size - 1, "full"), (-GIB, "full")):
+        choices = model_choices(_model(), GPU, LARGE, room_bytes=room)
+        assert choices["recompute"].value == expected
+        assert f"{max(0, room) / GIB:.1f} GiB" in choices["recompute"].reason
     assert _values(model_choices(_model(), CPU, LARGE))["recompute"] == "none"
 
 
-def test_slices_that_share_tokens_need_less_recomputation() -> None:
-    half, shared = (
-        _model(micro_batch_tokens=8192, sequence_parallel=shares) for shares in (False, True)
+def test_a_gpu_that_was_not_asked_has_a_fifth_of_80_gb() -> None:
+    assert _values(model_choices(_model(), GPU, SMALL))["recompute"] == "full"
+    shorter = _model(micro_batch_tokens=1024)
+    found = model_choices(shorter, GPU, SMALL, numerics="fast")
+    assert found["recompute"].value == "none"
+    assert "room for passes is taken to be 16.0 GiB" in found["recompute"].reason
+    # Families that do not say their sizes go on without.
+    assert _values(model_choices(_model(), GPU, None))["recompute"] == "none"
+
+
+def test_cut_models_and_those_that_share_tokens_keep_less() -> None:
+    whole = activation_bytes(_model(), LARGE, is_narrow=True)
+    cut = activation_bytes(_model(), replace(LARGE, num_slices=8), is_narrow=True)
+    shared = activation_bytes(
+        _model(sequence_parallel=True), replace(LARGE, num_slices=8), is_narrow=True
     )
-    cut = replace(LARGE, num_slices=8)
-    # (10 + 24 / 8) and (4 + 30 / 8) of 34 bytes: 13 and 7.75 GiB.
-    assert activation_bytes(half, cut) == 32 * 8192 * 4096 * 13
-    assert activation_bytes(half, cut, shares_tokens=True) == 32 * 8192 * 4096 * 7.75
-    assert _values(model_choices(half, GPU, cut))["recompute"] == "full"
-    assert _values(model_choices(shared, GPU, cut))["recompute"] == "none"
+    hidden = 32 * 4096 * 4096
+    assert cut == whole / 8 + hidden * 16 * 7 / 8
+    assert cut - shared == hidden * 12 * 7 / 8
+    # A stage keeps the passes of all stages.
+    stages = replace(LARGE, num_stages=4)
+    assert activation_bytes(_model(), stages, is_narrow=True) == whole
+    wide = activation_bytes(_model(compute_dtype="float32"), LARGE, is_narrow=False)
+    assert wide == 32 * 4096 * (24 * 4096 + 8 * (4096 + 1024) + 16 * 14336)
+
+
+def test_sizes_are_read_from_a_config() -> None:
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+    }
+    assert ModelSizes.of_config(config, num_slices=2) == ModelSizes(
+        num_layers=28,
+        widths=LayerWidths(hidden=1024, query=2048, key_value=1024, inner=3072, norms_queries=True),
+        num_slices=2,
+    )
+    assert ModelSizes.of_config({"hidden_size": 8}) is None
+    bare = ModelSizes.of_config({"hidden_size": 8, "num_hidden_layers": 4}, num_layers=2)
+    assert bare == ModelSizes(
+        num_layers=2, widths=LayerWidths(hidden=8, query=8, key_value=8, inner=32)
+    )
 
 
 def test_one_slice_cannot_share_tokens() -> None:

@@ -103,7 +103,7 @@ def taken_today(
     source = source_layout(manifest, train, dtype, shape)
     target = target_layout(manifest, generate, dtype, shape)
     publications = [
-        Publication(source, rank, weights, policy_version=0, shares_memory=False)
+        Publication(source, rank, weights, policy_version=0, memory=None)
         for rank, weights in enumerate(held)
     ]
     taken = []

@@ -18,6 +18,7 @@ from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm import open_segment
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.weights import published
+from rolemesh.engine.weights.publication_memory import PublicationMemory
 from rolemesh.engine.weights.published import (
     Publication,
     places,
@@ -26,7 +27,9 @@ from rolemesh.engine.weights.published import (
 )
 
 
-def publications(layout: WeightLayout, *, shares_memory: bool = False) -> list[Publication]:
+def publications(
+    layout: WeightLayout, memory: PublicationMemory | None = None
+) -> list[Publication]:
     """Of all ranks; every element is another number, exact in float32."""
     parts = shards(layout, numbered(layout.manifest))
     return [
@@ -35,7 +38,7 @@ def publications(layout: WeightLayout, *, shares_memory: bool = False) -> list[P
             rank,
             {name: torch.from_numpy(array).float() for name, array in part.items()},
             policy_version=4,
-            shares_memory=shares_memory,
+            memory=memory,
         )
         for rank, part in enumerate(parts)
     ]
@@ -104,7 +107,8 @@ def test_publications_round_to_their_type_and_lie_in_shared_memory() -> None:
         name: torch.randn(sizes, generator=torch.Generator().manual_seed(1))
         for name, sizes in layout.ranks[0].shapes.items()
     }
-    publication = Publication(layout, 0, weights, policy_version=0, shares_memory=True)
+    memory = PublicationMemory()
+    publication = Publication(layout, 0, weights, policy_version=0, memory=memory)
     assert publication.segment is not None
     path = SHM_DIRECTORY / publication.segment.name
     found, num_bytes = places(layout, 0)
@@ -115,6 +119,7 @@ def test_publications_round_to_their_type_and_lie_in_shared_memory() -> None:
     publication.close()
     publication.close()
     assert not path.exists()
+    memory.close()
     # Whoever has it mapped keeps it.
     assert torch.equal(
         found["model.norm.weight"].view(mapped), weights["model.norm.weight"].bfloat16()
@@ -124,19 +129,29 @@ def test_publications_round_to_their_type_and_lie_in_shared_memory() -> None:
 def test_a_forgotten_publication_leaves_no_file() -> None:
     shape = shape_of()
     layout = train_layout(shape, TRAIN["one"]).in_dtype("float32")
-    (publication,) = publications(layout, shares_memory=True)
+    before, memory = segments_of(os.getpid()), PublicationMemory()
+    (publication,) = publications(layout, memory)
     assert publication.segment is not None
     path = SHM_DIRECTORY / publication.segment.name
     assert path.exists()
+    # Whether memory is let go before the publication, or after it.
+    memory.close()
+    assert path.exists()
     del publication
-    assert not path.exists()
+    assert segments_of(os.getpid()) == before
+    (publication,) = publications(layout, memory)
+    del publication
+    assert len(segments_of(os.getpid())) == len(before) + 1
+    memory.close()
+    assert segments_of(os.getpid()) == before
 
 
 def test_weights_that_do_not_fit_leave_no_file() -> None:
     layout = train_layout(shape_of(), TRAIN["tp2"]).in_dtype("float32")
-    before = segments_of(os.getpid())
+    before, memory = segments_of(os.getpid()), PublicationMemory()
     with pytest.raises(ManifestError, match=r"embed_tokens.*its layout says"):
-        Publication(layout, 0, {}, policy_version=0, shares_memory=True)
+        Publication(layout, 0, {}, policy_version=0, memory=memory)
+    memory.close()
     assert segments_of(os.getpid()) == before
 
 
@@ -179,18 +194,26 @@ def test_a_gpu_rounds_first_and_copies_into_memory_that_is_locked_meanwhile(
         name: torch.randn(shape, generator=generator)
         for name, shape in layout.ranks[0].shapes.items()
     }
+    memory = PublicationMemory()
     with FakeStreams(monkeypatch) as cuda:
         cuda.lock_error = lock_error
-        publication = Publication(layout, 0, weights, policy_version=1, shares_memory=shares_memory)
+        publication = Publication(
+            layout, 0, weights, policy_version=1, memory=memory if shares_memory else None
+        )
     assert cuda.log.count("copy") == len(weights)
     assert cuda.num_casts == 0
     assert (cuda.num_locks, cuda.num_unlocked) == ((1, 0) if not lock_error else (0, len(weights)))
-    assert not cuda.locked
+    # Memory that is used again stays locked.
+    assert bool(cuda.locked) == (shares_memory and not lock_error)
     # All of it is there, though nothing was waited for since.
     for name, weight in weights.items():
         box = tuple((0, size) for size in weight.shape)
         assert torch.equal(publication.view(name, box), weight.bfloat16()), name
     publication.close()
+    del publication
+    with cuda:
+        memory.close()
+    assert not cuda.locked
 
 
 def test_a_gpu_has_let_go_of_memory_when_a_publication_fails(
@@ -199,7 +222,7 @@ def test_a_gpu_has_let_go_of_memory_when_a_publication_fails(
     monkeypatch.setattr(published, "_device_of", lambda weights: torch.device("cuda", 0))
     layout = train_layout(shape_of(), TrainLayout(), "bfloat16")
     weights = {name: torch.ones(shape) for name, shape in layout.ranks[0].shapes.items()}
-    before = segments_of(os.getpid())
+    before, memory = segments_of(os.getpid()), PublicationMemory()
     *_, last = weights
     cuda = FakeStreams(monkeypatch)
 
@@ -209,7 +232,9 @@ def test_a_gpu_has_let_go_of_memory_when_a_publication_fails(
 
     weights[last] = weights[last].as_subclass(Broken)
     with cuda, pytest.raises(RuntimeError, match="out of memory"):
-        Publication(layout, 0, weights, policy_version=1, shares_memory=True)
+        Publication(layout, 0, weights, policy_version=1, memory=memory)
+    with cuda:
+        memory.close()
     assert (cuda.num_locks, cuda.locked) == (1, {})
     assert cuda.log.count("copy") == len(weights) - 1
     assert cuda.num_waiting == 0

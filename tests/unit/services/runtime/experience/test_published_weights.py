@@ -14,6 +14,7 @@ from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import Parameter, WeightLayout
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.weights.publication_memory import PublicationMemory
 from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.errors import InvalidRequestError, OutOfRangeError, PreconditionError
@@ -52,7 +53,8 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def publish(*, shares_memory: bool = False, version: int = 3) -> Publication:
-    return Publication(layout(), 0, weights(), policy_version=version, shares_memory=shares_memory)
+    memory = PublicationMemory() if shares_memory else None
+    return Publication(layout(), 0, weights(), policy_version=version, memory=memory)
 
 
 def request_for(host_id: str = "") -> weights_pb2.FetchWeightsRequest:
@@ -235,6 +237,9 @@ def test_one_version_of_one_run_is_published() -> None:
     with pytest.raises(PreconditionError, match="nothing of it is published"):
         published.get("run", 3)
     first, second = publish(shares_memory=True), publish(shares_memory=True, version=4)
+    assert first.segment is not None
+    assert second.segment is not None
+    paths = [SHM_DIRECTORY / one.segment.name for one in (first, second)]
     published.put("run", first)
     assert published.get("run", 3) is first
     published.put("run", second)
@@ -242,12 +247,9 @@ def test_one_version_of_one_run_is_published() -> None:
         with pytest.raises(PreconditionError) as caught:
             published.get(run, version)
         assert caught.value.reason == "WEIGHTS_GONE"
-    assert first.segment is not None
-    assert second.segment is not None
-    assert not (SHM_DIRECTORY / first.segment.name).exists()
-    assert (SHM_DIRECTORY / second.segment.name).exists()
+    assert [path.exists() for path in paths] == [False, True]
     published.close()
-    assert not (SHM_DIRECTORY / second.segment.name).exists()
+    assert [path.exists() for path in paths] == [False, False]
 
 
 def test_a_reference_says_what_is_published_and_where() -> None:

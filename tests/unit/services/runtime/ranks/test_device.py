@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
 
-from rolemesh.engine.devices import CUDNN_VARIABLE
+from rolemesh.engine.devices import CUDNN_VARIABLE, be_deterministic
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.ranks.device import check_device, select_device
 
@@ -51,6 +53,32 @@ def test_what_cuda_says_of_its_driver_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gpu_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_device("cuda")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_gpu_computes_the_same_bits_where_a_run_asks_for_them(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("CUBLAS_WORKSPACE_CONFIG", "VLLM_BATCH_INVARIANT")
+    for name in names:
+        # So that it is put back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        # What a run before has asked of the process ends with it.
+        torch.use_deterministic_algorithms(not wanted)
+        be_deterministic(torch.device("cuda", 0), wanted)
+        assert torch.are_deterministic_algorithms_enabled() is wanted
+        assert [os.environ.get(name) for name in names] == (
+            [":4096:8", "1"] if wanted else [None, None]
+        )
+        # A CPU is left as it is.
+        be_deterministic(torch.device("cpu"), not wanted)
+        assert torch.are_deterministic_algorithms_enabled() is wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 @pytest.mark.parametrize(("variable", "is_on"), [(None, False), ("", False), ("1", True)])
