@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rolemesh.engine.algorithms.ragged import loss_mask_of, unmasked_per_row
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import Aggregation
 
@@ -114,7 +115,8 @@ def token_weights(
         float [M], in the order of the unmasked tokens.
     """
     mask_N, offsets = loss_mask_of(batch)
-    counts = unmasked_per_row(mask_N, offsets).to(like.device)
+    counts_on_host = unmasked_per_row(mask_N, offsets)
+    counts = sent(counts_on_host, like.device)
     rows = scale.row_divisor
     if aggregation == "token_mean":
         row_weights = torch.full_like(counts, 1.0 / scale.token_divisor, dtype=like.dtype)
@@ -129,4 +131,4 @@ def token_weights(
         row_weights = torch.full_like(counts, 1.0 / (rows * norm_length), dtype=like.dtype)
     else:
         raise ValueError(f"aggregation is {aggregation!r}: it is none of the known modes")
-    return row_weights.repeat_interleave(counts)
+    return row_weights.repeat_interleave(counts, output_size=int(counts_on_host.sum()))

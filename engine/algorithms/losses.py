@@ -7,6 +7,9 @@ share: the shares add up, so cutting the batch differently changes no gradient.
 
 Shape letters: N packed completion tokens of the micro-batch, M those of them with loss mask 1.
 Only the M are ever read: a masked token has gradient exactly 0, whatever it holds.
+
+Nothing here waits for the device of the outputs: columns and masks lie in host memory, what a loss
+needs of them is sent, and its numbers stay on the device until the mini-batch is done.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale as LossScale
 from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import OwnFunctionSpec, Spec
@@ -48,7 +52,9 @@ class Loss(ABC, Generic[S]):
     needs: Literal["logprobs", "values", "scores"] = "logprobs"
     """The model output that it trains."""
     needs_entropy = False
-    """Whether it reads entropy."""
+    """Whether its value depends on entropy."""
+    reports_entropy = False
+    """Whether entropy is one of its metrics, where there is one."""
     origin = ""
     """End of messages about its numbers, where the user's code made them; else empty."""
 
@@ -60,7 +66,7 @@ class Loss(ABC, Generic[S]):
     @abstractmethod
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share of the mini-batch loss.
 
         Args:
@@ -69,8 +75,9 @@ class Loss(ABC, Generic[S]):
             scale: Counts over the whole mini-batch.
 
         Returns:
-            The scalar to run backward on, and metrics to combine with `add_metrics`. Without
-            unmasked tokens (or pairs) the scalar is 0 and still has a gradient, of zeros.
+            The scalar to run backward on, and metrics, one number [] each on the device of the
+            outputs, for `MetricShares`. Without unmasked tokens (or pairs) the scalar is 0 and
+            still has a gradient, of zeros.
         """
 
 
@@ -87,6 +94,32 @@ def add_metrics(totals: dict[str, float], share: Mapping[str, float]) -> None:
             totals[name] = max(totals[name], number)
         else:
             totals[name] += number
+
+
+class MetricShares:
+    """Metrics of the micro-batches of a mini-batch, which stay on the device until all are there.
+
+    Example: shares {"loss": 1.0, "ratio_max": 3.0} and {"loss": 0.5, "ratio_max": 2.0} have the
+    totals {"loss": 1.5, "ratio_max": 3.0}.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[tuple[str, ...]] = []
+        self._numbers: list[torch.Tensor] = []
+
+    def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
+        """Keeps those of a micro-batch, one number [] each, all on one device."""
+        self._names.append(tuple(metrics))
+        self._numbers.append(torch.stack([each.detach().double() for each in metrics.values()]))
+
+    def totals(self) -> dict[str, float]:
+        """Combines them by `add_metrics`, in their order; reads the device once."""
+        totals: dict[str, float] = {}
+        if self._numbers:
+            numbers = iter(torch.cat(self._numbers).tolist())
+            for names in self._names:
+                add_metrics(totals, {name: next(numbers) for name in names})
+        return totals
 
 
 _LOSSES: dict[type[Spec], Callable[..., Loss[Any]]] = {}
@@ -132,25 +165,28 @@ class UnmaskedReader:
 
     def __init__(self, batch: Experience) -> None:
         self._batch = batch
-        self._mask_N, _ = loss_mask_of(batch)
+        mask_N, _ = loss_mask_of(batch)
+        self._num_tokens = len(mask_N)
+        # Places, not the mask: how many they are, a device would have to be asked.
+        self._index_M = mask_N.nonzero().flatten()
 
     def output(self, name: str, output_N: torch.Tensor | None) -> torch.Tensor:
         """Reads a model output: float32 [M], or float64 if it came so."""
         if output_N is None:
             raise ValueError(f"{name} is None: the loss needs this output of the model")
-        if output_N.shape != self._mask_N.shape:
+        if output_N.shape != (self._num_tokens,):
             raise ValueError(
                 f"{name} has shape {tuple(output_N.shape)}, but the batch has "
-                f"{len(self._mask_N)} completion tokens: give one number a token"
+                f"{self._num_tokens} completion tokens: give one number a token"
             )
-        output_M = output_N[self._mask_N.to(output_N.device)]
+        output_M = output_N.index_select(0, sent(self._index_M, output_N.device))
         return output_M if output_M.dtype == torch.float64 else output_M.float()
 
     def column(self, name: str, *, like: torch.Tensor) -> torch.Tensor:
         """Reads a column: [M], with the type and device of `like`, without gradient."""
         values_N = completion_values(self._batch, name)
-        values_M = values_N[self._mask_N.to(values_N.device)]
-        return values_M.detach().to(device=like.device, dtype=like.dtype)
+        values_M = values_N.detach().index_select(0, self._index_M)
+        return sent(values_M.to(like.dtype), like.device)
 
 
 def token_share(numbers_M: torch.Tensor, scale: LossScale) -> torch.Tensor:
@@ -169,9 +205,3 @@ def token_share(numbers_M: torch.Tensor, scale: LossScale) -> torch.Tensor:
 def largest(numbers_M: torch.Tensor) -> torch.Tensor:
     """The largest number of [M] that are not negative, of their type []; 0 where M is 0."""
     return numbers_M.max() if len(numbers_M) else numbers_M.new_zeros(())
-
-
-def to_numbers(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Moves metrics (one number [] each, by name) off the device in one copy."""
-    stacked = torch.stack([number.detach().double() for number in metrics.values()])
-    return dict(zip(metrics, stacked.tolist(), strict=True))

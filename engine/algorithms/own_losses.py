@@ -39,6 +39,7 @@ class PythonPolicyLoss(PolicyLoss[PythonPolicyLossSpec]):
     def __init__(self, spec: PythonPolicyLossSpec, function: OwnFunction) -> None:
         """Takes the loaded function."""
         super().__init__(spec)
+        self.needs_entropy = True  # the function may read it
         self.reads = spec.reads
         self.origin = f"; the loss is {function.name!r}{function.place}"
         self._function = function

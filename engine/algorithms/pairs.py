@@ -16,6 +16,7 @@ from rolemesh.engine.algorithms.ragged import (
     row_values,
     unmasked_per_row,
 )
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
 
 
@@ -106,6 +107,8 @@ def log_ratios(logprobs_N: torch.Tensor, batch: Experience) -> torch.Tensor:
         )
     # Picked before they are subtracted: what a masked token holds, even NaN, reaches nothing.
     reference_M = completion_values(batch, "reference_logprobs")[mask_N].detach()
-    logprobs_M = logprobs_N[mask_N.to(logprobs_N.device)]
-    counts_B = unmasked_per_row(mask_N, offsets).to(logprobs_M.device)
-    return row_sums(logprobs_M - reference_M.to(logprobs_M), counts_B)
+    device = logprobs_N.device
+    # Places, not the mask: how many they are, a device would have to be asked.
+    logprobs_M = logprobs_N.index_select(0, sent(mask_N.nonzero().flatten(), device))
+    reference_M = sent(reference_M.to(logprobs_M.dtype), device)
+    return row_sums(logprobs_M - reference_M, sent(unmasked_per_row(mask_N, offsets), device))

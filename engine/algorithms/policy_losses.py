@@ -23,10 +23,10 @@ from rolemesh.engine.algorithms.losses import (
     UnmaskedReader,
     largest,
     loss_for,
-    to_numbers,
     token_share,
 )
 from rolemesh.engine.algorithms.ragged import loss_mask_of, row_mean_of_each, unmasked_per_row
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.specs import (
@@ -63,8 +63,9 @@ class PolicyTokens:
     """float."""
     counts_B: torch.Tensor
     """int64, unmasked tokens of each row; their sum is M, and tokens lie row by row."""
-    entropy_M: torch.Tensor
-    """float, entropy of the distribution of each token in nats, with gradient."""
+    entropy_M: torch.Tensor | None
+    """float, entropy of the distribution of each token in nats, with gradient; None where nobody
+    asked for it. A user's function always gets it."""
     columns: Mapping[str, torch.Tensor]
     """Further columns [M] that the loss reads, without gradient."""
 
@@ -91,9 +92,14 @@ class PolicyLoss(Loss[S]):
     therefore the numerical difference between the two.
     """
 
-    needs_entropy = True
+    reports_entropy = True
     reads: tuple[str, ...] = ()
     """Further columns that `token_losses` reads."""
+
+    def __init__(self, spec: S) -> None:
+        """Needs entropy where a coefficient weighs it."""
+        super().__init__(spec)
+        self.needs_entropy = spec.entropy_coefficient != 0
 
     @property
     def is_at_the_start(self) -> bool:
@@ -106,12 +112,14 @@ class PolicyLoss(Loss[S]):
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         spec = self.spec
         read = UnmaskedReader(batch)
         logprobs_M = read.output("logprobs_N", outputs.logprobs_N)
-        entropy_M = read.output("entropy_N", outputs.entropy_N)
+        entropy_M = None
+        if self.needs_entropy or outputs.entropy_N is not None:
+            entropy_M = read.output("entropy_N", outputs.entropy_N)
         sampled_M = read.column("logprobs", like=logprobs_M)
         old_M = sampled_M
         if "proximal_logprobs" in self.columns:
@@ -123,7 +131,7 @@ class PolicyLoss(Loss[S]):
             sampled_M=sampled_M,
             old_M=old_M,
             advantages_M=read.column("advantages", like=logprobs_M),
-            counts_B=unmasked_per_row(*loss_mask_of(batch)).to(logprobs_M.device),
+            counts_B=sent(unmasked_per_row(*loss_mask_of(batch)), logprobs_M.device),
             entropy_M=entropy_M,
             columns={name: read.column(name, like=logprobs_M) for name in self.reads},
         )
@@ -132,7 +140,7 @@ class PolicyLoss(Loss[S]):
         if spec.kl_in_loss > 0:
             reference_M = read.column("reference_logprobs", like=logprobs_M)
         loss, metrics = self._total(tokens, weights_M, reference_M, scale)
-        return loss, to_numbers({"loss": loss, **metrics})
+        return loss, {"loss": loss, **metrics}
 
     def _total(
         self,
@@ -155,7 +163,7 @@ class PolicyLoss(Loss[S]):
             difference_M = (logprobs_M - tokens.sampled_M).abs()
             log_ratio_M = _bounded(logprobs_M - tokens.old_M)
             per_token = {
-                "entropy": tokens.entropy_M,
+                **({} if tokens.entropy_M is None else {"entropy": tokens.entropy_M}),
                 "ratio_mean": lost.ratio_M,
                 # KL(old || new) from samples of old, by k3: r is the log-ratio itself.
                 "approx_kl": torch.expm1(log_ratio_M) - log_ratio_M,
@@ -171,7 +179,10 @@ class PolicyLoss(Loss[S]):
         self, loss: torch.Tensor, tokens: PolicyTokens, weights_M: torch.Tensor
     ) -> torch.Tensor:
         coefficient = self.spec.entropy_coefficient
-        return loss - coefficient * (weights_M * tokens.entropy_M).sum() if coefficient else loss
+        if not coefficient:
+            return loss
+        assert tokens.entropy_M is not None  # the loss needs it
+        return loss - coefficient * (weights_M * tokens.entropy_M).sum()
 
 
 @loss_for(PpoPolicyLossSpec)

@@ -17,10 +17,10 @@ from rolemesh.engine.algorithms.losses import (
     ModelOutputs,
     UnmaskedReader,
     loss_for,
-    to_numbers,
 )
 from rolemesh.engine.algorithms.pairs import Pairs, log_ratios, preference_of
 from rolemesh.engine.algorithms.ragged import loss_mask_of, unmasked_per_row
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import BradleyTerryLossSpec, DpoLossSpec, KtoLossSpec, SftLossSpec
 
@@ -35,13 +35,13 @@ class SftLoss(Loss[SftLossSpec]):
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         logprobs_M = UnmaskedReader(batch).output("logprobs_N", outputs.logprobs_N)
         weights_M = token_weights(batch, scale, self.spec.aggregation, None, like=logprobs_M)
         loss = -(weights_M * logprobs_M).sum()
         nll = -logprobs_M.detach().sum(dtype=torch.float64) / scale.token_divisor
-        return loss, to_numbers({"loss": loss, "nll": nll})
+        return loss, {"loss": loss, "nll": nll}
 
 
 @loss_for(DpoLossSpec)
@@ -60,16 +60,16 @@ class DpoLoss(Loss[DpoLossSpec]):
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         spec = self.spec
         pairs = Pairs.of(batch)
         ratios_B = log_ratios(_given("logprobs_N", outputs.logprobs_N), batch)
         if spec.log_ratio == "mean":
             counts_B = unmasked_per_row(*loss_mask_of(batch)).clamp_min(1)
-            ratios_B = ratios_B / counts_B.to(ratios_B)
-        chosen_P = ratios_B[pairs.chosen_P.to(ratios_B.device)]
-        rejected_P = ratios_B[pairs.rejected_P.to(ratios_B.device)]
+            ratios_B = ratios_B / sent(counts_B.to(ratios_B.dtype), ratios_B.device)
+        chosen_P = ratios_B[sent(pairs.chosen_P, ratios_B.device)]
+        rejected_P = ratios_B[sent(pairs.rejected_P, ratios_B.device)]
         margins_P = chosen_P - rejected_P
         if spec.variant == "ipo":
             losses_P = (margins_P - 1 / (2 * spec.beta)).square()
@@ -77,9 +77,10 @@ class DpoLoss(Loss[DpoLossSpec]):
             smoothing, logits_P = spec.label_smoothing, spec.beta * margins_P
             losses_P = -(1 - smoothing) * logsigmoid(logits_P) - smoothing * logsigmoid(-logits_P)
         loss = (losses_P / scale.pair_divisor).sum()
-        return loss, to_numbers(
-            {"loss": loss, **_pair_metrics(spec.beta * chosen_P, spec.beta * rejected_P, scale)}
-        )
+        return loss, {
+            "loss": loss,
+            **_pair_metrics(spec.beta * chosen_P, spec.beta * rejected_P, scale),
+        }
 
 
 @loss_for(KtoLossSpec)
@@ -99,25 +100,32 @@ class KtoLoss(Loss[KtoLossSpec]):
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         spec = self.spec
         ratios_B = log_ratios(_given("logprobs_N", outputs.logprobs_N), batch)
         preference_B = preference_of(batch)
         judged = preference_B.nonzero().flatten()
-        ratios_J = ratios_B[judged.to(ratios_B.device)]
-        points_J = batch["kl_reference_point"].values[judged].to(ratios_J)
+        device, dtype = ratios_B.device, ratios_B.dtype
+        ratios_J = ratios_B[sent(judged, device)]
+        points_J = sent(batch["kl_reference_point"].values[judged].to(dtype), device)
         # 1 - sigma(x) = sigma(-x), which keeps its digits where sigma(x) is close to 1.
-        signs_J = preference_B[judged].to(ratios_J)
-        is_wanted_J = signs_J > 0
-        wanted_J = is_wanted_J.to(ratios_J)
+        signs_J = sent(preference_B[judged].to(dtype), device)
+        is_wanted_J = preference_B[judged] > 0
+        wanted_J = sent(is_wanted_J.to(dtype), device)
         weights_J = spec.wanted_weight * wanted_J + spec.unwanted_weight * (1 - wanted_J)
         losses_J = weights_J * torch.sigmoid(-spec.beta * signs_J * (ratios_J - points_J))
         loss = (losses_J / scale.judged_divisor).sum()
         with torch.no_grad():
             rewards_J = spec.beta * ratios_J.double()
-            wanted = rewards_J[is_wanted_J].sum() / max(scale.num_wanted, 1.0)
-            unwanted = rewards_J[~is_wanted_J].sum() / max(scale.num_unwanted, 1.0)
+            # By places: how many a mask takes, a device would have to be asked.
+            wanted, unwanted = (
+                rewards_J[sent(is_one_J.nonzero().flatten(), device)].sum() / max(number, 1.0)
+                for is_one_J, number in (
+                    (is_wanted_J, scale.num_wanted),
+                    (~is_wanted_J, scale.num_unwanted),
+                )
+            )
             right = _num_right(signs_J * (ratios_J - points_J))
             metrics = {
                 "loss": loss,
@@ -127,7 +135,7 @@ class KtoLoss(Loss[KtoLossSpec]):
                 "rejected_reward": unwanted,
                 "kl_reference_point": points_J.double().sum() / scale.judged_divisor,
             }
-        return loss, to_numbers(metrics)
+        return loss, metrics
 
 
 @loss_for(BradleyTerryLossSpec)
@@ -147,7 +155,7 @@ class BradleyTerryLoss(Loss[BradleyTerryLossSpec]):
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         scores_B = _given("scores_B", outputs.scores_B)
         if scores_B.shape != (batch.num_rows,):
@@ -156,13 +164,13 @@ class BradleyTerryLoss(Loss[BradleyTerryLossSpec]):
                 f"{batch.num_rows} rows: give one number a row"
             )
         pairs = Pairs.of(batch)
-        chosen_P = scores_B[pairs.chosen_P.to(scores_B.device)]
-        rejected_P = scores_B[pairs.rejected_P.to(scores_B.device)]
+        chosen_P = scores_B[sent(pairs.chosen_P, scores_B.device)]
+        rejected_P = scores_B[sent(pairs.rejected_P, scores_B.device)]
         losses_P = -logsigmoid(chosen_P - rejected_P - self.spec.margin)
         if self.spec.centering > 0:
             losses_P = losses_P + self.spec.centering * (chosen_P + rejected_P).square()
         loss = (losses_P / scale.pair_divisor).sum()
-        return loss, to_numbers({"loss": loss, **_pair_metrics(chosen_P, rejected_P, scale)})
+        return loss, {"loss": loss, **_pair_metrics(chosen_P, rejected_P, scale)}
 
 
 def _pair_metrics(

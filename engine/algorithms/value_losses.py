@@ -14,7 +14,6 @@ from rolemesh.engine.algorithms.losses import (
     UnmaskedReader,
     largest,
     loss_for,
-    to_numbers,
     token_share,
 )
 from rolemesh.engine.experience import Experience
@@ -36,7 +35,7 @@ class PpoValueLoss(Loss[PpoValueLossSpec]):
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         spec = self.spec
         read = UnmaskedReader(batch)
@@ -61,4 +60,4 @@ class PpoValueLoss(Loss[PpoValueLossSpec]):
                 "values_mean": token_share(values_M, scale),
                 "value_error_max": largest((values_M - returns_M).abs()),
             }
-        return loss, to_numbers(metrics)
+        return loss, metrics

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -215,19 +214,19 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit
 def _logits(
-    hidden: Any,
-    vocabulary: Any,
-    token_N: Any,
-    row_V: Any,
-    num_tokens: Any,
-    num_rows: Any,
-    inverse_temperature: Any,
+    hidden: tl.tensor,
+    vocabulary: tl.tensor,
+    token_N: tl.tensor,
+    row_V: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
+    inverse_temperature: tl.tensor,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     WIDENS: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """A tile of logits after temperature, float32 [TOKENS, COLUMNS]; any number outside."""
     inner = tl.arange(0, INNER)
     # The last token and row are read again where there are none: only columns need a mask.
@@ -251,16 +250,16 @@ def _logits(
 
 @triton.jit
 def _partial_sums(
-    hidden: Any,
-    vocabulary: Any,
-    targets: Any,
-    sums: Any,
-    largest: Any,
-    num_tokens: Any,
-    num_rows: Any,
-    first_row: Any,
-    inverse_temperature: Any,
-    tiles_per_split: Any,
+    hidden: tl.tensor,
+    vocabulary: tl.tensor,
+    targets: tl.tensor,
+    sums: tl.tensor,
+    largest: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
+    first_row: tl.tensor,
+    inverse_temperature: tl.tensor,
+    tiles_per_split: tl.tensor,
     WIDTH: tl.constexpr,
     LOWEST: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -313,18 +312,18 @@ def _partial_sums(
 
 @triton.jit
 def _logit_gradients(
-    hidden: Any,
-    vocabulary: Any,
-    targets: Any,
-    lse: Any,
-    grad_logprobs: Any,
-    entropy: Any,
-    grad_entropy: Any,
-    gradients: Any,
-    num_tokens: Any,
-    num_rows: Any,
-    first_row: Any,
-    inverse_temperature: Any,
+    hidden: tl.tensor,
+    vocabulary: tl.tensor,
+    targets: tl.tensor,
+    lse: tl.tensor,
+    grad_logprobs: tl.tensor,
+    entropy: tl.tensor,
+    grad_entropy: tl.tensor,
+    gradients: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
+    first_row: tl.tensor,
+    inverse_temperature: tl.tensor,
     WIDTH: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     TOKENS: tl.constexpr,

@@ -40,7 +40,7 @@ def ppo_loss(
     sampled_M: torch.Tensor,
     advantages_M: torch.Tensor,
     weights_M: torch.Tensor,
-    entropy_M: torch.Tensor,
+    entropy_M: torch.Tensor | None,
     reference_M: torch.Tensor | None,
     spec: PpoPolicyLossSpec,
     *,
@@ -54,7 +54,7 @@ def ppo_loss(
         sampled_M: float32 [M], log-probs under the weights that sampled.
         advantages_M: float32 [M].
         weights_M: float32 [M], of each token in the sum.
-        entropy_M: float32 [M], for its statistic alone.
+        entropy_M: float32 [M], for its statistic alone; None without one.
         reference_M: float32 [M], log-probs of the reference; None without a KL.
         spec: The numbers of the loss.
         max_log_ratio: Bound of a log-ratio in an exponent.
@@ -65,11 +65,14 @@ def ppo_loss(
     """
     # In the kernel's order.
     policy = (logprobs_M, old_M, sampled_M, advantages_M)
-    columns_M = (*policy, weights_M, entropy_M.detach(), reference_M)
+    entropy_M = None if entropy_M is None else entropy_M.detach()
+    columns_M = (*policy, weights_M, entropy_M, reference_M)
     loss, statistics = _PpoLoss.apply(spec, max_log_ratio, *columns_M)  # type: ignore[no-untyped-call]
     found = dict(zip(STATISTICS, statistics.unbind(), strict=True))
     if reference_M is None:
         del found["kl_loss"]
+    if entropy_M is None:
+        del found["entropy"]
     if spec.dual_clip is None:
         del found["dual_clip_fraction"]
     if spec.importance_cap is None:
@@ -88,7 +91,7 @@ class _PpoLoss(torch.autograd.Function):
         logprobs_M: torch.Tensor,
         *others_M: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        has_reference = others_M[-1] is not None
+        has_entropy, has_reference = (column_M is not None for column_M in others_M[-2:])
         num_tokens = len(logprobs_M)
         blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
         gradient_M = torch.empty_like(logprobs_M, memory_format=torch.contiguous_format)
@@ -106,6 +109,7 @@ class _PpoLoss(torch.autograd.Function):
                 spec.importance_cap or 0.0,
                 spec.kl_in_loss,
                 max_log_ratio,
+                HAS_ENTROPY=has_entropy,
                 HAS_DUAL_CLIP=spec.dual_clip is not None,
                 HAS_CAP=spec.importance_cap is not None,
                 KL_FORM=spec.kl_form if has_reference else "",
@@ -134,12 +138,12 @@ def _maxima(found_K: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @triton.jit
-def _between(x: Any, lowest: Any, highest: Any) -> Any:
+def _between(x: tl.tensor, lowest: tl.tensor, highest: tl.tensor) -> tl.tensor:
     return tl.minimum(tl.maximum(x, lowest, propagate_nan=ALL), highest, propagate_nan=ALL)
 
 
 @triton.jit
-def _exp_less_one_less_itself(x: Any) -> Any:
+def _exp_less_one_less_itself(x: tl.tensor) -> tl.tensor:
     """exp(x) - 1 - x, by its series where the difference would lose its digits."""
     series = 1 + x / 7 * (1 + x / 8 * (1 + x / 9))
     series = 1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * series)))
@@ -148,22 +152,23 @@ def _exp_less_one_less_itself(x: Any) -> Any:
 
 @triton.jit
 def _ppo_loss(
-    logprobs: Any,
-    old: Any,
-    sampled: Any,
-    advantages: Any,
-    weights: Any,
-    entropy: Any,
-    reference: Any,
-    gradients: Any,
-    found: Any,
-    num_tokens: Any,
-    lowest: Any,
-    highest: Any,
-    dual_clip: Any,
-    cap: Any,
-    kl_in_loss: Any,
-    max_log_ratio: Any,
+    logprobs: tl.tensor,
+    old: tl.tensor,
+    sampled: tl.tensor,
+    advantages: tl.tensor,
+    weights: tl.tensor,
+    entropy: tl.tensor,
+    reference: tl.tensor,
+    gradients: tl.tensor,
+    found: tl.tensor,
+    num_tokens: tl.tensor,
+    lowest: tl.tensor,
+    highest: tl.tensor,
+    dual_clip: tl.tensor,
+    cap: tl.tensor,
+    kl_in_loss: tl.tensor,
+    max_log_ratio: tl.tensor,
+    HAS_ENTROPY: tl.constexpr,
     HAS_DUAL_CLIP: tl.constexpr,
     HAS_CAP: tl.constexpr,
     KL_FORM: tl.constexpr,
@@ -227,7 +232,8 @@ def _ppo_loss(
     at = found + tl.program_id(0) * NUM_STATISTICS
     tl.store(at, tl.sum(weight * loss, 0))
     tl.store(at + 1, tl.sum(weight * kl, 0))
-    tl.store(at + 2, tl.sum(tl.load(entropy + token, mask=is_token, other=0.0), 0))
+    if HAS_ENTROPY:
+        tl.store(at + 2, tl.sum(tl.load(entropy + token, mask=is_token, other=0.0), 0))
     tl.store(at + 3, tl.sum(tl.where(is_token, ratio, 0.0), 0))
     tl.store(at + 4, tl.sum(_exp_less_one_less_itself(bounded), 0))
     tl.store(at + 5, tl.sum(difference, 0))

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rolemesh.engine.devices import sent
+
 BLOCK_ELEMENTS = 4096
 
 
@@ -41,9 +43,9 @@ class Segments:
         """From int64 [B] tensors on the CPU."""
         offsets_B = counts_B.cumsum(0) - counts_B
         return cls(
-            first_B.to(device),
-            counts_B.to(device),
-            offsets_B.to(device),
+            sent(first_B, device),
+            sent(counts_B, device),
+            sent(offsets_B, device),
             int(counts_B.sum()),
             int(counts_B.max()) if len(counts_B) else 0,
         )
@@ -149,12 +151,12 @@ def _copy(
 
 @triton.jit
 def _copy_segments(
-    source: Any,
-    result: Any,
-    from_B: Any,
-    to_B: Any,
-    counts_B: Any,
-    elements: Any,
+    source: tl.tensor,
+    result: tl.tensor,
+    from_B: tl.tensor,
+    to_B: tl.tensor,
+    counts_B: tl.tensor,
+    elements: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """A block of one row's segment, whose tokens follow each other on both sides."""

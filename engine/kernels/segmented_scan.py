@@ -8,8 +8,6 @@ Shape letters: B rows, N packed completion tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -53,17 +51,17 @@ def scan_gae(
 
 @triton.jit
 def _compose(
-    first_sum: Any,
-    first_by_value: Any,
-    first_by_advantage: Any,
-    first_value: Any,
-    first_keeps: Any,
-    then_sum: Any,
-    then_by_value: Any,
-    then_by_advantage: Any,
-    then_value: Any,
-    then_keeps: Any,
-) -> Any:
+    first_sum: tl.tensor,
+    first_by_value: tl.tensor,
+    first_by_advantage: tl.tensor,
+    first_value: tl.tensor,
+    first_keeps: tl.tensor,
+    then_sum: tl.tensor,
+    then_by_value: tl.tensor,
+    then_by_advantage: tl.tensor,
+    then_value: tl.tensor,
+    then_keeps: tl.tensor,
+) -> tl.tensor:
     """One map after another.
 
     A map takes advantage and value to sum + by_value * value + by_advantage * advantage, and to
@@ -80,13 +78,13 @@ def _compose(
 
 @triton.jit
 def _scan_row(
-    rewards: Any,
-    values: Any,
-    mask: Any,
-    offsets: Any,
-    advantages: Any,
-    returns: Any,
-    factors: Any,
+    rewards: tl.tensor,
+    values: tl.tensor,
+    mask: tl.tensor,
+    offsets: tl.tensor,
+    advantages: tl.tensor,
+    returns: tl.tensor,
+    factors: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """A row from its end, in blocks."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, check_in_vocabulary
 from rolemesh.engine.models.scoring import RowProgress
@@ -101,11 +102,11 @@ class Classifier:
             return groups, len(groups)
 
         groups, numbers = prepare_together(prepare, mesh.dp, self._model.device)
-        scores_B = torch.empty(len(token_rows) if mesh.pp.is_last else 0, dtype=torch.float32)
+        found: list[torch.Tensor] = []
 
         def keep(number: int, outputs: torch.Tensor) -> None:
             if number < len(groups):
-                scores_B[groups[number]] = outputs.float().cpu()
+                found.append(outputs.float())
 
         passes = [self._micro_batch(token_rows, group) for group in groups]
         done = RowProgress(progress, "score", passes, len(token_rows))
@@ -113,13 +114,13 @@ class Classifier:
             for number, micro_batch in enumerate(passes):
                 keep(number, self._model(micro_batch.padded))
                 done(number)
-            return scores_B
+            return _in_order(found, groups)
         # Gathering weights that replicas cut among them takes all replicas, so all make as many
         # passes: those with fewer micro-batches run a token whose score is dropped.
         filler = replace(self._micro_batch([[0]], [0]), rows=torch.empty(0, dtype=torch.int64))
         passes += [filler] * (max(numbers) - len(passes))
         self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
-        return scores_B
+        return _in_order(found, groups)
 
     def _row_groups(self, token_rows: Sequence[Sequence[int]]) -> list[list[int]]:
         """Rows of each micro-batch; raises ValueError for rows that cannot be scored."""
@@ -137,9 +138,19 @@ class Classifier:
         return micro_batches(lengths, self.spec.micro_batch_tokens)
 
     def _micro_batch(self, token_rows: Sequence[Sequence[int]], group: list[int]) -> MicroBatch:
-        padded = pad_token_rows([token_rows[row] for row in group], self._model.device)
-        lengths = Column(ColumnKind.ROW, padded.lengths_B.cpu())
+        rows = [token_rows[row] for row in group]
+        padded = pad_token_rows(rows, self._model.device)
+        lengths = Column(ColumnKind.ROW, torch.tensor([len(row) for row in rows]))
         return MicroBatch(torch.tensor(group), Experience({"lengths": lengths}), padded)
+
+
+def _in_order(found: Sequence[torch.Tensor], groups: Sequence[list[int]]) -> torch.Tensor:
+    """Scores of micro-batches, in the order of the rows, float32 [B] on the CPU, in one copy."""
+    if not found:
+        return torch.empty(0, dtype=torch.float32)
+    scores_B = torch.cat(list(found)).cpu()
+    rows_B = torch.tensor([row for group in groups for row in group])
+    return torch.empty_like(scores_B).index_copy_(0, rows_B, scores_B)
 
 
 def pad_token_rows(
@@ -160,8 +171,8 @@ def pad_token_rows(
         tokens_BT[index, : len(row)] = torch.tensor(row)
     none_N = torch.empty(0, dtype=torch.int64, device=device)
     return PaddedRows(
-        tokens_BT=tokens_BT.to(device),
-        lengths_B=lengths_B.to(device),
+        tokens_BT=sent(tokens_BT, device),
+        lengths_B=sent(lengths_B, device),
         state_index_U=none_N,
         targets_U=none_N,
     )

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.devices import device_of, kind_of, memory_left
+from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
@@ -23,10 +24,11 @@ from rolemesh.engine.layout.families import (
     check_layout,
 )
 from rolemesh.engine.models.folder import load_model, maker_without_values
+from rolemesh.engine.models.fused_layers import fuse_layers
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.rounding import narrow_layers, round_for_good, round_weights
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
-from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
+from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of, no_mask
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.packing.tree_packing import SharingCost
 from rolemesh.engine.parallel.agreement import Peers
@@ -107,6 +109,8 @@ class Decoder(nn.Module):
         )
         self.shares_tokens = mesh.tp.size > 1 and spec.sequence_parallel
         """Whether each tensor slice holds only its share of the tokens between its blocks."""
+        if self.shape is not None and triton_serves(self.device):
+            fuse_layers(self.shape.family)
         is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1
         if self.shape is not None and (is_cut or maker_without_values() is not None):
             check_layout(self.shape, mesh.layout)
@@ -146,6 +150,10 @@ class Decoder(nn.Module):
             narrow_layers(self.lm.base_model, narrow_products=not self.multiplies_in_float32)
         elif self.multiplies_in_float32:
             self._round_layers(trainable, narrow_gradients=False)
+        looks_back_so_far = getattr(config, "sliding_window", None) is not None
+        self._attends_by_ours = self.shape is not None and not looks_back_so_far
+        if self._attends_by_ours:
+            self.lm.set_attn_implementation(SHARING_ATTENTION)
         self.sharing: SharingCost | None = None
         """What forward passes cost where rows may share their beginnings; None: they never do."""
         if maker_without_values() is None:
@@ -224,11 +232,9 @@ class Decoder(nn.Module):
         For models whose outputs belong to completion tokens. Families without a plan and models
         whose attention looks back only so far go on without.
         """
-        shape, config = self.shape, self.config
-        looks_back_so_far = getattr(config, "sliding_window", None) is not None
-        if self.spec.share_prefixes == "never" or shape is None or looks_back_so_far:
+        shape = self.shape
+        if self.spec.share_prefixes == "never" or shape is None or not self._attends_by_ours:
             return
-        self.lm.set_attn_implementation(SHARING_ATTENTION)
         width = shape.num_heads * shape.head_dim
         projections = 2 * shape.hidden_size * (width + shape.num_kv_heads * shape.head_dim)
         self.sharing = SharingCost.of_sizes(
@@ -264,6 +270,8 @@ class Decoder(nn.Module):
             inputs = {"inputs_embeds": hidden_BTD.bfloat16() if self.is_narrow else hidden_BTD}
         if rows.tree is not None:
             inputs |= inputs_of(rows.tree)
+        elif self._attends_by_ours:
+            inputs["attention_mask"] = no_mask(tokens_BT.device)
         if self.shares_tokens:
             inputs["token_shape"] = tuple(tokens_BT.shape)
         # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the

@@ -95,27 +95,33 @@ class Collector:
     def __init__(self, names: tuple[str, ...], kind: ColumnKind = ColumnKind.COMPLETION) -> None:
         """Collects columns of these names, of completions or of rows."""
         self._kind = kind
-        self._parts = [Experience(dict.fromkeys(names, self._column(torch.empty(0), [])))]
+        self._outputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        self._lengths: list[int] = []
         self._rows = [torch.empty(0, dtype=torch.int64)]
 
     def add(self, micro_batch: MicroBatch, outputs: dict[str, torch.Tensor]) -> None:
-        """Keeps outputs, float [N] (or [B]) each, as columns on the CPU, float32."""
+        """Keeps outputs, float [N] (or [B]) each, where they are, as float32."""
         if not len(micro_batch.rows):
             return
-        lengths = completion_lengths(micro_batch.part).tolist()
-        columns = {name: self._column(output, lengths) for name, output in outputs.items()}
-        self._parts.append(Experience(columns))
+        for name, output in outputs.items():
+            self._outputs[name].append(output.detach().float())
+        if self._kind is ColumnKind.COMPLETION:
+            self._lengths += completion_lengths(micro_batch.part).tolist()
         self._rows.append(micro_batch.rows)
 
-    def _column(self, output: torch.Tensor, lengths: list[int]) -> Column:
-        values = output.detach().float().cpu()
-        if self._kind is ColumnKind.ROW:
-            return Column(self._kind, values.contiguous())
-        return Column.ragged(self._kind, torch.split(values, lengths), torch.float32)
-
     def in_batch_order(self) -> Experience:
-        """The columns of all rows that were added."""
-        return Experience.concat(self._parts).select(torch.cat(self._rows).argsort())
+        """The columns of all rows that were added, on the CPU, in one copy."""
+        parts = [part for parts in self._outputs.values() for part in parts]
+        whole = torch.cat(parts).cpu() if parts else torch.empty(0)
+        num_names = len(self._outputs)
+        columns = zip(self._outputs, whole.view(num_names, len(whole) // num_names), strict=True)
+        found = Experience({name: self._column(values) for name, values in columns})
+        return found.select(torch.cat(self._rows).argsort())
+
+    def _column(self, values: torch.Tensor) -> Column:
+        if self._kind is ColumnKind.ROW:
+            return Column(self._kind, values)
+        return Column.ragged(self._kind, torch.split(values, self._lengths), torch.float32)
 
 
 class RowProgress:

@@ -53,7 +53,7 @@ def sharing_attention(
         query: float [B, H, T, E], rotated.
         key: float [B, J, T, E], rotated.
         value: float [B, J, T, E].
-        attention_mask: For "sdpa"; see `inputs_of`.
+        attention_mask: For "sdpa"; of no elements (`no_mask`) it is none, and attention causal.
         tree: How packed rows stand; B is 1 then, and T is S.
         dropout: For "sdpa"; models here have none.
         scaling: Of the products.
@@ -63,6 +63,8 @@ def sharing_attention(
         float [B, T, H, E]; and None for the weights, which are never whole.
     """
     if tree is None:
+        if attention_mask is not None and not attention_mask.numel():
+            attention_mask = None
         plain, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -113,10 +115,18 @@ def inputs_of(tree: TreeLayout) -> dict[str, Any]:
     positions_1S = tree.positions_1S
     if flex_serves(positions_1S.device):
         tree = with_block_mask(tree)
-    # Transformers leaves a mask of four dimensions alone. Given none, it would take positions that
-    # begin anew for rows packed one after another, and make a mask of S x S.
-    nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=positions_1S.device)
+    nothing = no_mask(positions_1S.device)
     return {"position_ids": positions_1S, "attention_mask": nothing, "tree": tree}
+
+
+def no_mask(device: torch.device) -> torch.Tensor:
+    """A mask without elements, bool [1, 1, 0, 0]: what `sharing_attention` takes for none.
+
+    Transformers leaves a mask of four dimensions alone. Given none, it asks the device whether
+    positions begin anew, which waits for all that the device computes; where they do, it takes
+    them for rows packed one after another, and makes a mask of S x S.
+    """
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 def _attend(

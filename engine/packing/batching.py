@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import ColumnKind, Experience
 from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.packing.balance import balanced_partition
@@ -227,17 +228,17 @@ def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
         from rolemesh.engine.kernels.ragged import Segments, unpack
 
         whole = Segments.of(torch.zeros_like(lengths_B), lengths_B, device)
-        tokens_S = tokens.values.to(device).to(torch.int64)
+        tokens_S = sent(tokens.values, device).to(torch.int64)
         tokens_BT = unpack(tokens_S, whole, width=longest, fill=PAD_TOKEN)
         completions = Segments.of(prompt_lengths_B - 1, lengths_B - prompt_lengths_B, device)
     else:
         tokens_BT = torch.full((len(lengths_B), longest), PAD_TOKEN, dtype=torch.int64)
         tokens_BT[row_S, position_S] = tokens.values.to(torch.int64)
     return PaddedRows(
-        tokens_BT=tokens_BT.to(device),
-        lengths_B=lengths_B.to(device),
-        state_index_U=state_index_U.to(device),
-        targets_U=tokens.values[is_completion_S].to(device=device, dtype=torch.int64),
+        tokens_BT=sent(tokens_BT, device),
+        lengths_B=sent(lengths_B, device),
+        state_index_U=sent(state_index_U, device),
+        targets_U=sent(tokens.values[is_completion_S].to(torch.int64), device),
         completions=completions,
     )
 

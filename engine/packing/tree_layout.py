@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.nn import functional
 
+from rolemesh.engine.devices import sent
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -66,9 +68,9 @@ class RowGather:
         """The same on a device."""
         return replace(
             self,
-            index_M=self.index_M.to(device),
-            places=self.places.to(device),
-            first_place_S=self.first_place_S.to(device),
+            index_M=sent(self.index_M, device),
+            places=sent(self.places, device),
+            first_place_S=sent(self.first_place_S, device),
         )
 
 
@@ -106,7 +108,7 @@ class Block:
             queries=self.queries.to(device),
             back=self.back.to(device),
             keys=None if self.keys is None else self.keys.to(device),
-            may_attend=None if self.may_attend is None else self.may_attend.to(device),
+            may_attend=None if self.may_attend is None else sent(self.may_attend, device),
         )
 
 
@@ -141,10 +143,10 @@ class TreeLayout:
         """The same on a device."""
         return replace(
             self,
-            positions_1S=self.positions_1S.to(device),
+            positions_1S=sent(self.positions_1S, device),
             blocks=tuple(block.to(device) for block in self.blocks),
             states_U=self.states_U.to(device),
             rows_N=self.rows_N.to(device),
-            branch_S=self.branch_S.to(device),
-            last_branch_S=self.last_branch_S.to(device),
+            branch_S=sent(self.branch_S, device),
+            last_branch_S=sent(self.last_branch_S, device),
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.packing.batching import (
     PaddedRows,
@@ -300,10 +301,10 @@ def pack_tree(batch: Experience, device: torch.device | str, cost: SharingCost) 
         last_branch_S=last_branch_S,
     )
     return PaddedRows(
-        tokens_BT=tokens_S[None].to(device),
-        lengths_B=torch.tensor([num_tokens]).to(device),
-        state_index_U=state_U.to(device),
-        targets_U=tokens_S[torch.from_numpy(token_U)].to(device),
+        tokens_BT=sent(tokens_S[None], device),
+        lengths_B=sent(torch.tensor([num_tokens]), device),
+        state_index_U=sent(state_U, device),
+        targets_U=sent(tokens_S[torch.from_numpy(token_U)], device),
         tree=layout.to(device),
     )
 

@@ -6,6 +6,7 @@ the wave, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,13 @@ import torch
 from torch import nn
 
 from rolemesh.engine.cpu_threads import largest_product, threads_worth
-from rolemesh.engine.devices import current_device
+from rolemesh.engine.devices import current_device, sent
 from rolemesh.engine.layout.ranks import LayoutError
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.distribution import sampling_logprobs
+from rolemesh.engine.rollout.noise import exponential_noise, stream_starts
 from rolemesh.engine.rollout.requests import (
     RolloutRequest,
     RolloutTrajectory,
@@ -36,6 +38,7 @@ class _RunningRow:
     request: RolloutRequest
     budget: int
     generator: torch.Generator
+    """Draws on a CPU; a device draws by the request's seed and the number of tokens so far."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -46,7 +49,7 @@ class HfBackend(RolloutBackend):
 
     Prompts of a wave are padded on the left; a row leaves the wave, and its keys and values leave
     the cache, when it finishes. Tokens depend on the request's seed and the weights, not on the
-    neighbours, up to rounding.
+    neighbours, up to rounding. A GPU draws other tokens of a seed than a CPU.
 
     Weights come in one of two ways. `update_weights` copies them. `update_shard` keeps the tensors
     themselves, which costs no memory beside them: their owner calls `drop_weights` before they
@@ -86,6 +89,7 @@ class HfBackend(RolloutBackend):
         super().__init__(spec, model_path)
         self._wave_rows = spec.max_num_seqs
         self._device = device or current_device()
+        self._draws_by_counter = self._device.type != "cpu"
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
             model: Any = AutoModelForCausalLM.from_config(
@@ -150,7 +154,7 @@ class HfBackend(RolloutBackend):
                 logits_BV = outputs.logits[:, -1]
                 if len(logits_BV) < len(wave):
                     logits_BV = logits_BV[places]
-                tokens_B = _draw(logits_BV, wave, sampling)
+                tokens_B = self._draw(logits_BV, wave, sampling)
             running: list[int] = []
             for row in wave:
                 row.policy_versions.append(self.policy_version)
@@ -171,7 +175,7 @@ class HfBackend(RolloutBackend):
             kept = torch.tensor(staying, dtype=torch.int64, device=self._device)
             if staying != list(range(len(inputs))):
                 cache.batch_select_indices(kept)
-            inputs = tokens_B[running].to(self._device).unsqueeze(-1)
+            inputs = tokens_B[running].unsqueeze(-1)
             attention_mask = attention_mask[kept]
             attention_mask = torch.cat([attention_mask, torch.ones_like(inputs)], dim=-1)
             positions = positions[kept, -1:] + 1
@@ -201,6 +205,53 @@ class HfBackend(RolloutBackend):
         # A padded position has no meaning; 0 keeps it inside the rotary table.
         positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
         return inputs_DP.to(self._device), attention_mask, positions, places
+
+    def _draw(
+        self, logits_BV: torch.Tensor, wave: Sequence[_RunningRow], sampling: SamplingSpec
+    ) -> torch.Tensor:
+        """Draws a token for each row, each by its own seed, and notes it there.
+
+        Args:
+            logits_BV: Floating [B, V].
+            wave: B rows.
+            sampling: How to draw.
+
+        Returns:
+            int64 [B], where the logits are.
+
+        Raises:
+            RuntimeError: Logits are not finite.
+        """
+        logprobs_BV = sampling_logprobs(logits_BV, sampling)
+        if sampling.greedy:
+            tokens_B = logprobs_BV.argmax(dim=-1)
+        else:
+            # What torch.multinomial does for one draw, but for all rows in one operation.
+            noise_BV = self._noise(wave, logprobs_BV)
+            tokens_B = (logprobs_BV.exp() / noise_BV).argmax(dim=-1)
+        drawn_B = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+        # All that a step reads from the device, in one copy; float64 holds both exactly.
+        tokens, logprobs = torch.stack([tokens_B.double(), drawn_B.double()]).tolist()
+        if not all(map(math.isfinite, logprobs)):
+            raise RuntimeError("the model's logits are not finite: look for NaN in the weights")
+        for row, token, logprob in zip(wave, tokens, logprobs, strict=True):
+            row.tokens.append(int(token))
+            row.logprobs.append(logprob)
+        return tokens_B
+
+    def _noise(self, wave: Sequence[_RunningRow], logprobs_BV: torch.Tensor) -> torch.Tensor:
+        """Exponential noise, float32 [B, V] beside the log-probs, a stream for each row."""
+        if self._draws_by_counter:
+            starts_B = stream_starts(
+                [row.request.seed for row in wave], [len(row.tokens) for row in wave]
+            )
+            return exponential_noise(sent(starts_B, self._device), logprobs_BV.shape[-1])
+        # torch.multinomial's bits. Calls of it for each row took a tenth of a small model's
+        # generation.
+        noise_BV = torch.empty_like(logprobs_BV)
+        for noise_V, row in zip(noise_BV, wave, strict=True):
+            noise_V.exponential_(generator=row.generator)
+        return noise_BV
 
     def _finish_reason(self, row: _RunningRow) -> Literal["stop", "length"] | None:
         is_complete = row.request.is_complete
@@ -295,38 +346,3 @@ class HfBackend(RolloutBackend):
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
         self._keeps_tensors = False
-
-
-def _draw(
-    logits_BV: torch.Tensor, wave: Sequence[_RunningRow], sampling: SamplingSpec
-) -> torch.Tensor:
-    """Draws a token for each row, each with its own generator, and notes it there.
-
-    Args:
-        logits_BV: Floating [B, V].
-        wave: B rows.
-        sampling: How to draw.
-
-    Returns:
-        int64 [B] on the CPU.
-
-    Raises:
-        RuntimeError: Logits are not finite.
-    """
-    logprobs_BV = sampling_logprobs(logits_BV, sampling).cpu()
-    if sampling.greedy:
-        tokens_B = logprobs_BV.argmax(dim=-1)
-    else:
-        # What torch.multinomial does for one draw, to the bit, but for all rows in one operation.
-        # Calls of it for each row took a tenth of a small model's generation.
-        noise_BV = torch.empty_like(logprobs_BV)
-        for noise_V, row in zip(noise_BV, wave, strict=True):
-            noise_V.exponential_(generator=row.generator)
-        tokens_B = (logprobs_BV.exp() / noise_BV).argmax(dim=-1)
-    drawn_B = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
-    if not drawn_B.isfinite().all():
-        raise RuntimeError("the model's logits are not finite: look for NaN in the weights")
-    for row, token, logprob in zip(wave, tokens_B.tolist(), drawn_B.tolist(), strict=True):
-        row.tokens.append(token)
-        row.logprobs.append(logprob)
-    return tokens_B

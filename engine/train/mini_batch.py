@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale
-from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, add_metrics
+from rolemesh.engine.algorithms.losses import Loss, MetricShares, ModelOutputs, add_metrics
 from rolemesh.engine.algorithms.pairs import Pairs
 from rolemesh.engine.experience import ColumnKind, Experience
 from rolemesh.engine.models import scoring
@@ -39,11 +39,15 @@ def accumulate(
     rows_per_unit: int = 1,
     weight: float = 1.0,
     trains: bool = True,
+    reports_entropy: bool = True,
 ) -> tuple[dict[str, float], Experience]:
     """Adds the gradients of a loss over a mini-batch to those of the parameters.
 
     All ranks call it: those of a data-parallel replica with the same rows, replicas with parts of
     the mini-batch that share no row (some may be empty).
+
+    The device is read once, when all micro-batches are done: the next one is on its way while it
+    computes this one.
 
     Args:
         rank_model: The model.
@@ -55,6 +59,8 @@ def accumulate(
         rows_per_unit: Neighbouring places that share a micro-batch; 1: each row for itself.
         weight: Of the gradients; metrics are not weighted.
         trains: Whether there are gradients; without, the loss alone is computed.
+        reports_entropy: Whether a policy's entropy is computed for the metrics where the loss does
+            not need it. It takes two passes over the logits.
 
     Returns:
         Metrics over the whole mini-batch, equal on all ranks; and on the last stage the column
@@ -85,7 +91,7 @@ def accumulate(
     (part, passes), facts = prepare_together(prepare, mesh.dp, device)
     passes = with_fillers(passes, part, max(number for number, _ in facts), device)
     scale = LossScale.total(LossScale(*counts) for _, counts in facts)
-    shares: dict[str, float] = {}
+    shares = MetricShares()
     failures: list[str] = []
     kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION
     collector = scoring.Collector((loss.needs,), kind)
@@ -97,14 +103,15 @@ def accumulate(
         except UserCodeError as error:
             # Told after the pass: a rank that stopped within would leave the others waiting.
             failures.append(str(error))
-            share, metrics = 0.0 * trained.sum(), {"loss": math.nan}
-        add_metrics(shares, metrics)
+            share, metrics = 0.0 * trained.sum(), {"loss": trained.new_full((), math.nan)}
+        shares.add(metrics)
         collector.add(passes[number], {loss.needs: trained})
         return share if weight == 1.0 else weight * share
 
     arguments: dict[str, Any] = {}
     if loss.needs == "logprobs":
-        arguments = {"temperature": temperature, "with_entropy": loss.needs_entropy}
+        with_entropy = loss.needs_entropy or (loss.reports_entropy and reports_entropy)
+        arguments = {"temperature": temperature, "with_entropy": with_entropy}
     rank_model.run(
         passes,
         close,
@@ -114,7 +121,7 @@ def accumulate(
             progress, "forward_backward" if trains else "compute_loss", passes, len(places)
         ),
     )
-    metrics = _metrics_of_all(shares, mesh, device, is_broken=bool(failures))
+    metrics = _metrics_of_all(shares.totals(), mesh, device, is_broken=bool(failures))
     _check_finite(metrics, loss, failures, mesh, device, trains=trains)
     return metrics, collector.in_batch_order()
 

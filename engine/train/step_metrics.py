@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from rolemesh.engine.algorithms.losses import add_metrics
 
-SAMPLER_METRICS = ("sampler_logprob_diff_mean", "sampler_logprob_diff_max")
-"""They compare sampler and trainer at equal weights, which only the first mini-batch has."""
+FIRST_METRICS = ("sampler_logprob_diff_mean", "sampler_logprob_diff_max", "entropy")
+"""Those of the policy that sampled, whose weights only the first mini-batch has. An entropy that no
+loss needs is computed there alone."""
 
 
 class StepMetrics:
@@ -22,11 +23,11 @@ class StepMetrics:
         self._counts: Counter[str] = Counter()
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Takes those of the next step; SAMPLER_METRICS of the first step that has them alone."""
+        """Takes those of the next step; FIRST_METRICS of the first step that has them alone."""
         taken = {
             name: number
             for name, number in metrics.items()
-            if name not in SAMPLER_METRICS or name not in self._totals
+            if name not in FIRST_METRICS or name not in self._totals
         }
         add_metrics(self._totals, taken)
         self._counts.update(taken.keys())

@@ -233,9 +233,10 @@ class Trainer(ModelInTraining):
 
         Returns:
             Means over mini-batches (maxima for names ending in "_max") of the loss's metrics,
-            grad_norm and learning_rate; sampler_logprob_diff_* of the first mini-batch alone,
-            the only one whose weights the sampler had; optimizer_steps; and metrics of auxiliary
-            losses, "auxiliary/<type>/" before each name, over the steps that had rows of theirs.
+            grad_norm and learning_rate; sampler_logprob_diff_* and entropy of the first mini-batch
+            alone, the only one whose weights the sampler had; optimizer_steps; and metrics of
+            auxiliary losses, "auxiliary/<type>/" before each name, over the steps that had rows of
+            theirs.
 
         Raises:
             LossNotFiniteError: See `forward_backward` and `optim_step`.
@@ -269,6 +270,7 @@ class Trainer(ModelInTraining):
                     temperature=temperature,
                     progress=_shifted(progress, done, num_rows),
                     rows_per_unit=plan.rows_per_unit,
+                    reports_entropy=step == 0,
                 )
                 done += len(places)
                 for extra, (extra_loss, extra_temperature) in zip(

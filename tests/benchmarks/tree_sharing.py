@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.token_batches import token_batch, with_shared_prompts
 from support.updates import forward_backward
 
+from rolemesh.engine.devices import current_device
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
@@ -197,7 +198,7 @@ def main() -> int:
         num_layers=arguments.layers,
     )
     vocab = read_config(spec).vocab_size
-    trainer = Trainer.policy(spec, OptimizerSpec())
+    trainer = Trainer.policy(spec, OptimizerSpec(), device=current_device())
     # The first passes allocate; they are not counted.
     measure(
         trainer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -172,6 +173,12 @@ def test_ranks_that_cut_the_vocabulary_give_what_the_reference_does(rank_pool: R
 @pytest.mark.parametrize("spec", LOSSES.values(), ids=LOSSES)
 def test_loss_gradient_and_metrics_are_the_references(spec: PpoPolicyLossSpec, change: str) -> None:
     assert_both_agree(lambda: lost(CPU, spec, (7, 1, 0, 16, 3), change))
+
+
+def test_an_entropy_that_nobody_asked_for_is_no_metric() -> None:
+    compute = partial(lost, CPU, LOSSES["dual clip, k1"], (7, 1, 0, 16, 3), "no entropy")
+    assert "entropy" not in compute()
+    assert_both_agree(compute)
 
 
 def test_losses_of_many_blocks_and_of_no_token() -> None:

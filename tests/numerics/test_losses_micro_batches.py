@@ -10,8 +10,8 @@ from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
 from rolemesh.engine.algorithms.losses import (
     LossScale,
+    MetricShares,
     ModelOutputs,
-    add_metrics,
     make_loss,
 )
 from rolemesh.engine.experience import offsets_of
@@ -72,7 +72,7 @@ def accumulate(
     parameter = batch.packed("new", dtype).requires_grad_()
     entropy_parameter = batch.packed("entropy", dtype).requires_grad_()
     offsets = offsets_of(torch.tensor([len(mask) for mask in batch.masks])).tolist()
-    total, metrics = 0.0, dict[str, float]()
+    total, metrics = 0.0, MetricShares()
     for rows in cut:
         index = torch.tensor(
             [i for row in rows for i in range(offsets[row], offsets[row + 1])], dtype=torch.int64
@@ -86,9 +86,9 @@ def accumulate(
         share, share_metrics = loss(outputs, micro_batch, scale)
         share.backward()
         total += float(share.detach())
-        add_metrics(metrics, share_metrics)
+        metrics.add(share_metrics)
     gradients = [p.grad for p in (parameter, entropy_parameter) if p.grad is not None]
-    return total, torch.cat(gradients), metrics
+    return total, torch.cat(gradients), metrics.totals()
 
 
 @EVERY_SPEC
@@ -117,7 +117,13 @@ def test_the_cut_really_is_uneven() -> None:
 
 
 def test_metrics_combine_by_sum_and_by_maximum() -> None:
-    totals: dict[str, float] = {}
-    add_metrics(totals, {"loss": 1.0, "ratio_max": 3.0})
-    add_metrics(totals, {"loss": 0.5, "ratio_max": 2.0, "entropy": 1.0})
-    assert totals == {"loss": 1.5, "ratio_max": 3.0, "entropy": 1.0}
+    shares = MetricShares()
+    assert shares.totals() == {}
+    for numbers in (
+        {"loss": 1.0, "ratio_max": 3.0},
+        {"loss": 0.5, "ratio_max": 2.0, "entropy": 0.1},
+    ):
+        shares.add(
+            {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
+        )
+    assert shares.totals() == {"loss": 1.5, "ratio_max": 3.0, "entropy": 0.1}

@@ -91,7 +91,8 @@ def run(
     loss.backward()
     entropy_gradient = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad
     assert new.grad is not None
-    return loss.detach(), new.grad, entropy_gradient, metrics
+    numbers = {name: float(number.detach()) for name, number in metrics.items()}
+    return loss.detach(), new.grad, entropy_gradient, numbers
 
 
 def assert_matches(batch: RaggedBatch, spec: PpoPolicyLossSpec, dtype: torch.dtype) -> None:
@@ -258,7 +259,8 @@ def test_columns_say_what_the_loss_reads() -> None:
         batch = random_batch(mixed_masks(seed=53), RANGES, seed=54)
         experience = batch.experience(torch.float32)
         loss = make_loss(spec)
-        assert (loss.needs, loss.needs_entropy) == ("logprobs", True)
+        needs_entropy = spec.entropy_coefficient > 0
+        assert (loss.needs, loss.needs_entropy) == ("logprobs", needs_entropy)
         outputs = ModelOutputs(
             logprobs_N=batch.packed("new", torch.float32),
             entropy_N=batch.packed("entropy", torch.float32),
@@ -269,9 +271,25 @@ def test_columns_say_what_the_loss_reads() -> None:
 def test_missing_or_misshapen_outputs_are_refused() -> None:
     batch = random_batch(mixed_masks(seed=55), RANGES, seed=56)
     experience = batch.experience(torch.float32)
-    scale, loss = LossScale.of(experience), make_loss(PpoPolicyLossSpec())
+    scale, loss = LossScale.of(experience), make_loss(PpoPolicyLossSpec(entropy_coefficient=0.1))
     new = batch.packed("new", torch.float32)
     with pytest.raises(ValueError, match="entropy_N is None"):
         loss(ModelOutputs(logprobs_N=new), experience, scale)
     with pytest.raises(ValueError, match="logprobs_N has shape"):
         loss(ModelOutputs(logprobs_N=new[1:], entropy_N=new), experience, scale)
+
+
+def test_an_entropy_that_nobody_asked_for_is_no_metric_and_changes_no_number() -> None:
+    batch = random_batch(mixed_masks(seed=55), RANGES, seed=56)
+    experience = batch.experience(torch.float32)
+    scale, loss = LossScale.of(experience), make_loss(PpoPolicyLossSpec())
+    assert (loss.needs_entropy, loss.reports_entropy) == (False, True)
+    assert make_loss(PpoPolicyLossSpec(entropy_coefficient=0.1)).needs_entropy
+    new, entropy = batch.packed("new", torch.float32), batch.packed("entropy", torch.float32)
+    value, metrics = loss(ModelOutputs(logprobs_N=new, entropy_N=entropy), experience, scale)
+    other_value, others = loss(ModelOutputs(logprobs_N=new), experience, scale)
+    assert torch.equal(value, other_value)
+    del metrics["entropy"]
+    assert {name: float(number) for name, number in metrics.items()} == {
+        name: float(number) for name, number in others.items()
+    }

@@ -87,7 +87,8 @@ def run(
     loss, metrics = make_loss(spec)(outputs, experience, LossScale.of(experience))
     loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
-    return float(loss.detach()), new.grad, metrics
+    numbers = {name: float(number.detach()) for name, number in metrics.items()}
+    return float(loss.detach()), new.grad, numbers
 
 
 def expected_gradient(batch: RaggedBatch, spec: PolicyTermsSpec) -> torch.Tensor:

@@ -39,7 +39,8 @@ def run(
     )
     loss.backward()
     assert new.grad is not None
-    return loss.detach(), new.grad, metrics
+    numbers = {name: float(number.detach()) for name, number in metrics.items()}
+    return loss.detach(), new.grad, numbers
 
 
 def token_losses(batch: RaggedBatch, clip: float | None) -> list[list[tuple[float, float]]]:

@@ -11,7 +11,7 @@ import torch
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
 from rolemesh.engine.algorithms.estimation import estimate_advantages
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, add_metrics, make_loss
+from rolemesh.engine.algorithms.losses import LossScale, MetricShares, ModelOutputs, make_loss
 from rolemesh.engine.algorithms.pairs import PairIncompleteError, Pairs
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
 from rolemesh.engine.specs import (
@@ -197,7 +197,7 @@ def run(
     scale = LossScale.of(experience.require(loss.columns))
     parameter = parameter_of(batch, spec, dtype)
     offsets = offsets_of(torch.tensor([len(mask) for mask in batch.masks])).tolist()
-    total, metrics = 0.0, dict[str, float]()
+    total, metrics = 0.0, MetricShares()
     for rows in cut:
         if loss.needs == "scores":
             outputs = ModelOutputs(scores_B=parameter[torch.tensor(rows, dtype=torch.int64)])
@@ -208,9 +208,9 @@ def run(
         share, found = loss(outputs, part, scale)
         share.backward()
         total += float(share.detach())
-        add_metrics(metrics, found)
+        metrics.add(found)
     assert parameter.grad is not None
-    return total, parameter.grad, metrics
+    return total, parameter.grad, metrics.totals()
 
 
 WHOLE = [list(range(len(PAIR_IDS)))]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.device_reads import IMAGINED, DeviceReads
 from support.rollout_checks import (
     load_trainer_model,
     logprob_differences,
@@ -49,6 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> PreTrainedModel:
     return load_trainer_model(folder)
+
+
+@pytest.fixture
+def device_draws(backend: HfBackend) -> HfBackend:
+    """The back end, drawing as it does on a GPU."""
+    assert not backend._draws_by_counter
+    backend._draws_by_counter = True
+    return backend
 
 
 @pytest.fixture
@@ -103,7 +112,11 @@ def test_weights_that_are_not_finite_end_the_generation(
         list(backend.generate(make_requests(2), SamplingSpec(max_new_tokens=2)))
 
 
-def test_tokens_depend_on_the_seed_and_not_on_the_neighbours(backend: HfBackend) -> None:
+@pytest.mark.parametrize("drawing", ["backend", "device_draws"])
+def test_tokens_depend_on_the_seed_and_not_on_the_neighbours(
+    request: pytest.FixtureRequest, drawing: str
+) -> None:
+    backend: HfBackend = request.getfixturevalue(drawing)
     # Rounding differs with the neighbours by about 1e-6 in a probability: some 300 draws differ
     # by luck with odds of less than 1 in 1,000.
     requests = make_requests(12)
@@ -117,6 +130,41 @@ def test_tokens_depend_on_the_seed_and_not_on_the_neighbours(backend: HfBackend)
         RolloutRequest(row=r.row, prompt_tokens=r.prompt_tokens, seed=r.seed + 99) for r in requests
     ]
     assert tokens_by_row(backend.generate(reseeded, sampling)) != together
+
+
+def test_draws_of_a_device_leave_no_probability_out_and_report_nan(
+    device_draws: HfBackend, model: PreTrainedModel
+) -> None:
+    requests, sampling = make_requests(12), SamplingSpec(max_new_tokens=40, temperature=0.8)
+    trajectories = list(device_draws.generate(requests, sampling))
+    assert logprob_differences(model, requests, trajectories, 0.8).max() < FLOAT32_LOGPROB
+    # Each position of a row has numbers of its own: else a row would say one token for ever.
+    longest = max(trajectories, key=lambda one: len(one.completion_tokens))
+    assert len(set(longest.completion_tokens)) > len(longest.completion_tokens) // 2
+    broken = ((name, torch.full_like(each, torch.nan)) for name, each in model.named_parameters())
+    device_draws.update_weights(broken, 4)
+    with pytest.raises(RuntimeError, match="not finite"):
+        list(device_draws.generate(make_requests(2), SamplingSpec(max_new_tokens=2)))
+
+
+def test_a_step_reads_tokens_and_logprobs_of_all_rows_in_one_copy(
+    folder: Path, model: PreTrainedModel
+) -> None:
+    backend = HfBackend(HfSpec(max_model_len=48, max_num_seqs=5), folder, device=IMAGINED)
+    backend.update_weights(model.named_parameters(), 3)
+    backend._draws_by_counter = True
+    sampling = SamplingSpec(max_new_tokens=6, temperature=0.8, top_k=50, top_p=0.9)
+    with DeviceReads(backend._model) as device:
+        trajectories = list(backend.generate(make_requests(5), sampling))
+    backend.close()
+    num_steps = max(len(one.completion_tokens) for one in trajectories)
+    # What is sent comes after the read, when the device has nothing to do.
+    reads = {
+        place.split()[0]: count
+        for place, count in device.places.items()
+        if "/rollout/" in place and not place.startswith(("to ", "tensor "))
+    }
+    assert reads == {"tolist": num_steps}
 
 
 def test_a_stop_token_ends_a_completion_and_belongs_to_it(backend: HfBackend) -> None:
@@ -291,9 +339,13 @@ def test_the_distribution_is_its_definition(temperature: float, top_k: int, top_
         torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_draws_follow_the_distribution(backend: HfBackend, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("drawing", ["backend", "device_draws"])
+def test_draws_follow_the_distribution(
+    request: pytest.FixtureRequest, model: PreTrainedModel, drawing: str
+) -> None:
     # 400 draws over 4 tokens: a frequency has a standard error of at most 0.025, so that a right
     # sampler passes 5 of them with odds of 1 - 2e-6.
+    backend: HfBackend = request.getfixturevalue(drawing)
     sampling = SamplingSpec(max_new_tokens=1, top_k=4)
     requests = [RolloutRequest(row=i, prompt_tokens=[7, 8], seed=i) for i in range(400)]
     counts = torch.zeros(512)

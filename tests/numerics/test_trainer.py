@@ -281,9 +281,32 @@ def test_update_reports_means_maxima_and_the_sampler_difference_before_any_step(
         by_hand[-1] |= stepper.optim_step()
     assert metrics["loss"] == pytest.approx((by_hand[0]["loss"] + by_hand[1]["loss"]) / 2)
     assert metrics["ratio_max"] == max(one["ratio_max"] for one in by_hand)
-    for name in ("sampler_logprob_diff_mean", "sampler_logprob_diff_max"):
+    for name in ("sampler_logprob_diff_mean", "sampler_logprob_diff_max", "entropy"):
         assert metrics[name] == by_hand[0][name]
         assert by_hand[0][name] != by_hand[1][name]
+
+
+def test_an_entropy_that_no_loss_needs_is_computed_in_the_first_mini_batch_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _trainer(folder, micro_batch_tokens=20)
+    batch = _batch(trainer)
+    seen: list[bool] = []
+    finish = trainer.model.finish
+
+    def recording(*args: Any, with_entropy: bool, **kwargs: Any) -> Any:
+        seen.append(with_entropy)
+        return finish(*args, with_entropy=with_entropy, **kwargs)
+
+    monkeypatch.setattr(trainer.model, "finish", recording)
+    metrics = update_whole(trainer, batch, PpoPolicyLossSpec(), epochs=2, mini_batch_rows=4, seed=3)
+    assert metrics["entropy"] > 0
+    first = seen.index(False)
+    assert seen == [True] * first + [False] * (len(seen) - first)
+    assert 2 <= first < len(seen) / 2
+    seen.clear()
+    update_whole(trainer, batch, POLICY_LOSS, epochs=1, mini_batch_rows=4, seed=3)
+    assert all(seen)
 
 
 def test_outputs_of_a_gradient_pass_are_the_scores_in_the_batchs_order(folder: Path) -> None:

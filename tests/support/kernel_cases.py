@@ -139,7 +139,7 @@ def lost(
         spec: The loss.
         lengths: Completion tokens of each row.
         change: "on policy" has all log-probs alike, "far" some ratios that overflow, "broken" a
-            log-prob that is NaN.
+            log-prob that is NaN; "no entropy" gives none.
     """
     generator = torch.Generator().manual_seed(sum(lengths))
     count = sum(lengths)
@@ -176,15 +176,14 @@ def lost(
     )
     now = logprobs.to(device).requires_grad_()
     entropy = torch.rand(count, generator=generator).to(device).requires_grad_()
-    loss, metrics = make_loss(spec)(
-        ModelOutputs(logprobs_N=now, entropy_N=entropy), batch, LossScale(3 * count + 1.0, 12.0)
-    )
+    outputs = ModelOutputs(logprobs_N=now, entropy_N=None if change == "no entropy" else entropy)
+    loss, metrics = make_loss(spec)(outputs, batch, LossScale(3 * count + 1.0, 12.0))
     (0.7 * loss).backward()
     assert now.grad is not None
     found = {"loss": loss.detach(), "gradient": now.grad}
     if entropy.grad is not None:
         found["gradient of entropy"] = entropy.grad
-    return found | {name: torch.tensor(number) for name, number in metrics.items()}
+    return found | {name: number.detach().double() for name, number in metrics.items()}
 
 
 def estimated(

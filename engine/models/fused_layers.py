@@ -1,0 +1,87 @@
+"""Triton's kernels in the place of what stands between the products of transformers' layers.
+
+Where `kernels/choice.py` says so for a tensor, norms, SwiGLU and rotary positions of the families
+with a plan are one kernel each (`kernels/layers.py`); everywhere else transformers' own code runs.
+
+It is transformers' classes that are changed, not the modules of one model: what cuts layers over
+ranks, has them recomputed, or has them see rounded weights takes the forward pass of a class, in
+whatever order, and so takes this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rolemesh.engine.kernels.choice import triton_serves
+
+_TYPES = frozenset({torch.float32, torch.bfloat16})
+
+
+@functools.cache
+def fuse_layers(family: str) -> None:
+    """Lets a family's layers take the kernels where they serve; once a process.
+
+    Args:
+        family: One of those of `layout/families.py`, by its Hugging Face name.
+    """
+    modeling: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    name = family.capitalize()
+    norm, mlp = getattr(modeling, f"{name}RMSNorm"), getattr(modeling, f"{name}MLP")
+    norm.forward = _norm_forward(norm.forward)
+    mlp.forward = _mlp_forward(mlp.forward)
+    modeling.apply_rotary_pos_emb = _rotary(modeling.apply_rotary_pos_emb)
+
+
+def _serve(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels take these, which lie on one device."""
+    return triton_serves(tensors[0].device) and all(one.dtype in _TYPES for one in tensors)
+
+
+def _norm_forward(reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reference)
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        weight = self.weight
+        if not _serve(hidden_states, weight):
+            return reference(self, hidden_states)
+        from rolemesh.engine.kernels.layers import rms_norm
+
+        return rms_norm(hidden_states, weight, self.variance_epsilon)
+
+    return forward
+
+
+def _mlp_forward(reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reference)
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        # Asked of the input: products may be of a narrower type, which the kernels take, too.
+        if self.config.hidden_act not in ("silu", "swish") or not _serve(x):
+            return reference(self, x)
+        from rolemesh.engine.kernels.layers import swiglu
+
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+def _rotary(reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reference)
+    def apply(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int = 1,
+    ) -> Any:
+        is_whole = unsqueeze_dim == 1 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
+        if not is_whole or not _serve(q, k, cos, sin):
+            return reference(q, k, cos, sin, unsqueeze_dim)
+        from rolemesh.engine.kernels.layers import rotate
+
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    return apply
