@@ -28,6 +28,7 @@ from rolemesh.engine.rollout.requests import (
     RolloutTrajectory,
     completion_budget,
 )
+from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import HfSpec, SamplingSpec
 
 
@@ -89,6 +90,7 @@ class HfBackend(RolloutBackend):
         super().__init__(spec, model_path)
         self._wave_rows = spec.max_num_seqs
         self._device = device or current_device()
+        self._sleep_memory = SleepMemory()
         self._draws_by_counter = self._device.type != "cpu"
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
@@ -323,17 +325,11 @@ class HfBackend(RolloutBackend):
             num_bytes = sum(int(parameter.nbytes) for parameter in self._parameters.values())
             self.drop_weights("the sampler was put to sleep")
             return num_bytes
-        return self._move(torch.device("cpu"))
+        return move_module(self._model, torch.device("cpu"), self._sleep_memory)
 
     def wake(self) -> int:
         """Moves the weights back to the device."""
-        return self._move(self._device)
-
-    def _move(self, device: torch.device) -> int:
-        moved = [p for p in self._model.parameters() if p.device.type != device.type]
-        num_bytes = sum(int(parameter.nbytes) for parameter in moved)
-        self._model.to(device)
-        return num_bytes
+        return move_module(self._model, self._device, self._sleep_memory)
 
     def close(self) -> None:
         """Drops the model."""

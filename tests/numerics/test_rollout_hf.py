@@ -27,11 +27,13 @@ from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
 from rolemesh.engine.data.rows import PromptTooLongError
+from rolemesh.engine.rollout import hf
 from rolemesh.engine.rollout.distribution import sampling_logprobs
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.sleep_memory import SleepMemory
 from rolemesh.engine.specs import HfSpec, SamplingSpec
 
 FLOAT32_LOGPROB = 2e-5
@@ -165,6 +167,24 @@ def test_a_step_reads_tokens_and_logprobs_of_all_rows_in_one_copy(
         if "/rollout/" in place and not place.startswith(("to ", "tensor "))
     }
     assert reads == {"tolist": num_steps}
+
+
+def test_it_sleeps_in_memory_of_its_own_that_is_kept(
+    backend: HfBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = []
+
+    def move(module: torch.nn.Module, device: torch.device, memory: SleepMemory) -> int:
+        assert module is backend._model
+        moves.append((device, memory))
+        return 7
+
+    # What it does, to the bit and with a GPU's streams, is in test_sleep_memory.py.
+    monkeypatch.setattr(hf, "move_module", move)
+    assert [backend.sleep(), backend.wake(), backend.sleep()] == [7, 7, 7]
+    cpu = torch.device("cpu")
+    assert [device for device, _ in moves] == [cpu, backend._device, cpu]
+    assert len({id(memory) for _, memory in moves}) == 1
 
 
 def test_a_stop_token_ends_a_completion_and_belongs_to_it(backend: HfBackend) -> None:
