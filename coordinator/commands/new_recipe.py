@@ -280,7 +280,7 @@ algorithm:
   mini_batch_rows: {max(1, prompts // 2) * SAMPLES_PER_PROMPT}   # an optimizer step: whole groups
 
 actor:
-  model: {{path: {_yaml(model.text)}}}
+  model: {{path: {_yaml(model.text)}{_pass_tokens(model.path, devices)}}}
   optimizer: {{learning_rate: {_learning_rate(model.path)}}}
   rollout: {{type: {sampler}, max_model_len: {lengths.whole}}}   # prompt and completion together
   data:
@@ -307,6 +307,12 @@ def _learning_rate(model: Path) -> str:
     """A rate to begin with: small models bear, and need, larger ones."""
     size = num_parameters(model) or 0
     return "1.0e-3" if size < 10**7 else "1.0e-5" if size < 10**9 else "1.0e-6"
+
+
+def _pass_tokens(model: Path, devices: str) -> str:
+    """Tokens of a pass, where the default leaves a GPU with too little to do."""
+    is_small = 10**7 < (num_parameters(model) or 0) < 2 * 10**9
+    return ", micro_batch_tokens: 16384" if is_small and devices != "cpu" else ""
 
 
 def _sampler(*, is_tiny: bool) -> tuple[str, str]:

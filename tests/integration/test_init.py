@@ -22,6 +22,7 @@ from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 from typer.testing import CliRunner
 
+from rolemesh.coordinator.commands import new_recipe
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.commands.new_recipe import KnownData, Lengths
 from rolemesh.coordinator.recipe.loading import load_recipe
@@ -95,6 +96,32 @@ def test_columns_are_found_and_told(model: Path) -> None:
     assert "held out: nothing" not in output
     # Every section explains itself.
     assert Path("my-recipe.yaml").read_text().count("#") > 10
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "expected"),
+    [
+        (6 * 10**8, '"cuda:0"', 16384),
+        (6 * 10**8, "cpu", 4096),
+        (7 * 10**9, '"cuda:0"', 4096),
+        (None, '"cuda:0"', 4096),
+    ],
+)
+def test_passes_of_a_small_model_on_a_gpu_are_larger(
+    model: Path,
+    size: int | None,
+    devices: str,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(new_recipe, "num_parameters", lambda folder: size)
+    monkeypatch.setattr(new_recipe, "_sampler", lambda is_tiny: ("hf", devices))
+    arguments = ["--model", str(model), "--from", "my.jsonl", "--reward", "rewards.py:f"]
+    ended = CliRunner().invoke(app, ["init", *arguments])
+    assert ended.exit_code == 0, ended.output
+    recipe = load_recipe([Path("my-recipe.yaml")])
+    assert recipe.actor is not None
+    assert recipe.actor.model.micro_batch_tokens == expected
 
 
 def test_model_and_data_of_the_hub_are_named_as_they_are_given(
