@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -283,7 +284,14 @@ def test_recipe_with_a_missing_model_fails_by_its_field(tmp_path: Path) -> None:
 
 
 def test_what_devices_decide_is_shown_for_each_role(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 32, "hidden_size": 4096}')
+    config = {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
     paths = [f"{role}.model.path={tmp_path}" for role in ("actor", "critic", "reference")]
     gpus = "pools={main: {devices: ['cuda:0'], roles: [actor, critic, reference, reward]}}"
 
@@ -296,9 +304,9 @@ def test_what_devices_decide_is_shown_for_each_role(tmp_path: Path) -> None:
     exact = told("actor.model.micro_batch_tokens=4096")
     assert exact.keys() == {"actor", "critic", "reference"}
     assert "rollout.max_num_seqs 256 (a GPU decodes" in exact["actor"]
-    assert "model.recompute full (about 17.0 GiB of activations" in exact["actor"]
+    assert "model.recompute full (about 42.5 GiB of activations" in exact["actor"]
     # 8 layers of 32, and half the tokens.
-    assert "model.recompute none (about 2.1 GiB of activations" in exact["critic"]
+    assert "model.recompute none (about 6.9 GiB of activations" in exact["critic"]
     assert "model.frozen_dtype bfloat16" in exact["reference"]
     assert "model.activations float32 (exact numerics)" in exact["reference"]
     fast = told("run.numerics=fast", "actor.rollout.max_num_seqs=9", "reference.numerics=exact")
