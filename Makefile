@@ -61,8 +61,8 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup tools model judge sums quickstart system-packages test test-slow fuzz test-gpu \
-	first-hour test-kernels test-trackers images sbom audit test-containers format lint type protos \
-	protos-check sdk bench bench-peers check check-slow lock \
+	gpu-minutes gpu-wheels test-kernels test-trackers images sbom audit test-containers format \
+	lint type protos protos-check sdk bench bench-peers check check-slow lock \
 	docs dist
 
 help: ## this list
@@ -139,8 +139,11 @@ test-gpu: ## the tests that need a CUDA device; says so and succeeds where there
 			--import-mode=importlib -ra -m gpu tests/gpu $(ARGS); \
 	fi
 
-first-hour: ## what a person with GPUs runs once and sends back: one JSON report, an hour at most
-	@tests/gpu/first_hour.sh $(ARGS)
+gpu-minutes: ## what a person with a GPU runs once and sends back: nine minutes, one JSON report
+	@tests/gpu/gpu_minutes.sh $(ARGS)
+
+gpu-wheels: ## what a GPU machine without a network lacks, into .gpu-wheels; for gpu-minutes --wheels
+	@$(GPU_PYTHON) tests/gpu/gather_wheels.py .gpu-wheels
 
 # Their packages want older versions of others than ours do: protobuf 6, for which pip finds the
 # gRPC packages only after a long search where nobody names them. sqlalchemy and alembic are what
