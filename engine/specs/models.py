@@ -38,7 +38,8 @@ class ModelSpec(Spec):
     """Keep only the first layers (a cheaper critic). None keeps all."""
     recompute: Literal["none", "selective", "full"] | None = None
     """Activations computed again in the backward pass: none, attention only, whole layers. None:
-    whole layers on a GPU where a micro-batch would keep more than 8 GiB of them, else none."""
+    whole layers on a GPU where a micro-batch would keep more of them than half of what the GPU has
+    left beside weights, gradients and moments; else none."""
     sequence_parallel: bool = False
     """Whether tensor slices (tp of the layout) share the tokens between attention and MLP, so that
     norms and the residual stream take as many times less memory as there are slices. As much is
