@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -24,8 +25,15 @@ needs_reset = pytest.mark.skipif(
 
 
 def hold(num_bytes: int) -> None:
-    """Touches memory, and gives it back to the system (such blocks are mapped for themselves)."""
-    assert np.ones(num_bytes, dtype=np.uint8)[-1]
+    """Touches memory, and gives it back to the system.
+
+    Not malloc's: that may hand out what an earlier test of the process has left resident.
+    """
+    with mmap.mmap(-1, num_bytes) as pages:
+        touched = np.frombuffer(pages, dtype=np.uint8)
+        touched.fill(1)
+        assert touched[-1]
+        del touched
 
 
 def resident() -> int:
