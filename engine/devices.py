@@ -21,6 +21,12 @@ from rolemesh.engine.specs.by_device import Device, DeviceType, cpu_of
 CUDNN_VARIABLE = "ROLEMESH_CUDNN_ATTENTION"
 """Environment variable of a rank: 1 lets torch take cuDNN's attention on a GPU."""
 
+_SAME_BITS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
+"""What cuBLAS and vLLM read when they start, unless the user's environment says otherwise."""
+
+_set_here: set[str] = set()
+"""Those that a run of this process has asked for."""
+
 _assumed: ContextVar[str | None] = ContextVar("assumed_device_kind", default=None)
 _assumed_bytes: ContextVar[int | None] = ContextVar("assumed_device_bytes", default=None)
 
@@ -58,11 +64,16 @@ def be_deterministic(device: torch.device, wanted: bool) -> None:
     if device.type != "cuda":
         return
     torch.use_deterministic_algorithms(wanted)
+    for name, value in _SAME_BITS.items():
+        if wanted and name not in os.environ:
+            os.environ[name] = value
+            _set_here.add(name)
+        elif not wanted and name in _set_here:
+            # The next run of this process must not pay for the one before.
+            _set_here.remove(name)
+            os.environ.pop(name, None)
     # Memory that is written to at once need not be filled first.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
 
 
 def current_device() -> torch.device:

@@ -349,6 +349,35 @@ async def test_a_checkpoint_that_is_newer_than_the_cut_is_what_a_run_goes_back_t
     assert learnt(tmp_path / "killed") == expected
 
 
+async def test_a_newer_checkpoint_that_is_damaged_does_not_cost_the_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await undisturbed(tmp_path / "undisturbed")
+    monkeypatch.setattr(CutPace, "of", lambda recipe, tell: every_third_step())
+    store, recorder, folder = MemoryStateStore(), Recorder(), tmp_path / "killed"
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = recovering_run(mesh, folder, store, observer=recorder)
+        gate = mesh.roles["reward"].gates["ComputeReward 2"] = asyncio.Event()
+        update = mesh.roles["actor"].gates["Update 3"] = asyncio.Event()
+        task = asyncio.create_task(run.execute())
+        await until(lambda: any(call.step == 2 for call in mesh.of("reward.ComputeReward")))
+        await store.append_entry(run.run_id, RunStream.CHECKPOINT_WISHES, b"a wish")
+        gate.set()
+        await until(lambda: any(call.step == 3 for call in mesh.of("actor.Update")))
+        # The only checkpoint, of a step that has no cut; the cut is of the step before.
+        assert committed_steps(folder / "checkpoints") == [2]
+        (folder / "checkpoints/step-00000002/actor/weight.json").write_text("torn")
+        await mesh.roles["critic"].stop()
+        run.service_lost("critic", "critic was killed by signal 9")
+        update.set()
+        mesh.roles["actor"].gates.clear()
+        summary = await task
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+    assert learnt(folder) == expected
+    assert [one.lost_steps for one in summary.recoveries] == [1]
+    assert any("checkpoint of step 2 cannot be used" in event for event in recorder.events)
+
+
 async def test_a_failed_run_saves_the_newest_step_that_has_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

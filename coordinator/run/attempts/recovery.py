@@ -168,10 +168,12 @@ async def go_back(
         return 0
     # Later ones are of a step that was not committed.
     left = max((cut for cut in await cuts.known() if cut <= progress.step), default=None)
-    if left is not None and not any(left < one <= progress.step for one in checkpoints.committed()):
+    step = None
+    if left is None or any(left < one <= progress.step for one in checkpoints.committed()):
+        step = await checkpoints.load_newest(progress.step, observer.on_event, after=left)
+    if step is None and left is not None:
         await cuts.restore(left)
         return left
-    step = await checkpoints.load_newest(progress.step, observer.on_event)
     if step is None:
         if progress.step:
             observer.on_event(

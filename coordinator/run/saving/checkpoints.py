@@ -120,7 +120,9 @@ class Checkpoints:
         there = committed_steps(self.directory)
         return [step for step in there if not marker_damage(self.directory, step)]
 
-    async def load_newest(self, step: int, tell: Callable[[str], None]) -> int | None:
+    async def load_newest(
+        self, step: int, tell: Callable[[str], None], *, after: int | None = None
+    ) -> int | None:
         """Brings every trained role to the newest checkpoint that can be used.
 
         Those that cannot be used are told of. They are set aside where an older one takes their
@@ -129,17 +131,21 @@ class Checkpoints:
         Args:
             step: The newest that counts: later ones belong to a lineage that has ended.
             tell: Is told what cannot be used.
+            after: Step of a state that the run can go back to otherwise: only newer ones are taken.
 
         Returns:
-            Its step; None where there is no checkpoint.
+            Its step; None where there is no checkpoint, or with `after` none that can be used.
 
         Raises:
-            NoWholeCheckpointError: There are some, and none can be used; all stay as they are.
+            NoWholeCheckpointError: There are some, none can be used, and nothing else is left; all
+                stay as they are.
             RolemeshError: A role failed.
         """
         refused: dict[int, str] = {}
         found: int | None = None
         for known in reversed(committed_steps(self.directory)):
+            if after is not None and known <= after:
+                break
             why = marker_damage(self.directory, known)
             if not why and known > step:
                 continue
@@ -149,7 +155,7 @@ class Checkpoints:
                 break
             refused[known] = why
             tell(f"the checkpoint of step {known} cannot be used, and is left out: {why}")
-        if refused and found is None:
+        if refused and found is None and after is None:
             raise NoWholeCheckpointError(self.directory.parent, refused)
         for known in refused:
             tell(f"what is left of it stays in {set_aside(self.directory, known)}")

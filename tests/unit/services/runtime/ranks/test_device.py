@@ -73,11 +73,19 @@ def test_a_gpu_computes_the_same_bits_where_a_run_asks_for_them(
         assert [os.environ.get(name) for name in names] == (
             [":4096:8", "1"] if wanted else [None, None]
         )
+        be_deterministic(torch.device("cuda", 0), False)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert [os.environ.get(name) for name in names] == [None, None]
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        be_deterministic(torch.device("cuda", 0), True)
+        be_deterministic(torch.device("cuda", 0), False)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "the user's own stays"
+        be_deterministic(torch.device("cuda", 0), wanted)
         # A CPU is left as it is.
         be_deterministic(torch.device("cpu"), not wanted)
         assert torch.are_deterministic_algorithms_enabled() is wanted
     finally:
-        torch.use_deterministic_algorithms(False)
+        be_deterministic(torch.device("cuda", 0), False)
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
