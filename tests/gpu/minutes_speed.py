@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import statistics
@@ -71,6 +72,9 @@ def speed_fixed(found: Found) -> None:
     settings: dict[str, Any] = {}
     profiles: dict[str, Any] = {}
     for name, setting in SETTINGS.items():
+        if name == FUSED and importlib.util.find_spec("triton") is None:
+            settings[name] = {"skipped": "Triton is not installed"}
+            continue
         drop_memory()
         os.environ[KERNELS_VARIABLE] = setting.get("kernels", "torch")
         try:

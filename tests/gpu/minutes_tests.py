@@ -9,7 +9,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-from minutes_tools import IS_REHEARSAL, REPOSITORY, Found, Skip, scratch
+from minutes_tools import IS_REHEARSAL, REPOSITORY, Found, Skip, needs, scratch
 
 
 def tests_trainer(found: Found) -> None:
@@ -35,6 +35,7 @@ def tests_services(found: Found) -> None:
 
 def tests_kernels(found: Found) -> None:
     """Triton's kernels and FlexAttention against their references, over many cases."""
+    needs("triton")
     run_tests(found, "test_kernels_cuda", "test_fused_cuda")
 
 
