@@ -154,6 +154,8 @@ async def test_a_kill_while_a_checkpoint_is_written_costs_neither_step_nor_check
         assert committed_steps(directory / "checkpoints") == []
         await mesh.roles[victim].stop()
         run.service_lost(victim, f"{victim} was killed by signal 9")
+        # Before that the critic could still write its part, and the checkpoint would be whole.
+        await until(lambda: mesh.restarted == [victim])
         gate.set()
         mesh.roles["critic"].gates.clear()
         summary = await task
@@ -179,6 +181,8 @@ async def test_where_the_cut_is_gone_too_the_next_attempt_saves_its_newest_step(
         del mesh.cuts["critic"][2]
         await mesh.roles["critic"].stop()
         run.service_lost("critic", "critic was killed by signal 9")
+        # Before that the critic could still write its part, and the checkpoint would be whole.
+        await until(lambda: mesh.restarted == ["critic"])
         gate.set()
         mesh.roles["critic"].gates.clear()
         summary = await task

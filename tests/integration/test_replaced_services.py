@@ -172,16 +172,20 @@ async def test_a_service_that_ends_before_it_releases_a_step_is_replaced(tmp_pat
 
 
 async def test_a_service_that_ends_during_the_export_is_left_alone(tmp_path: Path) -> None:
+    recorder = Recorder()
     async with fake_mesh(has_cuts=True) as mesh:
         gate = mesh.roles["actor"].gates["Export"] = asyncio.Event()
-        run = run_of(mesh, tmp_path)
+        run = run_of(mesh, tmp_path, observer=recorder)
         task = asyncio.create_task(run.execute())
         await until(lambda: "actor.Export" in mesh.running)
         await mesh.roles["reward"].stop()
+        run.service_lost("reward", "reward was killed by signal 9")
         gate.set()
         summary = await task
+        assert mesh.restarted == []
     assert (summary.state, summary.recoveries) == (RunState.SUCCEEDED, ())
     assert {call.key[1] for call in mesh.calls} == {1}
+    assert any("the export does without it" in text for text in recorder.events)
 
 
 async def test_each_replacement_has_a_key_of_its_own(tmp_path: Path) -> None:

@@ -55,7 +55,11 @@ class Replacements:
         return bool(self._tasks)
 
     def take(self, service: str, reason: str) -> bool:
-        """Begins to replace a service that is lost; False where that ends the attempt."""
+        """Begins to replace a service that is lost, if it is still needed.
+
+        Returns:
+            False where the loss ends the attempt.
+        """
         if service in self._starting:
             return True  # more news of the same loss
         if service not in self._attempt.mesh.replaceable or service in self._tasks:
@@ -64,6 +68,10 @@ class Replacements:
             return False  # the next attempt begins with those that are there
         loop, error = self._attempt.loop, ServiceLostError(service, reason, "")
         assert isinstance(loop, TrainingLoop)
+        if loop.is_exporting:
+            self._starting.add(service)
+            self._attempt.parts.observer.on_event(f"{told_of(error)}; the export does without it")
+            return True
         pause_s = self._budget.pause_s(error, loop.step, replaced=service)
         if pause_s is None:
             return False

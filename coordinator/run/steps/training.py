@@ -117,6 +117,8 @@ class TrainingLoop(RunLoop):
             best=self._best.step,
             phase=self._phase,
         )
+        self.is_exporting = False
+        """Whether all steps are made, so that only the trained roles are read from here on."""
         self._first: FirstStep | None = None
         """Watches the calls of the first step that this attempt makes."""
         self._is_first = True
@@ -434,6 +436,7 @@ class TrainingLoop(RunLoop):
         self.step_in_progress = None
 
     async def _export(self) -> None:
+        self.is_exporting = True
         role = "actor" if "actor" in self._mesh.connections else "reward"
         trained, target = self._mesh.connections[role], self.parts.directory / "model"
         key = self._journal.next_key(self.step, f"{role}.export")
