@@ -8,7 +8,7 @@ VocabParallelEmbedding).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rolemesh.engine.layout.families import (
     EMBEDDING,
@@ -45,9 +45,13 @@ _FUSED = {
 
 
 def train_layout(
-    shape: DecoderShape, layout: TrainLayout, dtype: DtypeName = "float32"
+    shape: DecoderShape,
+    layout: TrainLayout,
+    dtype: DtypeName = "float32",
+    *,
+    trained_only: bool = False,
 ) -> WeightLayout:
-    """What each rank holds while it trains.
+    """What each rank holds while it trains: all parameters, or those that training changes.
 
     Each stage's tensors are cut into tensor slices (`slice_box`; the vocabulary without padding),
     then FSDP2's way: dimension 0 of the slice in chunks of ceil(rows / fsdp), so that the last
@@ -58,6 +62,7 @@ def train_layout(
         shape: The model.
         layout: Ranks.
         dtype: Element type of the tensors and of the manifest.
+        trained_only: Whether frozen parameters are left out; see `DecoderShape.trains`.
 
     Returns:
         Rank r of it is the layout's rank r; tensors have Hugging Face names (a tied projection on
@@ -68,10 +73,12 @@ def train_layout(
     """
     check_layout(shape, layout)
     # Replicas share one shard.
-    shard_at = functools.cache(functools.partial(_train_shard, shape, layout))
+    trains = shape.trains if trained_only else lambda _: True
+    shard_at = functools.cache(functools.partial(_train_shard, shape, layout, trains))
     places = map(layout.coordinates, range(layout.world_size))
     ranks = tuple(shard_at(at.pp, at.tp, at.dp % layout.fsdp) for at in places)
-    return WeightLayout(shape.manifest(dtype), ranks, dtype)
+    manifest = shape.trained_manifest(dtype) if trained_only else shape.manifest(dtype)
+    return WeightLayout(manifest, ranks, dtype)
 
 
 def generate_layers(shape: DecoderShape, layout: HybridLayout, *, pp: int) -> range:
@@ -142,10 +149,17 @@ def whole_layout(manifest: Manifest, ranks: int = 1) -> WeightLayout:
 
 
 def _train_shard(
-    shape: DecoderShape, layout: TrainLayout, pp: int, tp: int, chunk: int
+    shape: DecoderShape,
+    layout: TrainLayout,
+    is_held: Callable[[str], bool],
+    pp: int,
+    tp: int,
+    chunk: int,
 ) -> RankShard:
     pieces, shapes = [], {}
     for tensor, parameter in stage_tensors(shape, pp=pp, size=layout.pp):
+        if not is_held(parameter):
+            continue
         (start, stop), *others = slice_box(shape, parameter, tp=tp, size=layout.tp)
         rows = -(-(stop - start) // layout.fsdp)
         box: Box = (

@@ -8,10 +8,17 @@ vocabulary in padded blocks as vLLM does; stages are runs of layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
+from rolemesh.engine.layout.adapters import (
+    AdapterShape,
+    check_rank,
+    chosen_targets,
+    is_factor,
+    split_factor,
+)
 from rolemesh.engine.layout.manifest import Box, DtypeName, Manifest, Parameter
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 
@@ -58,6 +65,9 @@ _LAYER_CUTS: dict[str, Cut] = {
     "post_attention_layernorm.weight": "whole",
 }
 
+_MATRICES = tuple(name for name in _LAYER_CUTS if name.endswith("_proj.weight"))
+"""Those that can have an adapter."""
+
 _OUTER_CUTS: dict[str, Cut] = {
     EMBEDDING: "vocab",
     NORM: "whole",
@@ -102,6 +112,8 @@ class DecoderShape:
     """Rows of a score head."""
     has_head_bias: bool = False
     """The score head has a bias."""
+    adapter: AdapterShape | None = None
+    """Factors beside some matrices. With them all else is frozen, but for a score head."""
 
     @classmethod
     def from_config(
@@ -179,6 +191,28 @@ class DecoderShape:
             for name, _ in stage_tensors(self, pp=0, size=1)
         }
 
+    def trained_manifest(self, dtype: DtypeName) -> Manifest:
+        """The parameters that training changes: all, or with an adapter those of `trains`."""
+        return {name: one for name, one in self.manifest(dtype).items() if self.trains(name)}
+
+    def trains(self, name: str) -> bool:
+        """Whether training changes a parameter: with an adapter its factors and a score head."""
+        is_head = self.head == "score" and name.startswith("score.")
+        return self.adapter is None or is_head or is_factor(name)
+
+    def with_adapter(self, rank: int, targets: Literal["all_linear"] | Sequence[str]) -> Self:
+        """The same decoder with an adapter.
+
+        Raises:
+            ValueError: It has no such matrix, or one that is too small for the rank.
+        """
+        matrices = [name.removesuffix(".weight") for name in _layer_suffixes(self, _MATRICES)]
+        chosen = chosen_targets(targets, matrices)
+        for module in chosen:
+            rows, columns = parameter_shape(self, f"model.layers.0.{module}.weight")
+            check_rank(rank, module, (rows, columns))
+        return replace(self, adapter=AdapterShape(rank, chosen))
+
 
 _KV_HEADS: dict[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
 """Families that have a plan, and num_key_value_heads where a config.json says nothing (None: as
@@ -232,7 +266,7 @@ def cut_of(name: str) -> Cut:
         UnsupportedFamilyError: No family here has such a parameter.
     """
     match = _LAYER.fullmatch(name)
-    cut = _LAYER_CUTS.get(match[2]) if match else _OUTER_CUTS.get(name)
+    cut = _cut_in_layer(match[2]) if match else _OUTER_CUTS.get(name)
     if cut is None:
         raise UnsupportedFamilyError(
             f"parameter {name!r} belongs to none of {', '.join(_KV_HEADS)}: give the layout pp=1, "
@@ -241,8 +275,26 @@ def cut_of(name: str) -> Cut:
     return cut
 
 
+def _cut_in_layer(suffix: str) -> Cut | None:
+    """Of a parameter of a layer; a factor is cut on the side on which its matrix is."""
+    split = split_factor(suffix)
+    if split is None:
+        return _LAYER_CUTS.get(suffix)
+    module, factor = split
+    cut = _LAYER_CUTS.get(f"{module}.weight")
+    if cut is None or (cut == "columns") == (factor == "A"):
+        return cut
+    return "whole"
+
+
 def parameter_shape(shape: DecoderShape, name: str) -> tuple[int, ...]:
     """Global shape of a parameter, vocabulary not padded."""
+    split = split_factor(name)
+    if split is not None:
+        if shape.adapter is None:
+            raise ValueError(f"parameter {name!r} is a factor, but the shape has no adapter")
+        height, width = parameter_shape(shape, f"{split[0]}.weight")
+        return (shape.adapter.rank, width) if split[1] == "A" else (height, shape.adapter.rank)
     match = _LAYER.fullmatch(name)
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -329,6 +381,7 @@ def stage_tensors(shape: DecoderShape, *, pp: int, size: int) -> tuple[tuple[str
     layers = stage_layers(shape, pp=pp, size=size)
     tensors = [(EMBEDDING, EMBEDDING)] if pp == 0 else []
     tensors += [(name, name) for name in layer_parameters(shape, layers)]
+    tensors += [(name, name) for name in layer_factors(shape, layers)]
     if pp == size - 1:
         tensors += [(name, name) for name in (NORM, *_head_names(shape))]
         if shape.is_tied and size > 1:
@@ -337,12 +390,24 @@ def stage_tensors(shape: DecoderShape, *, pp: int, size: int) -> tuple[tuple[str
 
 
 def layer_parameters(shape: DecoderShape, layers: range) -> tuple[str, ...]:
-    """Names of the parameters of these layers, in model order."""
-    suffixes = _layer_suffixes(shape)
+    """Names of the parameters of these layers, in model order, without factors of adapters."""
+    suffixes = _layer_suffixes(shape, _LAYER_CUTS)
     return tuple(f"model.layers.{layer}.{suffix}" for layer in layers for suffix in suffixes)
 
 
-def _layer_suffixes(shape: DecoderShape) -> tuple[str, ...]:
+def layer_factors(shape: DecoderShape, layers: range) -> tuple[str, ...]:
+    """Names of the adapter's factors in these layers, in model order; none without an adapter."""
+    if shape.adapter is None:
+        return ()
+    return tuple(
+        f"model.layers.{layer}.{name}"
+        for layer in layers
+        for module in shape.adapter.targets
+        for name in shape.adapter.factors_of(module)
+    )
+
+
+def _layer_suffixes(shape: DecoderShape, suffixes: Iterable[str]) -> tuple[str, ...]:
     absent = set()
     if not shape.has_qkv_bias:
         absent |= {f"self_attn.{name}_proj.bias" for name in "qkv"}
@@ -352,7 +417,7 @@ def _layer_suffixes(shape: DecoderShape) -> tuple[str, ...]:
         absent |= {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
     if not shape.has_qk_norm:
         absent |= {f"self_attn.{name}_norm.weight" for name in "qk"}
-    return tuple(suffix for suffix in _LAYER_CUTS if suffix not in absent)
+    return tuple(suffix for suffix in suffixes if suffix not in absent)
 
 
 def _head_names(shape: DecoderShape) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ class CausalLm(Decoder):
             # sampler's activations are bfloat16 there too.
             self._round_layers(trainable, narrow_gradients=True)
             self.autocasts = False
-        self.lm.requires_grad_(trainable)
+        self.freeze(trainable=trainable)
 
     @property
     def vocabulary_VD(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.devices import device_of, kind_of, memory_left
 from rolemesh.engine.kernels.choice import triton_serves
+from rolemesh.engine.layout.adapters import is_factor
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
@@ -23,6 +24,7 @@ from rolemesh.engine.layout.families import (
     UnsupportedFamilyError,
     check_layout,
 )
+from rolemesh.engine.models.adapters import attach, with_adapter
 from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.fused_layers import fuse_layers
 from rolemesh.engine.models.recompute import apply_recompute
@@ -33,6 +35,7 @@ from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.packing.tree_packing import SharingCost
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.data_parallel import local_part
+from rolemesh.engine.parallel.low_rank import Factor
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.tensor_parallel import partial_gradients
@@ -44,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _STATE_BYTES = 16
 """Of a parameter that is trained: it, its gradient and two moments, in float32."""
+_FROZEN_BYTES = 4
+"""Of one beneath an adapter, at most."""
 
 
 class Decoder(nn.Module):
@@ -96,6 +101,8 @@ class Decoder(nn.Module):
         self.mesh = mesh
         self.shape: DecoderShape | None = _shape(auto_class, config, mesh)
         """Sizes of the whole model; None for a family without a plan."""
+        if self.shape is not None and spec.adapter is not None:
+            self.shape = with_adapter(self.shape, spec.adapter)
         self.missing: frozenset[str]
         """Parameters of this rank that the folder lacked."""
         machine = device_of(kind_of(self.device))
@@ -107,6 +114,7 @@ class Decoder(nn.Module):
             trains=trainable,
             room_bytes=self._room_bytes() if trainable else None,
         )
+        adapter = spec.adapter
         self.shares_tokens = mesh.tp.size > 1 and spec.sequence_parallel
         """Whether each tensor slice holds only its share of the tokens between its blocks."""
         if self.shape is not None and triton_serves(self.device):
@@ -116,7 +124,7 @@ class Decoder(nn.Module):
             check_layout(self.shape, mesh.layout)
             self.lm, self.missing = load_shard(
                 auto_class,
-                spec.path,
+                spec,
                 config=config,
                 shape=self.shape,
                 mesh=mesh,
@@ -125,6 +133,8 @@ class Decoder(nn.Module):
             )
         else:
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
+            if adapter is not None:
+                self.missing -= attach(self.lm, adapter)
         self.multiplies_in_float32 = (
             spec.compute_dtype == "bfloat16" and not machine.multiplies_bfloat16
         )
@@ -142,9 +152,9 @@ class Decoder(nn.Module):
         if trainable:
             apply_recompute(self.lm, choices["recompute"].value)
             # On a GPU sums of rows have no fixed order, and the table is no more than memory.
-            if mesh.fsdp.size == 1 and kind_of(self.device) == "cpu":
+            if adapter is None and mesh.fsdp.size == 1 and kind_of(self.device) == "cpu":
                 _spare_dense_gradient(self.lm)
-        elif choices["frozen_dtype"].value == "bfloat16":
+        if "frozen_dtype" in choices and choices["frozen_dtype"].value == "bfloat16":
             self._hold_in_bfloat16()
         if self.is_narrow:
             narrow_layers(self.lm.base_model, narrow_products=not self.multiplies_in_float32)
@@ -171,11 +181,13 @@ class Decoder(nn.Module):
         left = memory_left(self.device)
         if left is None or self.shape is None:
             return None
-        elements = sum(
-            math.prod(parameter.shape) for parameter in self.shape.manifest("float32").values()
+        state_bytes = sum(
+            math.prod(parameter.shape)
+            * (_STATE_BYTES if self.shape.trains(name) else _FROZEN_BYTES)
+            for name, parameter in self.shape.manifest("float32").items()
         )
         ranks = self.mesh.tp.size * self.mesh.pp.size * self.mesh.fsdp.size
-        room = left - _STATE_BYTES * elements // ranks
+        room = left - state_bytes // ranks
         if maker_without_values() is not None:
             return room
         _, rooms = Peers.of(self.mesh.world, self.device).agree(lambda: (None, room))
@@ -186,8 +198,9 @@ class Decoder(nn.Module):
         """Makes the layers compute with weights rounded to bfloat16, and float32 activations."""
         layers = self.lm.base_model
         is_wide = all(weight.dtype == torch.float32 for weight in layers.parameters())
+        is_frozen = not trainable or (self.spec.adapter is not None and not narrow_gradients)
         # Parts that a data axis cuts are read later, and gathered for each pass.
-        if is_wide and not trainable and self.mesh.fsdp.size == 1:
+        if is_wide and is_frozen and self.mesh.fsdp.size == 1:
             round_for_good(layers)
         else:
             round_weights(layers, narrow_gradients=narrow_gradients)
@@ -201,8 +214,11 @@ class Decoder(nn.Module):
             return
         output = self.lm.get_output_embeddings()
         parts = [self.lm.base_model] if output is None else [self.lm.base_model, output]
+        factors = {
+            id(one.weight) for one in self.lm.base_model.modules() if isinstance(one, Factor)
+        }
         for weight in {weight for part in parts for weight in part.parameters()}:
-            if weight.dim() > 1:
+            if weight.dim() > 1 and id(weight) not in factors:
                 weight.data = weight.data.bfloat16()
         embedding = self.lm.base_model.embed_tokens
         if embedding is not None:
@@ -224,7 +240,7 @@ class Decoder(nn.Module):
             return
         assert self.shape is not None  # more than one rank only with a plan
         parts = {name: local_part(weight.detach()) for name, weight in self.named_weights()}
-        read_parts(parts, self.spec.path, shape=self.shape, mesh=self.mesh)
+        read_parts(parts, self.spec, shape=self.shape, mesh=self.mesh)
 
     def share_prefixes(self) -> None:
         """Lets rows share the tokens with which they begin alike, unless the spec forbids it.
@@ -297,11 +313,28 @@ class Decoder(nn.Module):
                 weight,
             )
 
+    def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of `named_weights` that training changes: with an adapter few, else all."""
+        for name, weight in self.named_weights():
+            if self.trains(name):
+                yield name, weight
+
+    def trains(self, name: str) -> bool:
+        """Whether training changes a parameter of a model that is trained."""
+        if self.shape is not None:
+            return self.shape.trains(name)
+        return self.spec.adapter is None or is_factor(name) or name.startswith("score.")
+
+    def freeze(self, *, trainable: bool) -> None:
+        """Says of which parameters gradients are asked: of none, or of the trained ones."""
+        for name, weight in self.named_weights():
+            weight.requires_grad_(trainable and self.trains(name))
+
     def partial_gradients(self) -> dict[str, int]:
         """Weights whose gradient is this slice's share of a sum; see `tensor_parallel`."""
         if self.shape is None:
             return {}
-        names = [name for name, _ in self.named_weights()]
+        names = [name for name, _ in self.trained_weights()]
         return partial_gradients(names, self.shape, self.mesh.tp, shares_tokens=self.shares_tokens)
 
     def tied_weight(self) -> str | None:

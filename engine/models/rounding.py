@@ -1,5 +1,7 @@
 """Forward passes with bfloat16 weights: activations in float32 ("exact"), or in bfloat16 ("fast").
 
+Factors of adapters are not rounded with float32 activations: samplers add them as float32, too.
+
 Where activations are rounded to bfloat16, two programs that round in the same places still
 disagree: a difference of 1e-8 flips some roundings, each flip is a whole bfloat16 step and flips
 more, and after the 30 layers of SmolLM2-135M log-probs differ by 0.02, as much as each differs
@@ -24,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rolemesh.engine.parallel.low_rank import Factor, adapted
 from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
@@ -47,8 +50,10 @@ def round_for_good(model: nn.Module) -> None:
 
     In place. It then computes what `round_weights` makes it compute, and no pass rounds anything.
     """
-    for weight in model.parameters():
-        weight.data = weight.data.bfloat16().to(weight.dtype)
+    for module in model.modules():
+        if not isinstance(module, Factor):
+            for weight in module.parameters(recurse=False):
+                weight.data = weight.data.bfloat16().to(weight.dtype)
 
 
 def narrow_layers(model: nn.Module, *, narrow_products: bool = True) -> None:
@@ -113,7 +118,9 @@ class _RoundedProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         # The weight itself, not its rounded copy: what gathers cut weights for a pass frees it
         # between forward and backward, and copies of all layers would stay.
-        ctx.save_for_backward(x.to(factors), weight)
+        # A frozen weight, of which no gradient is asked, needs no input either.
+        ctx.factors = factors
+        ctx.save_for_backward(x.to(factors) if ctx.needs_input_grad[1] else None, weight)
         return functional.linear(x, weight.bfloat16().float())
 
     @staticmethod
@@ -122,8 +129,8 @@ class _RoundedProduct(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, _ = ctx.needs_input_grad
-        factor = gradient.to(x.dtype)
-        grad_x = (factor @ weight.bfloat16().to(x.dtype)).float() if need_x else None
+        factor = gradient.to(ctx.factors)
+        grad_x = (factor @ weight.bfloat16().to(ctx.factors)).float() if need_x else None
         grad_weight = (
             (factor.flatten(0, -2).t() @ x.flatten(0, -2)).float() if need_weight else None
         )
@@ -134,6 +141,8 @@ def _see_weights(model: nn.Module, view: _Map, linear: Callable[[nn.Linear], _Ma
     """Makes the modules of a model compute with a view of their weights, in place."""
     for module in model.modules():
         patched: Any = module
+        if isinstance(module, Factor):
+            continue
         if isinstance(module, nn.Linear):
             patched.forward = linear(module)
         elif isinstance(module, nn.Embedding):
@@ -145,6 +154,7 @@ def _see_weights(model: nn.Module, view: _Map, linear: Callable[[nn.Linear], _Ma
 def _linear(module: nn.Linear, narrow_gradients: bool) -> _Map:
     def forward(x: torch.Tensor) -> torch.Tensor:
         product = rounded_product(x, module.weight, narrow_gradients=narrow_gradients)
+        product = adapted(module, x, product)
         if isinstance(module, RowParallelLinear):
             product = module.summed(product)
         return product if module.bias is None else product + rounded(module.bias)
@@ -163,8 +173,9 @@ def _narrow_linear(module: nn.Linear, products: torch.dtype) -> _Map:
         factor, weight = x.bfloat16().to(products), module.weight.bfloat16().to(products)
         if not isinstance(module, RowParallelLinear):
             wide_bias = None if bias is None else bias.to(products)
-            return functional.linear(factor, weight, wide_bias).bfloat16()
-        product = functional.linear(factor, weight).bfloat16()
+            product = functional.linear(factor, weight, wide_bias)
+            return adapted(module, factor, product).bfloat16()
+        product = adapted(module, factor, functional.linear(factor, weight)).bfloat16()
         product = module.summed(product, in_own_type=True)
         return product if bias is None else product + bias
 

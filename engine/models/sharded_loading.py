@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rolemesh.engine.layout.boxes import train_layout
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, slice_box, stage_tensors
 from rolemesh.engine.layout.manifest import Box
 from rolemesh.engine.model_files import INDEX_FILE, WEIGHTS_FILE, ModelFolderError
+from rolemesh.engine.models.adapters import AdapterValues, attach_empty
 from rolemesh.engine.models.folder import (
     MakeEmpty,
     maker_without_values,
@@ -23,6 +24,7 @@ from rolemesh.engine.models.folder import (
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name, keep_stage, stage_config
 from rolemesh.engine.parallel.tensor_parallel import cut_tensors, set_parameter
+from rolemesh.engine.specs import ModelSpec
 
 
 class FolderTensors:
@@ -105,18 +107,51 @@ class EmptyTensors:
         return self._make_empty([stop - start for start, stop in box])
 
 
+class _AdaptedTensors:
+    """Those of a folder, and beside them what an adapter begins with."""
+
+    def __init__(self, folder: FolderTensors, values: AdapterValues, shape: DecoderShape) -> None:
+        self._folder = folder
+        self._values = values
+        self._shape = shape
+
+    def stored_name(self, name: str) -> str | None:
+        """Where it is the adapter's, the parameter's own name."""
+        return name if self._values.has(name) else self._folder.stored_name(name)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of the whole tensor; of an adapter's, what it must be."""
+        if self._values.has(key):
+            return parameter_shape(self._shape, key)
+        return self._folder.shape(key)
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """A box, float32, in memory of its own."""
+        if self._values.has(key):
+            return self._values.read(key, parameter_shape(self._shape, key), box)
+        return self._folder.read(key, box)
+
+
+@contextmanager
 def _open(
-    folder: Path, shape: DecoderShape
-) -> AbstractContextManager[FolderTensors | EmptyTensors]:
+    spec: ModelSpec, shape: DecoderShape
+) -> Iterator[FolderTensors | EmptyTensors | _AdaptedTensors]:
     make_empty = maker_without_values()
-    if make_empty is None:
-        return FolderTensors(folder)
-    return nullcontext(EmptyTensors(shape, make_empty))
+    if make_empty is not None:
+        yield EmptyTensors(shape, make_empty)
+        return
+    with FolderTensors(spec.path) as folder:
+        if spec.adapter is None:
+            yield folder
+            return
+        values = AdapterValues(spec.adapter)
+        values.refuse_others(shape.trained_manifest("float32"))
+        yield _AdaptedTensors(folder, values, shape)
 
 
 def load_shard(
     auto_class: Any,
-    folder: Path,
+    spec: ModelSpec,
     *,
     config: Any,
     shape: DecoderShape,
@@ -128,9 +163,9 @@ def load_shard(
 
     Args:
         auto_class: e.g. transformers.AutoModelForCausalLM.
-        folder: With safetensors.
+        spec: Of a folder with safetensors, and maybe of an adapter.
         config: Of the whole model.
-        shape: Sizes of the whole model; `check_layout` has passed.
+        shape: Sizes of the whole model, with the adapter; `check_layout` has passed.
         mesh: The rank's place.
         may_miss: Prefixes of parameters that the folder may lack; they become zeros.
         shares_tokens: See `cut_tensors`.
@@ -155,6 +190,8 @@ def load_shard(
     base.rotary_emb = type(base.rotary_emb)(config=base.config)
     keep_stage(lm, shape, mesh.pp)
     cut_tensors(lm, shape, mesh.tp, shares_tokens=shares_tokens)
+    if spec.adapter is not None:
+        attach_empty(lm, spec.adapter, shape)
 
     parameters = dict(stage_tensors(shape, pp=mesh.pp.index, size=mesh.pp.size))
     local_names = {global_name(name, shape, mesh.pp): name for name, _ in lm.named_parameters()}
@@ -163,7 +200,8 @@ def load_shard(
             f"{type(lm).__name__} and the plan of {shape.family} differ in "
             f"{sorted(local_names.keys() ^ parameters.keys())}"
         )
-    with _open(folder, shape) as tensors:
+    folder = spec.path
+    with _open(spec, shape) as tensors:
         keys = {name: tensors.stored_name(parameter) for name, parameter in parameters.items()}
         missing = frozenset(name for name, key in keys.items() if key is None)
         refuse_missing(missing, may_miss, folder, type(lm).__name__)
@@ -192,19 +230,19 @@ def load_shard(
 
 @torch.no_grad()
 def read_parts(
-    parts: Mapping[str, torch.Tensor], folder: Path, *, shape: DecoderShape, mesh: RankMesh
+    parts: Mapping[str, torch.Tensor], spec: ModelSpec, *, shape: DecoderShape, mesh: RankMesh
 ) -> None:
     """Fills what this rank holds of each parameter after the data axis has cut them, in place.
 
     Args:
         parts: This rank's, by Hugging Face name, float32, shaped as `layout.boxes.train_layout`
             says; some may be empty.
-        folder: From which `load_shard` made the model.
+        spec: Of which `load_shard` made the model.
         shape: Sizes of the whole model.
         mesh: The rank's place.
     """
     shard = train_layout(shape, mesh.layout.train).ranks[mesh.rank]
-    with _open(folder, shape) as tensors:
+    with _open(spec, shape) as tensors:
         for piece in shard.pieces:
             key = tensors.stored_name(piece.parameter)
             if key is None:  # one that may be missing

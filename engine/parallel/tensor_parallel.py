@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from rolemesh.engine.layout.adapters import is_factor
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     DecoderShape,
@@ -27,6 +28,7 @@ from rolemesh.engine.layout.families import (
     replica_ranks_of_kv,
     slice_box,
 )
+from rolemesh.engine.parallel.low_rank import adapted
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.parallel.token_shares import gather_to_slices, sum_to_shares, take_share
 
@@ -129,7 +131,7 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Projects floating [B, T, columns of this slice] to what `summed` gives."""
-        output = self.summed(functional.linear(input, self.weight))
+        output = self.summed(adapted(self, input, functional.linear(input, self.weight)))
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def summed(self, part_BTD: torch.Tensor, *, in_own_type: bool = False) -> torch.Tensor:
@@ -248,9 +250,10 @@ def partial_gradients(
     """Parameters whose gradient, after backward, is a rank's own share of a sum.
 
     Norms of queries and keys see each slice's own heads; a key-value head that several slices hold
-    gets the gradients of each one's queries. Where slices share the tokens, what every slice holds
-    whole sees each one's own tokens, but for a score head, which sees all. All other parameters
-    have their whole gradient.
+    gets the gradients of each one's queries. A factor of an adapter that every slice holds whole
+    has the part of its gradient that comes of the slice's own part of the other one. Where slices
+    share the tokens, what else every slice holds whole sees each one's own tokens, but for a score
+    head, which sees all. All other parameters have their whole gradient.
 
     Args:
         names: Hugging Face names of the rank's parameters.
@@ -268,7 +271,8 @@ def partial_gradients(
     shares = {}
     for name in names:
         sees_own_tokens = shares_tokens and not name.startswith(f"{shape.head}.")
-        if name.endswith(_PARTIAL_EVERYWHERE) or (sees_own_tokens and cut_of(name) == "whole"):
+        is_part = sees_own_tokens or is_factor(name)
+        if name.endswith(_PARTIAL_EVERYWHERE) or (is_part and cut_of(name) == "whole"):
             shares[name] = group.size
         elif sharing > 1 and cut_of(name) == "kv_heads":
             shares[name] = sharing

@@ -14,11 +14,12 @@ import torch
 
 from rolemesh.engine.rollout.model_folder import (
     WeightsStaleError,
+    expected_factors,
     expected_weights,
     read_model_folder,
 )
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory, check_requests
-from rolemesh.engine.specs import RolloutSpec, SamplingSpec
+from rolemesh.engine.specs import AdapterSpec, RolloutSpec, SamplingSpec
 
 
 class RolloutBackend(ABC):
@@ -111,15 +112,23 @@ class RolloutBackend(ABC):
     _is_between_steps = False
     """Whether `between_steps` runs right now."""
 
-    def __init__(self, spec: RolloutSpec, model_path: Path) -> None:
+    def __init__(
+        self, spec: RolloutSpec, model_path: Path, adapter: AdapterSpec | None = None
+    ) -> None:
         """Reads what there is to know of the model before it has weights.
 
         Raises:
             ValueError: The folder is missing or does not fit the spec.
         """
         self._spec = spec
+        self._adapter = adapter
+        """Where one is trained, its factors alone come in updates; the base is the folder's."""
         self._folder = read_model_folder(model_path, spec.max_model_len)
-        self._expected = expected_weights(self._folder)
+        self._expected = (
+            expected_weights(self._folder)
+            if adapter is None
+            else expected_factors(self._folder, adapter)
+        )
 
     def _check_asked(self, requests: Sequence[RolloutRequest]) -> None:
         """Raises what `generate` documents, unless these requests can be sampled now."""

@@ -8,7 +8,7 @@ import torch
 
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.specs import Numerics, RolloutSpec, VllmSpec
+from rolemesh.engine.specs import AdapterSpec, Numerics, RolloutSpec, VllmSpec
 
 
 def make_backend(
@@ -19,6 +19,7 @@ def make_backend(
     device: torch.device | None = None,
     numerics: Numerics = "exact",
     updates_between_steps: bool = False,
+    adapter: AdapterSpec | None = None,
 ) -> RolloutBackend:
     """Makes a back end without weights: send them before the first generation.
 
@@ -27,13 +28,15 @@ def make_backend(
 
     Args:
         spec: Which back end, and its limits.
-        model_path: Local Hugging Face folder of the policy; its config is read, not its weights.
+        model_path: Local Hugging Face folder of the policy; its weights are read for an adapter.
         mesh: Groups of this rank, whose generation layout the back end takes; None means that the
             rank is alone.
         device: This rank's, a GPU with its index; None takes the thread's current GPU if there is
             one.
         numerics: Whether vLLM may round activations on a CPU; hf computes in its dtype.
         updates_between_steps: Whether new weights may come between two tokens.
+        adapter: What the trainer trains beside the folder's own weights; the back end then loads
+            those, and updates bring the adapter's factors alone. None: updates bring all weights.
 
     Raises:
         LayoutError: The back end cannot generate in that layout.
@@ -49,7 +52,8 @@ def make_backend(
             device=device,
             numerics=numerics,
             updates_between_steps=updates_between_steps,
+            adapter=adapter,
         )
     from rolemesh.engine.rollout.hf import HfBackend
 
-    return HfBackend(spec, model_path, mesh, device=device)
+    return HfBackend(spec, model_path, mesh, device=device, adapter=adapter)

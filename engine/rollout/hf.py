@@ -18,6 +18,8 @@ from torch import nn
 from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.devices import current_device, sent
 from rolemesh.engine.layout.ranks import LayoutError
+from rolemesh.engine.models.adapters import attach
+from rolemesh.engine.models.folder import load_model
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
@@ -29,7 +31,7 @@ from rolemesh.engine.rollout.requests import (
     completion_budget,
 )
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
-from rolemesh.engine.specs import HfSpec, SamplingSpec
+from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, SamplingSpec
 
 
 @dataclass(slots=True)
@@ -72,8 +74,9 @@ class HfBackend(RolloutBackend):
         mesh: RankMesh | None = None,
         *,
         device: torch.device | None = None,
+        adapter: AdapterSpec | None = None,
     ) -> None:
-        """Makes a model without the folder's weights; see `factory.make_backend`.
+        """Makes a model, without the folder's weights but for an adapter; see `make_backend`.
 
         Each rank generates with a whole model: a layout that spreads generation over ranks raises
         LayoutError.
@@ -87,22 +90,38 @@ class HfBackend(RolloutBackend):
                     f"generate.tp is {generate.tp} and generate.pp is {generate.pp}: rollout type "
                     "hf samples with whole models; give 1 for both, or rollout type vllm"
                 )
-        super().__init__(spec, model_path)
+        super().__init__(spec, model_path, adapter)
         self._wave_rows = spec.max_num_seqs
         self._device = device or current_device()
         self._sleep_memory = SleepMemory()
         self._draws_by_counter = self._device.type != "cpu"
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
-            model: Any = AutoModelForCausalLM.from_config(
-                self._folder.config,
-                dtype=getattr(torch, spec.dtype),
-                trust_remote_code=False,
-            )
+            model = self._base() if adapter is None else self._adapted(adapter)
         self._keeps_tensors = False
-        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._parameters: dict[str, nn.Parameter] = {
+            name: one for name, one in model.named_parameters() if name in self._expected.shapes
+        }
+        """Those that come in updates."""
         self._empty()
         self._model = model.to(self._device).eval().requires_grad_(False)
+
+    def _base(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(
+            self._folder.config, dtype=getattr(torch, self._spec.dtype), trust_remote_code=False
+        )
+
+    def _adapted(self, adapter: AdapterSpec) -> Any:
+        """The folder's own weights, and an adapter of no values."""
+        from transformers import AutoModelForCausalLM
+
+        spec = ModelSpec(path=self._folder.path)
+        model: Any
+        model, _ = load_model(AutoModelForCausalLM, spec, config=self._folder.config)
+        attach(model, adapter.model_copy(update={"start": None}))
+        return model.to(getattr(torch, self._spec.dtype))
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
@@ -306,14 +325,15 @@ class HfBackend(RolloutBackend):
     def weight_checksums(self) -> Mapping[str, str]:
         """SHA-256 (hex) of each parameter, by Hugging Face name; tied ones under both names.
 
+        Of an adapter's factors alone, where there is one.
+
         Raises:
             WeightsStaleError: No whole set of weights is held.
         """
         self._check_whole()
-        return {
-            name: tensor_checksum(parameter)
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-        }
+        named = self._model.named_parameters(remove_duplicate=False)
+        held = named if self._adapter is None else self._parameters.items()
+        return {name: tensor_checksum(parameter) for name, parameter in held}
 
     def sleep(self) -> int:
         """Moves the weights from a device to the host; on a CPU there is nothing to free.
@@ -321,11 +341,11 @@ class HfBackend(RolloutBackend):
         Tensors that another keeps too (`update_shard`) are dropped instead: a copy of them on the
         host would be a second one. They are to be sent again then.
         """
+        dropped = 0
         if self._keeps_tensors and self._device.type != "cpu":
-            num_bytes = sum(int(parameter.nbytes) for parameter in self._parameters.values())
+            dropped = sum(int(parameter.nbytes) for parameter in self._parameters.values())
             self.drop_weights("the sampler was put to sleep")
-            return num_bytes
-        return move_module(self._model, torch.device("cpu"), self._sleep_memory)
+        return dropped + move_module(self._model, torch.device("cpu"), self._sleep_memory)
 
     def wake(self) -> int:
         """Moves the weights back to the device."""

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.layout.adapters import factor_name
+from rolemesh.engine.models.adapters import adapted_linears
 from rolemesh.engine.pretrained import load_config
+from rolemesh.engine.specs import AdapterSpec
 
 
 class WeightsStaleError(RuntimeError):
@@ -151,3 +154,21 @@ def expected_weights(folder: ModelFolder) -> ExpectedWeights:
         if name not in shapes
     }
     return ExpectedWeights(shapes, tied)
+
+
+def expected_factors(folder: ModelFolder, adapter: AdapterSpec) -> ExpectedWeights:
+    """Lists the factors of an adapter of the folder's model, which alone come in an update.
+
+    Raises:
+        ValueError: The model has no such matrix, or one that is too small for the rank.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(folder.config, trust_remote_code=False)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, linear in adapted_linears(model, adapter).items():
+        rows, columns = linear.weight.shape
+        shapes[factor_name(name, "A")] = (adapter.rank, columns)
+        shapes[factor_name(name, "B")] = (rows, adapter.rank)
+    return ExpectedWeights(shapes, {})

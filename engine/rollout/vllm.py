@@ -43,7 +43,7 @@ from rolemesh.engine.rollout.vllm_ranks import (
     leave_groups,
     wake_to_end,
 )
-from rolemesh.engine.specs import Numerics, SamplingSpec, VllmSpec
+from rolemesh.engine.specs import AdapterSpec, Numerics, SamplingSpec, VllmSpec
 from rolemesh.engine.specs.by_device import described, sampler_choices
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class VllmBackend(RolloutBackend):
         folder_version: int | None = None,
         numerics: Numerics = "exact",
         updates_between_steps: bool = False,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         """Loads the engine; see `factory.make_backend`.
 
@@ -104,7 +105,7 @@ class VllmBackend(RolloutBackend):
             updates_between_steps=updates_between_steps,
             num_slices=mesh.generate_tp.size,
         )
-        super().__init__(spec, model_path)
+        super().__init__(spec, model_path, adapter)
         self._device = device
         self._num_slices = mesh.generate_tp.size
         self.yields_to_training = self._device.type == "cuda"

@@ -4,6 +4,7 @@ One schema serves both ends. A recipe is made of these specs, and a service vali
 section it receives with the same class. Unknown keys are refused. Numbers state their unit.
 """
 
+from rolemesh.engine.specs.adapters import AdapterSpec as AdapterSpec
 from rolemesh.engine.specs.base import EstimatorPartSpec as EstimatorPartSpec
 from rolemesh.engine.specs.base import PartSpec as PartSpec
 from rolemesh.engine.specs.base import Spec as Spec

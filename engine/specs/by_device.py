@@ -206,7 +206,8 @@ def model_choices(
             asked.
 
     Returns:
-        activations; and recompute of a trained model, or frozen_dtype of a frozen one.
+        activations; recompute of a trained model; and frozen_dtype of a frozen one, or of one that
+        has an adapter.
 
     Raises:
         ValueError: Sequence parallelism is asked for where there is one slice.
@@ -226,18 +227,18 @@ def model_choices(
             "model.sequence_parallel is true, but the layout has tp 1, and no slices to share the "
             "tokens: leave it out, or give a layout with tp"
         )
-    if not trains:
+    if not trains or spec.adapter is not None:
         is_narrow = spec.compute_dtype == "bfloat16" and (
             on_gpu or chosen["activations"].value == "bfloat16"
         )
-        return chosen | {
-            "frozen_dtype": _chosen(
-                spec.frozen_dtype,
-                Choice("bfloat16", "its products are bfloat16 all the same: half the memory")
-                if is_narrow
-                else Choice("float32", "as it is trained"),
-            )
-        }
+        chosen["frozen_dtype"] = _chosen(
+            spec.frozen_dtype,
+            Choice("bfloat16", "its products are bfloat16 all the same: half the memory")
+            if is_narrow
+            else Choice("float32", "as it is trained"),
+        )
+    if not trains:
+        return chosen
     recompute = Choice("none", f"{_ON_A_CPU} time is dearer than memory")
     if on_gpu:
         size = activation_bytes(spec, sizes, chosen["activations"].value == "bfloat16")

@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.layout.ranks import GenerateLayout, RankOrder, TrainLayout
+from rolemesh.engine.specs.adapters import AdapterSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.rates import ConstantRateSpec, DecaySpec, RateScheduleSpec
 
@@ -34,6 +35,9 @@ class ModelSpec(Spec):
     activations: ComputeDtype | None = None
     """Type of hidden states between layers. None: float32 with numerics "exact", and on a CPU
     without bfloat16 instructions; else the compute_dtype."""
+    adapter: AdapterSpec | None = None
+    """Small tensors that are trained in place of the model, which stays as it is. None trains all
+    of it."""
     num_layers: int | None = Field(default=None, ge=1)
     """Keep only the first layers (a cheaper critic). None keeps all."""
     recompute: Literal["none", "selective", "full"] | None = None
@@ -45,7 +49,7 @@ class ModelSpec(Spec):
     norms and the residual stream take as many times less memory as there are slices. As much is
     sent as without."""
     frozen_dtype: ComputeDtype | None = None
-    """Type in which a model that is not trained (reference, reward) holds its weights. None:
+    """Type of weights that are not trained: of a reference or reward, or beneath an adapter. None:
     bfloat16 where compute_dtype is and the device is a GPU or numerics "fast", else float32."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Most tokens, padding included, in one forward pass; what rows share counts once."""

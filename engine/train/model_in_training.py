@@ -79,12 +79,12 @@ class ModelInTraining:
         self._has_gradient = False
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights by Hugging Face name, float32, detached, tied ones once. They are not copies.
+        """Trained weights by Hugging Face name, float32, detached, tied ones once. Not copies.
 
-        With many ranks: this rank's parts, which are those of `layout.boxes.train_layout`. Some
-        may be empty.
+        With an adapter they are its factors, and a score head. With many ranks: this rank's parts,
+        which are those of `layout.boxes.train_layout`. Some may be empty.
         """
-        for name, weight in self.model.named_weights():
+        for name, weight in self.model.trained_weights():
             yield name, local_part(weight.detach())
 
     @cached_property
@@ -93,7 +93,7 @@ class ModelInTraining:
         if self.mesh.world.size == 1:
             return whole_layout(tensors_manifest(dict(self.named_weights())))
         assert self.model.shape is not None  # the loader of a model of several ranks sees to it
-        return train_layout(self.model.shape, self.mesh.layout.train)
+        return train_layout(self.model.shape, self.mesh.layout.train, trained_only=True)
 
     def optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
         """A moment or step count (one of STATE_NAMES) by weight; see `Optimizer.state`.

@@ -148,7 +148,7 @@ def joined(parts: list[Trained], layout: TrainLayout) -> Trained:
 
 def whole(parts: list[Tensors], shape: DecoderShape, layout: TrainLayout) -> Tensors:
     """Puts local tensors together by the boxes of the planner."""
-    plan = train_layout(shape, layout)
+    plan = train_layout(shape, layout, trained_only=True)
     found = {
         name: torch.full(parameter.shape, torch.nan) for name, parameter in plan.manifest.items()
     }
