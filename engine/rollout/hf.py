@@ -81,8 +81,6 @@ class HfBackend(RolloutBackend):
         Each rank generates with a whole model: a layout that spreads generation over ranks raises
         LayoutError.
         """
-        from transformers import AutoModelForCausalLM
-
         if mesh is not None:
             generate = mesh.layout.generate
             if generate.tp > 1 or generate.pp > 1:

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 RANK, ALPHA = 4, 8.0
 
 
-def peft_model(base: Path, *, seed: int = 0, auto: Any = AutoModelForCausalLM, **config: Any) -> Any:
+def peft_model(
+    base: Path, *, seed: int = 0, auto: Any = AutoModelForCausalLM, **config: Any
+) -> Any:
     """A base with an adapter whose B is not zero, so that A has a gradient.
 
     Args:
