@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.devices import device_of, kind_of, memory_left
 from rolemesh.engine.kernels.choice import triton_serves
-from rolemesh.engine.layout.adapters import is_factor
+from rolemesh.engine.layout.adapters import is_factor, split_factor
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
@@ -24,7 +24,7 @@ from rolemesh.engine.layout.families import (
     UnsupportedFamilyError,
     check_layout,
 )
-from rolemesh.engine.models.adapters import attach, with_adapter
+from rolemesh.engine.models.adapters import attach, module_in_layer, with_adapter
 from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.fused_layers import fuse_layers
 from rolemesh.engine.models.recompute import apply_recompute
@@ -324,6 +324,14 @@ class Decoder(nn.Module):
         if self.shape is not None:
             return self.shape.trains(name)
         return self.spec.adapter is None or is_factor(name) or name.startswith("score.")
+
+    @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Matrices of a layer that an adapter stands beside, e.g. "self_attn.q_proj"; or none."""
+        if self.shape is not None:
+            return () if self.shape.adapter is None else self.shape.adapter.targets
+        found = (split_factor(name) for name, _ in self.named_weights())
+        return tuple(dict.fromkeys(module_in_layer(one[0]) for one in found if one is not None))
 
     def freeze(self, *, trainable: bool) -> None:
         """Says of which parameters gradients are asked: of none, or of the trained ones."""

@@ -66,6 +66,8 @@ class CutHeader(_Closed):
     random_tensors: dict[str, Annotated[str, Field(pattern=r"^([0-9a-f]{2})+$")]]
     """Hexadecimal bytes of random states."""
     random: dict[str, Any]
+    base: dict[str, str] | None = None
+    """What an adapter stands on, as `BaseIdentity.facts` says; of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)

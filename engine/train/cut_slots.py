@@ -265,6 +265,7 @@ def save_cut(slots: CutSlots, step: int, state: TrainerState, progress: Progress
             name: generator.numpy().tobytes().hex() for name, generator in random_tensors.items()
         },
         random=dict(random),
+        base=None if state.weights.base is None else state.weights.base.facts(),
     )
     text = encoded(header.model_dump())
     if len(text) > plan.text_bytes:
@@ -297,6 +298,8 @@ def restore_cut(
 
     def check() -> tuple[tuple[Slot, CutHeader], list[int]]:
         _, slot, header = checked_cut(slots, step, kind, weights.tensors)
+        if weights.base is not None and (refusal := weights.base.refusal(header.base)):
+            raise CutMismatchError(f"the cut of step {step} {refusal}")
         return (slot, header), [header.policy_version, header.num_bytes]
 
     (slot, header), facts = weights.peers.agree(

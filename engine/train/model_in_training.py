@@ -11,6 +11,8 @@ import torch
 
 from rolemesh.engine.layout.boxes import train_layout, whole_layout
 from rolemesh.engine.layout.manifest import WeightLayout
+from rolemesh.engine.models.adapter_files import TaskType, adapter_config
+from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import ScoringModel
@@ -28,10 +30,16 @@ from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.optimizer import Optimizer
 from rolemesh.engine.train.randomness import capture_random_state
 from rolemesh.engine.train.state import TrainedWeights, TrainerState
-from rolemesh.engine.weights.export import gathered, write_model_folder
+from rolemesh.engine.weights.export import gathered, write_adapter_folder, write_model_folder
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors, tensors_manifest
 
 TrainerKind = Literal["policy", "critic", "reward"]
+_TASKS: dict[TrainerKind, TaskType] = {
+    "policy": "CAUSAL_LM",
+    "critic": "TOKEN_CLS",
+    "reward": "SEQ_CLS",
+}
+"""What PEFT calls the models of a trainer."""
 TrainedModel = CausalLm | ScoringModel
 
 
@@ -65,6 +73,11 @@ class ModelInTraining:
         self._optimizer = Optimizer(optimizer, self._gradients)
         self._has_gradient = False
         self._sleep_memory = SleepMemory()
+        self._base = (
+            BaseIdentity(model.spec.path, scale=adapter.scale)
+            if (adapter := model.spec.adapter) is not None and self.mesh.rank == 0
+            else None
+        )
         self._cut_slots: CutSlots | None = None
         """Those of the newest cut, whose copies may still go on."""
 
@@ -244,18 +257,34 @@ class ModelInTraining:
     def export(self, directory: Path, dtype: ComputeDtype | None = None) -> None:
         """Writes a Hugging Face folder, tokenizer included; replaces an older one whole.
 
-        A policy is saved as a causal LM, a critic as a token classifier with one label, a reward
-        model as a sequence classifier. With many ranks all of them call it, and the files do not
-        depend on the layout.
+        With an adapter it is the adapter's alone, in PEFT's format. Else a policy is saved as a
+        causal LM, a critic as a token classifier with one label, a reward model as a sequence
+        classifier. With many ranks all of them call it, and the files do not depend on the layout.
 
         Args:
             directory: The folder, on a disk that all ranks see.
-            dtype: Type of the saved weights; None: bfloat16, but float32 for a reward model, whose
-                scores are then those that it gives here.
+            dtype: Type of the saved weights; None: bfloat16, but float32 for an adapter, and for a
+                reward model, whose scores are then those that it gives here.
         """
+        weights = self._trained_weights()
+        if self.model.spec.adapter is not None:
+            sharded = ShardedTensors(weights.layout, weights.tensors)
+            write_adapter_folder(
+                Path(directory),
+                config=adapter_config(
+                    self.model.spec.adapter,
+                    self.model.adapter_targets,
+                    self.model.spec.path,
+                    _TASKS[self.kind],
+                ),
+                manifest=weights.layout.manifest,
+                parameters=gathered(sharded, dtype or "float32", self.mesh),
+                source=self.model.spec.path,
+                peers=weights.peers,
+            )
+            return
         if dtype is None:
             dtype = "float32" if self.kind == "reward" else "bfloat16"
-        weights = self._trained_weights()
         write_model_folder(
             Path(directory),
             config=self.model.config,
@@ -280,7 +309,7 @@ class ModelInTraining:
 
     def _trained_weights(self) -> TrainedWeights:
         peers = Peers.of(self.mesh.world, self.model.device)
-        return TrainedWeights(dict(self.named_weights()), self.weights_layout, peers)
+        return TrainedWeights(dict(self.named_weights()), self.weights_layout, peers, self._base)
 
     def _state(self, extra: Mapping[str, Any]) -> TrainerState:
         return TrainerState(

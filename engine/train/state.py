@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
+from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
@@ -52,6 +53,8 @@ class TrainedWeights:
     """What each rank holds."""
     peers: Peers
     """The ranks."""
+    base: BaseIdentity | None = None
+    """On rank 0, what an adapter stands on; None where all weights are trained."""
 
     def moments_layout(self, name: str) -> WeightLayout:
         """Layout of what the optimizer keeps for each weight: one of STATE_NAMES."""
@@ -97,6 +100,7 @@ class TrainerState:
             "optimizer_steps": self.optimizer_steps,
             "optimizer": self.optimizer_spec.model_dump(mode="json"),
             "extra": dict(self.extra),
+            **({} if self.weights.base is None else {"base": self.weights.base.facts()}),
         }
 
     def write(
@@ -146,6 +150,7 @@ def load(
         """Checks all that this rank will read, and reads all but the weights."""
         checkpoint = open_checkpoint(directory)
         check_fits(checkpoint, kind, weights.layout.manifest)
+        check_base(checkpoint, weights.base)
         _check_optimizer(checkpoint, weights)
         ShardedTensors(weights.layout, weights.tensors).check(rank)
         shard = weights.layout.ranks[rank]
@@ -196,6 +201,12 @@ def check_fits(checkpoint: CheckpointReader, kind: str, own: Manifest) -> None:
             f"model's is {own.get(name)} ({len(different)} differ): give the model folder that the "
             "run began with"
         )
+
+
+def check_base(checkpoint: CheckpointReader, base: BaseIdentity | None) -> None:
+    """Raises CheckpointMismatchError where an adapter was trained on another base."""
+    if base is not None and (refusal := base.refusal(checkpoint.state.get("base"))):
+        raise CheckpointMismatchError(f"checkpoint {str(checkpoint.directory)!r} {refusal}")
 
 
 def _verified_copies(

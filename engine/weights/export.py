@@ -1,11 +1,14 @@
-"""Writes a trained model as a Hugging Face folder that transformers and vLLM load."""
+"""Writes a trained model as a Hugging Face folder that transformers and vLLM load.
+
+Or what was trained over a frozen base as an adapter's folder, which PEFT and vLLM load.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from safetensors.torch import save_file
 
 from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import ITEM_BYTES, Manifest, ManifestError, Piece
+from rolemesh.engine.models import adapter_files
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
@@ -80,6 +84,70 @@ def write_model_folder(
         FolderExistsError: Something is there that is not an older export.
         RuntimeError: Another rank failed (its number and cause).
     """
+
+    def write_companions(folder: Path) -> None:
+        _write_config(folder, config, architecture, dtype)
+        _copy_companions(folder, source)
+
+    _write_folder(
+        directory,
+        lambda folder: _WeightFiles(folder, manifest, dtype),
+        parameters,
+        write_companions,
+        peers,
+    )
+
+
+def write_adapter_folder(
+    directory: Path,
+    *,
+    config: Mapping[str, Any],
+    manifest: Manifest,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    source: Path,
+    peers: Peers | None = None,
+) -> None:
+    """Writes an adapter in PEFT's format, float32, and the tokenizer; see `write_model_folder`.
+
+    Args:
+        directory: The folder to write; an older export of that name is replaced whole.
+        config: What adapter_config.json says; see `adapter_files.adapter_config`.
+        manifest: Factors, and a head that was trained beside them, by Hugging Face name.
+        parameters: Names and whole tensors, floating [global shape], in the manifest's order.
+        source: Folder of the base; the tokenizer is copied.
+        peers: The ranks; None for one alone.
+
+    Raises:
+        FolderExistsError: Something is there that is not an older export.
+        RuntimeError: Another rank failed (its number and cause).
+    """
+
+    def write_companions(folder: Path) -> None:
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (folder / adapter_files.CONFIG_FILE).write_text(text)
+        _copy_companions(folder, source)
+
+    stored = {adapter_files.stored_name(name): one for name, one in manifest.items()}
+    _write_folder(
+        directory,
+        # PEFT knows one file alone.
+        lambda folder: _WeightFiles(
+            folder, stored, "float32", stem="adapter_model", is_one_file=True
+        ),
+        ((adapter_files.stored_name(name), tensor) for name, tensor in parameters),
+        write_companions,
+        peers,
+    )
+
+
+def _write_folder(
+    directory: Path,
+    make_writer: Callable[[Path], _WeightFiles],
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    write_companions: Callable[[Path], None],
+    peers: Peers | None,
+) -> None:
+    """Writes weights as they come, and then what stands beside them; rank 0 alone writes."""
     ranks = peers or Peers.alone()
 
     def check() -> tuple[None, None]:
@@ -89,7 +157,7 @@ def write_model_folder(
 
     ranks.agree(check, (FolderExistsError, ValueError))
     with whole_folder(directory, replace=True, peers=ranks) as temporary:
-        writer = _WeightFiles(temporary, manifest, dtype)
+        writer = make_writer(temporary)
         failure: Exception | None = None
         for name, tensor in parameters:
             if failure is None:
@@ -104,7 +172,7 @@ def write_model_folder(
                 raise failure
             if ranks.is_first:
                 writer.close()
-                _write_companions(temporary, config, architecture, source, dtype)
+                write_companions(temporary)
             return None, None
 
         ranks.agree(finish)
@@ -159,7 +227,16 @@ def gathered(
 class _WeightFiles:
     """Writes parameters that come in the manifest's order to files of bounded size."""
 
-    def __init__(self, folder: Path, manifest: Manifest, dtype: ComputeDtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        dtype: ComputeDtype,
+        *,
+        stem: str = "model",
+        is_one_file: bool = False,
+    ) -> None:
+        self._stem = stem
         self._folder = folder
         self._dtype: torch.dtype = getattr(torch, dtype)
         item_bytes = ITEM_BYTES[dtype]
@@ -171,7 +248,7 @@ class _WeightFiles:
         numbers: dict[str, int] = {}
         number = size = 0
         for name, num_bytes in sizes.items():
-            if size and size + num_bytes > FILE_BYTES:
+            if size and not is_one_file and size + num_bytes > FILE_BYTES:
                 number, size = number + 1, 0
             numbers[name] = number
             size += num_bytes
@@ -193,7 +270,7 @@ class _WeightFiles:
         if self._num_files > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._file_of}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (self._folder / "model.safetensors.index.json").write_text(text)
+            (self._folder / f"{self._stem}.safetensors.index.json").write_text(text)
 
     def _write(self) -> None:
         # transformers refuses files without this entry.
@@ -202,14 +279,12 @@ class _WeightFiles:
 
     def _file_name(self, number: int) -> str:
         if self._num_files == 1:
-            return "model.safetensors"
-        return f"model-{number + 1:05}-of-{self._num_files:05}.safetensors"
+            return f"{self._stem}.safetensors"
+        return f"{self._stem}-{number + 1:05}-of-{self._num_files:05}.safetensors"
 
 
-def _write_companions(
-    folder: Path, config: Any, architecture: str, source: Path, dtype: ComputeDtype
-) -> None:
-    """Writes the config and copies the tokenizer."""
+def _write_config(folder: Path, config: Any, architecture: str, dtype: ComputeDtype) -> None:
+    """Writes config.json."""
     config = copy.deepcopy(config)
     config.architectures = [architecture]
     config.save_pretrained(folder)
@@ -218,6 +293,10 @@ def _write_companions(
     path = folder / "config.json"
     entries = json.loads(path.read_text())
     path.write_text(json.dumps({**entries, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
+
+
+def _copy_companions(folder: Path, source: Path) -> None:
+    """Copies the tokenizer, and marks the folder as an export."""
     for name in COMPANION_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
