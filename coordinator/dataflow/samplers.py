@@ -369,6 +369,9 @@ def make_sampler(
     if rollout is None:
         return ActorSampler(recipe.schedule.sampler, columns)
     spec, dtype = recipe.schedule.sampler, rollout.rollout.dtype
+    if actor is not None and actor.model.adapter is not None:
+        # Factors are small, and the sampler itself rounds them as far as it must.
+        dtype = "float32"
     return RolloutSampler(
         spec,
         recipe.services_of("rollout") if services is None else services,

@@ -93,7 +93,7 @@ def _key(section: type[BaseModel], name: str, field: FieldInfo) -> Key:
         # The key is the section.
         text = text_of(sections[0]).split("\n\n")[0]
     return Key(
-        name=name,
+        name=field.alias or name,
         values=_type_text(field.annotation, field.metadata),
         default=_default_text(field),
         unit=unit_of(section.__name__, name) if _is_number(field.annotation) else "",

@@ -40,6 +40,7 @@ _BY_SECTION: Mapping[str, str] = {
 }
 
 _BY_NAME: Mapping[str, str] = {
+    "alpha": "factor",
     "attempts": "failures",
     "back": "steps",
     "batch_size": "rows",
@@ -106,6 +107,7 @@ _BY_NAME: Mapping[str, str] = {
     "penalty": "reward",
     "pp": "ranks",
     "prompts_per_step": "prompts",
+    "rank": "rows of A",
     "replicas": "services",
     "most_replicas": "services",
     "sample_ratio": "share",

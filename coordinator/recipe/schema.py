@@ -272,6 +272,11 @@ class Recipe(Spec):
                         f"rollout.{field} differs from actor.{field}: the rollout role samples the "
                         "actor's prompts; give both the same"
                     )
+            if self.rollout.model.adapter is not None:
+                raise ValueError(
+                    "rollout.model.adapter is given: the rollout role samples with the adapter of "
+                    "actor.model; leave it out"
+                )
         return self
 
     def section(self, role: str) -> RoleSpec:
@@ -298,6 +303,9 @@ class Recipe(Spec):
             section = section.model_copy(update={"numerics": run.numerics})
         if isinstance(section, ActorSpec):
             section = section.model_copy(update={"own_functions": self.own_functions()})
+        if isinstance(section, RolloutRoleSpec) and self.actor is not None:
+            model = section.model.model_copy(update={"adapter": self.actor.model.adapter})
+            section = section.model_copy(update={"model": model})
         updates = planned_updates(self.algorithm, run.prompts_per_step)
         return with_length(role, section, updates, run.steps)
 
@@ -310,6 +318,7 @@ class Recipe(Spec):
         spec = self.sent_section(role).model_dump(mode="json")
         if spec["numerics"] is None:
             del spec["numerics"]
+        _leave_out_no_adapter(spec)
         return spec
 
     @model_validator(mode="after")
@@ -386,3 +395,14 @@ class Recipe(Spec):
         if spec.addresses:
             return spec.addresses[self.services_of(role).index(service)]
         return REGISTERED if spec.registers else spec.address
+
+
+def _leave_out_no_adapter(spec: dict[str, Any]) -> None:
+    """Takes the field adapter from each model of a section that has none, in place."""
+    for name, value in spec.items():
+        for part in value if isinstance(value, list) else [value]:
+            if not isinstance(part, dict):
+                continue
+            if name == "model" and part.get("adapter", part) is None:
+                del part["adapter"]
+            _leave_out_no_adapter(part)

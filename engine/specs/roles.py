@@ -9,6 +9,7 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.specs.adapters import AdapterSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
 from rolemesh.engine.specs.environments import EnvironmentSpec
@@ -86,6 +87,9 @@ class ModelFolderSpec(Spec):
 
     path: Path
     """Folder with config.json and tokenizer, or hf:ORG/NAME as in model.path."""
+    adapter: AdapterSpec | None = None
+    """What the actor trains beside the folder's weights, which are then read, too. A run tells its
+    services; leave it out of a recipe."""
 
 
 class RolloutRoleSpec(RoleSpec):

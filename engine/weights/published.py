@@ -237,8 +237,8 @@ def source_layout(
             f"the weights are published by {train.world_size} ranks, but this model's family has "
             "no plan: publish from one rank"
         )
-    check_manifest(manifest, shape.manifest(dtype))
-    return train_layout(shape, train, dtype)
+    check_manifest(manifest, shape.trained_manifest(dtype))
+    return train_layout(shape, train, dtype, trained_only=True)
 
 
 def target_layout(
@@ -246,17 +246,20 @@ def target_layout(
 ) -> WeightLayout:
     """What each rank of a sampling service takes: its slices, or the whole model.
 
+    An adapter's factors each rank takes whole: they are small, and samplers cut them as they need.
+
     Args:
         manifest: Of the publication.
         layout: Ranks of the service.
         dtype: Element type of the publication.
-        shape: Of the model, if its family has a plan.
+        shape: Of the model with its adapter, if its family has a plan.
 
     Raises:
         UnsupportedFamilyError: The ranks have slices of a model whose family has no plan.
         LayoutError: The model cannot be cut so.
     """
-    if layout.generate.tp * layout.generate.pp == 1:
+    has_adapter = shape is not None and shape.adapter is not None
+    if has_adapter or layout.generate.tp * layout.generate.pp == 1:
         return whole_layout(manifest, layout.world_size).in_dtype(dtype)
     if shape is None:
         raise UnsupportedFamilyError(

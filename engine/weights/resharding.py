@@ -65,7 +65,8 @@ class Resharder:
             model: The policy as it trains, ready for passes; its mesh has more than one rank.
             dtype: In which the sampler holds weights.
             keeper: The sampler, if it generates with whole parameters on each rank and keeps the
-                tensors that it is handed. None for vLLM, which has names and slices of its own.
+                tensors that it is handed. None for vLLM, which has names and slices of its own, but
+                takes an adapter's factors whole.
             timeout_s: Longest wait for one bucket.
 
         Raises:
@@ -76,10 +77,10 @@ class Resharder:
             raise RuntimeError("a model of several ranks has a shape: its loader sees to it")
         layout = model.mesh.layout
         self.plan = make_plan(
-            train_layout(model.shape, layout.train),
+            train_layout(model.shape, layout.train, trained_only=True),
             generate_layout(model.shape, layout, dtype)
-            if keeper is None
-            else whole_layout(model.shape.manifest(dtype), layout.world_size),
+            if keeper is None and model.shape.adapter is None
+            else whole_layout(model.shape.trained_manifest(dtype), layout.world_size),
         )
         self._timeout_s = timeout_s
         self.transport = make_transport(model.mesh, model.device)
@@ -93,7 +94,7 @@ class Resharder:
         )
         self._before = (0, 0)
         self._keeper = keeper
-        self._parameters = dict(model.named_weights())
+        self._parameters = dict(model.trained_weights())
         self._shared: SharedWeights | None = None
         if keeper is not None and _is_shareable(self._parameters, dtype):
             self._shared = SharedWeights(self.plan, model.mesh.rank, self._parameters)

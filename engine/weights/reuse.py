@@ -146,7 +146,7 @@ class LentWeights:
             sampler: Whose element type and place may differ.
         """
         self._sampler = sampler
-        self._parameters = dict(model.named_weights())
+        self._parameters = dict(model.trained_weights())
         self._is_lent = False
         self._hook = before_each_pass(model, self._before_pass)
 

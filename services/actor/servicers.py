@@ -96,14 +96,21 @@ class ActorRole(ModelRole, SamplingRole):
     def _load_sampler(
         self, spec: RolloutSpec, model: CausalLm, mesh: RankMesh, numerics: Numerics
     ) -> None:
+        adapter = model.spec.adapter
         self._backend = make_backend(
-            spec, model.spec.path, mesh=mesh, device=rank_device(), numerics=numerics
+            spec,
+            model.spec.path,
+            mesh=mesh,
+            device=rank_device(),
+            numerics=numerics,
+            adapter=adapter,
         )
         keeper = self._backend if isinstance(self._backend, HfBackend) else None
         if self._backend.yields_to_training:
             self._rest = before_each_pass(model, self._put_sampler_to_sleep)
         if mesh.world.size > 1:
-            self._resharder = Resharder(model, spec.dtype, keeper=keeper)
+            dtype = spec.dtype if adapter is None else "float32"
+            self._resharder = Resharder(model, dtype, keeper=keeper)
         elif keeper is not None:
             self._lent = LentWeights(model, keeper)
 

@@ -11,10 +11,15 @@ import grpc
 from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
 from rolemesh.engine.layout.manifest import DtypeName, Manifest, Parameter
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.models.adapters import with_adapter
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.model_folder import expected_weights, read_model_folder
+from rolemesh.engine.rollout.model_folder import (
+    expected_factors,
+    expected_weights,
+    read_model_folder,
+)
 from rolemesh.engine.specs import RolloutRoleSpec
 from rolemesh.engine.weights.exchange import exchange_plan
 from rolemesh.engine.weights.plan import Plan
@@ -82,14 +87,19 @@ class RolloutRole(Role, SamplingRole):
         self._source.play(spec.environment, spec.rollout.max_model_len, mesh, self.sandbox)
         progress(f"load {spec.rollout.type}", 1, 2)
         folder = read_model_folder(spec.model.path, spec.rollout.max_model_len)
-        self._dtype = spec.rollout.dtype
+        adapter = spec.model.adapter
+        self._dtype = spec.rollout.dtype if adapter is None else "float32"
+        expected = (
+            expected_weights(folder) if adapter is None else expected_factors(folder, adapter)
+        )
         self._manifest = {
-            name: Parameter(shape, self._dtype)
-            for name, shape in expected_weights(folder).shapes.items()
+            name: Parameter(shape, self._dtype) for name, shape in expected.shapes.items()
         }
         self._mesh, self._layout = mesh, spec.rank_layout()
         try:
             self._shape = DecoderShape.from_config(folder.config.to_dict())
+            if adapter is not None:
+                self._shape = with_adapter(self._shape, adapter)
         except UnsupportedFamilyError:
             # Then weights come from one rank to whole models; `plan` refuses everything else.
             self._shape = None
@@ -101,6 +111,7 @@ class RolloutRole(Role, SamplingRole):
             numerics=spec.chosen_numerics,
             # Which schedule the run has, only the coordinator knows: weights may come at any time.
             updates_between_steps=True,
+            adapter=adapter,
         )
         self._deliveries = Deliveries(self._backend, mesh, are_shards=self._takes_shards)
         progress("ready", 2, 2)

@@ -67,11 +67,11 @@ class ModelRole(Role):
 
     @property
     def manifest(self) -> Manifest:
-        """All of the trainer's parameters, whatever part of them this rank holds."""
+        """All parameters that the trainer changes, whatever part of them this rank holds."""
         shape = self.trainer.model.shape
         if self.trainer.mesh.world.size == 1 or shape is None:
             return tensors_manifest(dict(self.trainer.named_weights()))
-        return shape.manifest("float32")
+        return shape.trained_manifest("float32")
 
     def policy_version(self) -> int:
         """Version of the weights; 0 before Initialize."""
