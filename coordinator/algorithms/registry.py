@@ -135,7 +135,8 @@ def roles_in(recipe: Recipe) -> tuple[str, ...]:
     wanted = roles_of(algorithm_of(recipe))
     for role in wanted.required:
         recipe.section(role)
-    used = [*wanted.required, *(role for role in wanted.optional if role in recipe.roles)]
+    # Without a service, where another role does its work.
+    used = [role for role in (*wanted.required, *wanted.optional) if role in recipe.roles]
     if "actor" in used and recipe.rollout is not None:
         used.append("rollout")
     return tuple(used)

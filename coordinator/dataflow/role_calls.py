@@ -134,6 +134,8 @@ class StepContext:
     updates compute losses alone."""
     may_drop: frozenset[str] = frozenset()
     """Roles that judge and may leave rows out of the step."""
+    is_reference_base: bool = False
+    """Whether the actor is the reference, with its adapter off."""
     policy_updates: list[CallFuture] = field(default_factory=list)
     """Updates of the actor that the step asks for."""
     trained_on: list[ExperienceFuture] = field(default_factory=list)
@@ -141,6 +143,8 @@ class StepContext:
 
     def services_of(self, role: str) -> list[str]:
         """Services of the role that take part; none where it has none."""
+        if role == "reference" and self.is_reference_base:
+            role = "actor"
         return [name for name, known in self.connections.items() if known.role == role]
 
     @property

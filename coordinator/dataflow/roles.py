@@ -295,23 +295,28 @@ class CriticHandle(_TrainedRole):
 
 
 class ReferenceHandle(RoleHandle):
-    """The frozen policy that the KL is taken to."""
+    """The frozen policy that the KL is taken to: of its own services, or the actor's base."""
 
     role = "reference"
 
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        self._is_base = self.connection.role == ActorHandle.role
+
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """The frozen policy's log-prob of every completion token, at the loss's temperature."""
-        return _compute_logprobs(self, experience, "reference_logprobs")
+        return _compute_logprobs(self, experience, "reference_logprobs", of_base=self._is_base)
 
 
 def _compute_logprobs(
-    handle: RoleHandle, experience: ExperienceFuture, column: str
+    handle: RoleHandle, experience: ExperienceFuture, column: str, *, of_base: bool = False
 ) -> ExperienceFuture:
     temperature = handle.context.parts.policy_loss.logprob_temperature
     return handle.infer(
-        "compute_logprobs",
+        # Named apart from what an actor scores with its adapter.
+        "compute_reference_logprobs" if of_base else "compute_logprobs",
         lambda client, key, ref, told: client.compute_logprobs(
-            key, ref, column, temperature=temperature
+            key, ref, column, temperature=temperature, without_adapter=of_base
         ).result(told),
         experience.select(INPUT_COLUMNS),
         (column,),

@@ -155,8 +155,14 @@ class Recipe(Spec):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that have a section."""
-        return tuple(role for role in ROLES if getattr(self, role) is not None)
+        """Roles that have a section, and services by it."""
+        named = (role for role in ROLES if getattr(self, role) is not None)
+        return tuple(role for role in named if role != "reference" or not self.is_reference_base)
+
+    @property
+    def is_reference_base(self) -> bool:
+        """Whether the reference is the actor's base, scored by the actor with its adapter off."""
+        return self.reference is not None and self.reference.model is None
 
     @property
     def sampling(self) -> SamplingSpec | None:
@@ -176,6 +182,22 @@ class Recipe(Spec):
             raise ValueError(
                 "run.checkpoint.keep_best is given, but a client makes the steps of algorithm "
                 f"{EXTERNAL!r}, and its checkpoints: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> Self:
+        if not self.is_reference_base:
+            return self
+        if self.actor is None or self.actor.model.adapter is None:
+            raise ValueError(
+                "reference.model is missing: give {path: FOLDER}, or give actor.model.adapter, "
+                "whose base is the reference then"
+            )
+        if "reference" in self.services:
+            raise ValueError(
+                "services.reference is given, but reference.model is not, so the actor serves the "
+                "reference: leave it out, or give reference.model"
             )
         return self
 

@@ -135,8 +135,12 @@ class AsyncRole(WeightCalls):
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        without_adapter: bool = False,
     ) -> Experience:
-        """Log-prob of every completion token under its policy, as the column of that name."""
+        """Log-prob of every completion token under its policy, as the column of that name.
+
+        Without its adapter the base alone scores: the reference of a policy that trains one.
+        """
         result = await self._call(
             self._client.compute_logprobs,
             self._new_key("compute_logprobs"),
@@ -144,6 +148,7 @@ class AsyncRole(WeightCalls):
             column,
             temperature=temperature,
             with_entropy=with_entropy,
+            without_adapter=without_adapter,
         )
         return _experience(result)
 

@@ -165,11 +165,19 @@ class Role:
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        without_adapter: bool = False,
     ) -> Experience:
-        """Log-prob of every completion token under its policy, as the column of that name."""
+        """Log-prob of every completion token under its policy, as the column of that name.
+
+        Without its adapter the base alone scores: the reference of a policy that trains one.
+        """
         return self._loop.run(
             self._role.compute_logprobs(
-                experience, column, temperature=temperature, with_entropy=with_entropy
+                experience,
+                column,
+                temperature=temperature,
+                with_entropy=with_entropy,
+                without_adapter=without_adapter,
             )
         )
 

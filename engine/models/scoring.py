@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, with_fillers
 from rolemesh.engine.parallel.agreement import prepare_together
+from rolemesh.engine.parallel.low_rank import adapters_off
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 
 Progress = Callable[[str, int, int], Any]
@@ -22,6 +24,7 @@ def compute_logprobs(
     *,
     temperature: float,
     with_entropy: bool = False,
+    without_adapter: bool = False,
     progress: Progress | None = None,
 ) -> Experience:
     """Scores the completion tokens of a batch.
@@ -34,6 +37,7 @@ def compute_logprobs(
         batch: This rank's rows, with the columns tokens and prompt_lengths.
         temperature: Of the softmax, > 0.
         with_entropy: Whether the entropy is wanted too.
+        without_adapter: Whether the base alone scores.
         progress: Called after each micro-batch.
 
     Returns:
@@ -51,14 +55,15 @@ def compute_logprobs(
         raise ValueError(f"temperature is {temperature}: give a positive number")
     names = ("logprobs", "entropy") if with_entropy else ("logprobs",)
     arguments = {"temperature": temperature, "with_entropy": with_entropy}
-    return _in_micro_batches(
-        model,
-        batch,
-        lambda outputs: dict(zip(names, outputs, strict=False)),
-        names,
-        progress,
-        arguments,
-    )
+    with adapters_off() if without_adapter else nullcontext():
+        return _in_micro_batches(
+            model,
+            batch,
+            lambda outputs: dict(zip(names, outputs, strict=False)),
+            names,
+            progress,
+            arguments,
+        )
 
 
 def compute_values(

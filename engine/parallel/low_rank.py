@@ -10,11 +10,16 @@ Shape letters: I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+_is_off: ContextVar[bool] = ContextVar("adapters_off", default=False)
 
 
 class Factor(nn.Module):
@@ -49,6 +54,19 @@ def give_adapter(linear: nn.Linear, a_RI: torch.Tensor, b_OR: torch.Tensor, scal
         )
 
 
+@contextmanager
+def adapters_off() -> Iterator[None]:
+    """Has layers compute without their adapters, in passes that this thread makes meanwhile.
+
+    Only for passes without gradients: a backward pass may run in another thread.
+    """
+    token = _is_off.set(True)
+    try:
+        yield
+    finally:
+        _is_off.reset(token)
+
+
 def adapted(linear: nn.Module, x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """Adds what a layer's adapter makes of its input, if it has one.
 
@@ -61,7 +79,7 @@ def adapted(linear: nn.Module, x: torch.Tensor, product: torch.Tensor) -> torch.
         [..., O], in the type of the product: W x + scale * B (A x).
     """
     scale: float | None = getattr(linear, "adapter_scale", None)
-    if scale is None:
+    if scale is None or _is_off.get():
         return product
     layer: Any = linear
     a_RI, b_OR = layer.lora_A.weight, layer.lora_B.weight

@@ -150,7 +150,9 @@ class CriticSpec(RoleSpec):
 class ReferenceSpec(RoleSpec):
     """The frozen reference policy."""
 
-    model: ModelSpec
+    model: ModelSpec | None = None
+    """The policy. None: the actor's own base, which the actor scores with its adapter off; then
+    there is no service of the role."""
     layout: LayoutSpec = LayoutSpec()
     """How the model is spread over ranks."""
 

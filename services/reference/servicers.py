@@ -40,7 +40,11 @@ class ReferenceRole(Role):
     def initialize(
         self, spec: ReferenceSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
-        """Loads the policy."""
+        """Loads the policy; raises ValueError where the spec names none."""
+        if spec.model is None:
+            raise ValueError(
+                "model is missing: give the reference a model; one without is served by the actor"
+            )
         progress("load policy", 0, 1)
         model = CausalLm(
             spec.model,

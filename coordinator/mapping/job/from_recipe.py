@@ -133,7 +133,12 @@ def job_of(
                 f"the step of algorithm {recipe.algorithm.type!r} decides while it runs what it "
                 "samples, so that it cannot be planned"
             )
-        step = sampled_step(step, has_reference=recipe.reference is not None)
+        reference = None
+        if recipe.is_reference_base:
+            reference = ("actor", "compute_reference_logprobs")
+        elif recipe.reference is not None:
+            reference = ("reference", "compute_logprobs")
+        step = sampled_step(step, reference=reference)
     free = Freedom(
         most_slices=most_slices,
         recompute=("none", "full") if on_gpus else ("none",),

@@ -70,6 +70,7 @@ _KINDS: Mapping[str, TaskKind] = {
     "update_weights": TaskKind.TAKE,
     "compute_values": TaskKind.SCORE,
     "compute_logprobs": TaskKind.SCORE,
+    "compute_reference_logprobs": TaskKind.SCORE,
     "compute_reward": TaskKind.SCORE,
     "compute_cost": TaskKind.SCORE,
     "compute_loss": TaskKind.SCORE,
@@ -136,14 +137,18 @@ def step_of(
     return Step(tuple(tasks), frozenset(ahead))
 
 
-def sampled_step(step: Step, *, has_reference: bool) -> Step:
+def sampled_step(step: Step, *, reference: tuple[str, str] | None) -> Step:
     """The step of an algorithm that samples until it has enough groups, with one round.
 
     Its planned graph ends where the first answer decides what is asked next: generation, judging
     and the reference's log-probs stand before what it has.
+
+    Args:
+        step: What was planned.
+        reference: Role and method that give the reference's log-probs; None: none are asked for.
     """
     first = [("actor", "generate"), ("reward", "compute_reward")]
-    first += [("reference", "compute_logprobs")] if has_reference else []
+    first += [reference] if reference is not None else []
     tasks = [
         Task(
             index=index, role=role, kind=_KINDS[method], method=method, after=(0,) if index else ()

@@ -18,7 +18,10 @@ from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.engine.specs import OutsideRewardSpec
 
-_IN_BLOCKS = ("compute_values", "compute_logprobs", "compute_reward", "compute_cost")
+_IN_BLOCKS = (
+    *("compute_values", "compute_logprobs", "compute_reference_logprobs"),
+    *("compute_reward", "compute_cost"),
+)
 """Methods that work block by block where their rows come so."""
 
 Factor = Callable[[str, str], float]

@@ -30,6 +30,7 @@ PHASE_OF_NODE: Mapping[str, str] = {
     "reward.update": "update_reward",
     "critic.compute_values": "values",
     "reference.compute_logprobs": "reference",
+    "actor.compute_reference_logprobs": "reference",
     "reward.compute_reward": "reward",
     "actor.compute_advantages": "advantages",
     "critic.update": "update_critic",

@@ -304,6 +304,7 @@ class TrainingLoop(RunLoop):
             on_phase=self._on_phase,
             is_evaluation=is_evaluation,
             may_drop=self._recipe.may_drop,
+            is_reference_base=self._recipe.is_reference_base,
         )
 
     def _on_phase(self, service: str, stage: str, done: int, total: int) -> None:

@@ -40,6 +40,12 @@ class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServic
                     "the new column a name and a temperature above 0",
                     reason="SPEC_INVALID",
                 )
+            if request.without_adapter and not self._role.policy.model.adapter_targets:
+                raise InvalidRequestError(
+                    "without_adapter is true, but this policy has no adapter: leave it out, or "
+                    "give model.adapter",
+                    reason="SPEC_INVALID",
+                )
             share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
             batch = await self._runtime.pull(
                 request.experience, INPUT_COLUMNS, call, rows=share.rows
@@ -50,6 +56,7 @@ class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServic
                 batch,
                 temperature=request.temperature,
                 with_entropy=request.with_entropy,
+                without_adapter=request.without_adapter,
                 progress=call.progress,
             )
             columns = {request.column: scored["logprobs"]}

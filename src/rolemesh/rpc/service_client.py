@@ -225,6 +225,7 @@ class ServiceClient(StateClient):
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        without_adapter: bool = False,
     ) -> _Made:
         """Computes the log-prob of every completion token into the column of that name."""
         request = logprob_pb2.ComputeLogprobsRequest(
@@ -233,6 +234,7 @@ class ServiceClient(StateClient):
             column=column,
             temperature=temperature,
             with_entropy=with_entropy,
+            without_adapter=without_adapter,
         )
         return self._followed(self._logprob.ComputeLogprobs, request)
 

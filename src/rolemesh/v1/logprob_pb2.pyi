@@ -29,12 +29,15 @@ class ComputeLogprobsRequest(_message.Message):
     COLUMN_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     WITH_ENTROPY_FIELD_NUMBER: _builtins.int
+    WITHOUT_ADAPTER_FIELD_NUMBER: _builtins.int
     column: _builtins.str
     """Name of the new column, e.g. "reference_logprobs"."""
     temperature: _builtins.float
     """Softmax temperature, > 0."""
     with_entropy: _builtins.bool
     """Whether the entropy is wanted too."""
+    without_adapter: _builtins.bool
+    """Whether the base alone scores, without the adapter that is trained on it."""
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -51,10 +54,11 @@ class ComputeLogprobsRequest(_message.Message):
         column: _builtins.str = ...,
         temperature: _builtins.float = ...,
         with_entropy: _builtins.bool = ...,
+        without_adapter: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "experience", b"experience", "key", b"key", "temperature", b"temperature", "with_entropy", b"with_entropy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "experience", b"experience", "key", b"key", "temperature", b"temperature", "with_entropy", b"with_entropy", "without_adapter", b"without_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

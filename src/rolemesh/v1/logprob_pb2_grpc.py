@@ -57,6 +57,8 @@ class LogprobServiceServicer(object):
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+        INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, or the model has
+        no adapter that could be left out.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
         """

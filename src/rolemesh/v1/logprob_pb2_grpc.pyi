@@ -44,6 +44,8 @@ class LogprobServiceStub:
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+      INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, or the model has
+        no adapter that could be left out.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
     """
@@ -64,6 +66,8 @@ class LogprobServiceAsyncStub(LogprobServiceStub):
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+      INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, or the model has
+        no adapter that could be left out.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
     """
@@ -87,6 +91,8 @@ class LogprobServiceServicer(metaclass=_abc_1.ABCMeta):
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+          INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, or the model has
+            no adapter that could be left out.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
           UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
         """
