@@ -48,6 +48,17 @@ class Case:
 CASES = {
     "colocated": Case({}),
     "split": Case({"pools": {role: SPLIT[role] for role in ROLES}}),
+    # The actor is the reference, too, and cuts and checkpoints hold its adapter alone.
+    "adapter": Case(
+        {"actor__model__adapter": {"rank": 4}, "reference": {}},
+        (STORE, COORDINATOR, "actor", "actor", "critic", "reward"),
+        tuple(
+            Phase("scoring by the base", "actor", "compute_reference_logprobs")
+            if one.service == "reference"
+            else one
+            for one in COMMON
+        ),
+    ),
     "two ranks": Case(
         {"actor__train": {"tp": 2}, "actor__generate": {"tp": 1}},
         # All pairs of a process are drawn with the others; the ranks come twice as often.
@@ -74,6 +85,8 @@ def recipe_of(name: str, model: Path) -> dict[str, Any]:
         run__recovery={"pause_s": 0.1},
         **CASES[name].changes,
     )
+    if name == "adapter":
+        del recipe["services"]["reference"]
     if name == "rollout":
         actor = recipe["actor"]
         recipe["rollout"] |= {"model": {"path": str(model)}, "data": actor["data"]}

@@ -1,0 +1,131 @@
+"""Every algorithm starts and ends with an adapter, over real services; only factors are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from support.learning_runs import learn, service_processes, write_rows
+from support.learning_tasks import (
+    LETTERS,
+    WORD_LENGTH,
+    demonstrations,
+    given_recipe,
+    judgements,
+    model_of,
+    pairs,
+    sampled_recipe,
+    write_task,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rolemesh.coordinator.algorithms.registry import ALGORITHMS
+from rolemesh.engine.weights.checkpoint import open_checkpoint
+
+STEPS = 2
+ROWS = {"sft": demonstrations, "dpo": pairs, "kto": judgements, "reward_model": pairs}
+SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "dr_grpo": {
+        "policy_loss": {
+            "type": "ppo_policy",
+            "aggregation": "seq_sum_norm",
+            "norm_length": WORD_LENGTH,
+        },
+    },
+    "online_dpo": {"policy_loss": {"type": "dpo", "beta": 0.05}},
+}
+ADAPTER = {"rank": 4, "alpha": 8}
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Addresses of services that outlive the runs; none is a reference."""
+    roles = ("actor", "critic", "reward", "cost")
+    with service_processes(tmp_path_factory.mktemp("services"), roles) as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"), 1)
+
+
+def _recipe(name: str, task: Path, folder: Path) -> dict[str, Any]:
+    section = {"type": name, **SECTIONS.get(name, {})}
+    if name in ROWS:
+        data = write_rows(folder / "rows.jsonl", ROWS[name](1, 16 * STEPS))
+        recipe = given_recipe(task, section, data, seed=1, steps=STEPS, rows_per_step=8)
+    else:
+        recipe = sampled_recipe(task, section, seed=1, steps=STEPS, worth={LETTERS: 1.0})
+    if name == "safe_rlhf":
+        recipe["cost"] = recipe["reward"]
+    for role in ("actor", "critic"):
+        if role in recipe:
+            recipe[role] = {**recipe[role], "model": _adapted(task)}
+    if "reference" in recipe:
+        recipe["reference"] = {}
+    if name == "reward_model":
+        recipe["reward"]["source"]["model"] = _adapted(task)
+    return recipe
+
+
+def _adapted(task: Path) -> dict[str, Any]:
+    return {**model_of(task / "model"), "adapter": ADAPTER}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+async def test_every_algorithm_starts_and_ends_with_an_adapter(
+    name: str, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = _recipe(name, task, tmp_path)
+    used = {role: services[role] for role in recipe if role in services}
+    run = await learn(recipe, used, tmp_path / "run")
+    trained = "reward" if name == "reward_model" else "actor"
+    checkpoint = open_checkpoint(tmp_path / "run/checkpoints/step-00000002" / trained)
+    names = checkpoint.parameters("weights")
+    assert names
+    assert all(".lora_" in one or one.startswith("score.") for one in names)
+    assert checkpoint.state["base"]["path"] == str((task / "model").resolve())
+
+    is_policy = trained == "actor"
+    auto = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
+    fields = {} if is_policy else {"num_labels": 1}
+    base = auto.from_pretrained(task / "model", dtype=torch.float32, **fields)
+    before = {key: value.clone() for key, value in base.state_dict().items()}
+    model = peft.PeftModel.from_pretrained(base, run.model)
+    for key, value in model.state_dict().items():
+        if "lora_B" in key:
+            assert value.abs().max() > 0, key
+    merged = model.merge_and_unload().state_dict()
+    assert merged.keys() == before.keys()
+    moved = [key for key in merged if not torch.equal(merged[key], before[key])]
+    assert all("_proj.weight" in key or key.startswith("score.") for key in moved)
+    if "reference" not in recipe:
+        return
+    for line in (tmp_path / "run/dataflow.jsonl").read_text().splitlines():
+        served = [(one["role"], one["method"]) for one in json.loads(line)["nodes"]]
+        assert ("actor", "compute_reference_logprobs") in served
+        assert not any(role == "reference" for role, _ in served)
+
+
+async def test_the_actors_base_is_the_reference_bit_by_bit(
+    task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = _recipe("ppo", task, tmp_path)
+    recipe["algorithm"]["advantages"] = {
+        "type": "gae",
+        "kl_in_reward": {"type": "fixed", "coefficient": 0.1},
+    }
+    used = {role: services[role] for role in recipe if role in services}
+    found = await learn(recipe, used, tmp_path / "base")
+    with service_processes(tmp_path, ("reference",)) as reference:
+        own = {**recipe, "reference": {"model": model_of(task / "model")}}
+        expected = await learn(own, {**used, **reference}, tmp_path / "own")
+    assert found.curve("kl/mean")[-1] != 0
+    for metric in ("kl/mean", "reward/mean", "policy_loss"):
+        assert found.curve(metric) == expected.curve(metric)
