@@ -82,7 +82,7 @@ def check_model_files(
             held = dict(_held(folder, of))
         except OSError as error:
             raise ModelFolderError(f"{of} cannot be read: {error}") from error
-        if has_plan(config) and all(key in config for key in _SIZES):
+        if has_known_sizes(config):
             _check_parameters(config, held, of, num_layers, head)
     if has_tokenizer and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
         raise ModelFolderError(
@@ -114,6 +114,14 @@ def read_config_file(folder: Path, *, field: str = "model.path") -> Mapping[str,
             f'"llama", or {_AGAIN}'
         )
     return config
+
+
+def has_known_sizes(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says which parameters its model has: of a family known here, and sizes.
+
+    With quantized weights the names and shapes are others all the same.
+    """
+    return has_plan(config) and all(key in config for key in _SIZES)
 
 
 def read_header(file: Path) -> Mapping[str, Any]:

@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rolemesh.engine.adapter_config import (
+    PREFIX,
+    WEIGHTS_FILE,
+    AdapterFolderError,
+    check_kind,
+    has_other_shape,
+    lacks,
+    refuse_others,
+)
 from rolemesh.engine.layout.adapters import split_factor
 from rolemesh.engine.layout.manifest import Box
 from rolemesh.engine.specs import AdapterSpec
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-
 TaskType = Literal["CAUSAL_LM", "TOKEN_CLS", "SEQ_CLS"]
-
-_PREFIX = "base_model.model."
-"""Before the model's own names in a file."""
-
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None,),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "use_qalora": (False, None),
-    "alora_invocation_tokens": (None,),
-    "use_bdlora": (None, False),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "velora_config": (None,),
-    "arrow_config": (None,),
-}
-"""Entries of PEFT 0.21 that would make an adapter compute something else, and their values here;
-the first of them is PEFT's own default."""
-
-
-class AdapterFolderError(ValueError):
-    """A folder that is no adapter, or not one that fits: names the folder, what, and the remedy."""
 
 
 class AdapterFolder:
@@ -72,22 +47,11 @@ class AdapterFolder:
         """
         self.path = path
         self._of = f"{field} {str(path)!r}"
-        config = read_adapter_config(path, field=field)
-        found = spec_of(config, field=field, path=path)
-        for key, own, theirs in (
-            ("rank", spec.rank, found.rank),
-            ("alpha", spec.alpha, found.alpha),
-            ("scaling", spec.scaling, found.scaling),
-        ):
-            if own != theirs:
-                raise AdapterFolderError(
-                    f"{self._of} has {key} {theirs}, but adapter.{key} is {own}: give "
-                    f"adapter.{key} {theirs}, or leave from out"
-                )
+        check_kind(path, spec, field=field)
         try:
             self._file: Any = safe_open(path / WEIGHTS_FILE, framework="pt")
             keys: list[str] = list(self._file.keys())  # type: ignore[no-untyped-call]
-            self._names = {key.removeprefix(_PREFIX): key for key in keys}
+            self._names = {key.removeprefix(PREFIX): key for key in keys}
         except (OSError, SafetensorError) as error:
             raise AdapterFolderError(
                 f"{self._of}: {WEIGHTS_FILE} cannot be read ({error}): copy the adapter again"
@@ -104,83 +68,16 @@ class AdapterFolder:
             AdapterFolderError: It lacks the parameter, or has it in another shape.
         """
         if name not in self._names:
-            raise AdapterFolderError(
-                f"{self._of} lacks {name!r}: it was made for other targets or for another base; "
-                "give adapter.targets as there, or the base that it was made for"
-            )
+            raise AdapterFolderError(lacks(self._of, name))
         stored = self._file.get_slice(self._names[name])
         if tuple(stored.get_shape()) != shape:
-            raise AdapterFolderError(
-                f"{self._of} holds {name!r} with the shape {stored.get_shape()}, but this base "
-                f"takes {list(shape)}: give the base that the adapter was made for"
-            )
+            raise AdapterFolderError(has_other_shape(self._of, name, stored.get_shape(), shape))
         values: torch.Tensor = stored[tuple(slice(start, stop) for start, stop in box)]
         return values.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     def refuse_others(self, expected: Iterable[str]) -> None:
         """Raises AdapterFolderError where it holds a parameter that this adapter does not have."""
-        if others := sorted(self._names.keys() - set(expected)):
-            raise AdapterFolderError(
-                f"{self._of} also holds {others[0]!r} ({len(others)} such): it was made for other "
-                "targets or for another base; give adapter.targets as there, or the base that it "
-                "was made for"
-            )
-
-
-def read_adapter_config(path: Path, *, field: str = "adapter.from") -> Mapping[str, Any]:
-    """The adapter_config.json of a folder.
-
-    Raises:
-        AdapterFolderError: There is none, or it is no object.
-    """
-    of, file = f"{field} {str(path)!r}", path / CONFIG_FILE
-    try:
-        config = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise AdapterFolderError(
-            f"{of} has no {CONFIG_FILE}: give a folder that PEFT or rolemesh wrote"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise AdapterFolderError(f"{of}: {CONFIG_FILE} cannot be read ({error})") from error
-    if not isinstance(config, dict):
-        raise AdapterFolderError(f"{of}: {CONFIG_FILE} is no JSON object")
-    return config
-
-
-def spec_of(config: Mapping[str, Any], *, field: str, path: Path) -> AdapterSpec:
-    """The adapter that a folder's config describes, to begin with that folder.
-
-    Raises:
-        AdapterFolderError: It is of another kind, or has something that is not served.
-    """
-    of = f"{field} {str(path)!r}"
-    for key, served in _PLAIN.items():
-        value = config.get(key, served[0])
-        if value not in served:
-            raise AdapterFolderError(
-                f"{of} has {key} {value!r} in {CONFIG_FILE}: only plain LoRA is served "
-                f"({key} {served[0]!r})"
-            )
-    if config.get("modules_to_save") not in (None, [], ["score"]):
-        raise AdapterFolderError(
-            f"{of} has modules_to_save {config['modules_to_save']!r}: only a score head is "
-            "trained beside an adapter"
-        )
-    targets = config.get("target_modules")
-    try:
-        return AdapterSpec.model_validate(
-            {
-                "rank": config["r"],
-                "alpha": config["lora_alpha"],
-                "scaling": "rslora" if config.get("use_rslora") else "standard",
-                "targets": "all_linear" if targets == "all-linear" else tuple(targets or ()),
-                "from": path,
-            }
-        )
-    except (KeyError, ValueError, TypeError) as error:
-        raise AdapterFolderError(
-            f"{of}: {CONFIG_FILE} has no usable r, lora_alpha and target_modules: {error}"
-        ) from error
+        refuse_others(self._of, self._names, expected)
 
 
 def adapter_config(
@@ -215,4 +112,4 @@ def adapter_config(
 def stored_name(name: str) -> str:
     """Key of a factor or of a score head in adapter_model.safetensors."""
     assert split_factor(name) is not None or name.startswith("score.")
-    return _PREFIX + name
+    return PREFIX + name

@@ -1,61 +1,214 @@
 """Turns a policy's checkpoint into a Hugging Face folder, without a running mesh.
 
 python -m rolemesh.engine.train.export --checkpoint DIR --model DIR --out DIR
+
+The checkpoint of an adapter becomes the adapter's folder, in PEFT's format, or with --merge a whole
+model.
+
+Shape letters: I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.layout.manifest import Parameter
+from rolemesh.engine.layout.adapters import factor_name, split_factor
+from rolemesh.engine.layout.manifest import Manifest, Parameter
+from rolemesh.engine.models.adapter_files import adapter_config
+from rolemesh.engine.models.adapters import adapted_linears, module_in_layer
+from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.models.folder import read_config
-from rolemesh.engine.specs import ComputeDtype, ModelSpec
-from rolemesh.engine.train.state import check_fits
-from rolemesh.engine.weights.checkpoint import CheckpointCorruptError, open_checkpoint
-from rolemesh.engine.weights.export import write_model_folder
+from rolemesh.engine.models.sharded_loading import FolderTensors
+from rolemesh.engine.specs import AdapterSpec, ComputeDtype, ModelSpec
+from rolemesh.engine.train.state import check_base, check_fits
+from rolemesh.engine.weights.checkpoint import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointReader,
+    open_checkpoint,
+)
+from rolemesh.engine.weights.export import write_adapter_folder, write_model_folder
 
 
 def export_policy(
-    checkpoint: Path, model: Path, directory: Path, dtype: ComputeDtype = "bfloat16"
-) -> int:
-    """Writes the folder and returns the checkpoint's policy_version.
+    checkpoint: Path,
+    model: Path,
+    directory: Path,
+    dtype: ComputeDtype | None = None,
+    *,
+    merges: bool = False,
+    base_name: str | None = None,
+) -> str:
+    """Writes the folder and returns what it holds, for people.
 
     Reads one parameter after another, whatever layout wrote them: it takes the memory of one file.
 
     Args:
         checkpoint: Folder that the actor wrote.
-        model: Folder of the model that the run started from: config and tokenizer come from it.
+        model: Folder of the model that the run started from: config and tokenizer come from it, and
+            beneath an adapter its weights.
         directory: The folder to write.
-        dtype: Type of the saved weights.
+        dtype: Type of the saved weights; None: bfloat16, but float32 for an adapter's folder.
+        merges: Whether an adapter becomes a part of its base, in a folder of a whole model.
+        base_name: What an adapter's folder calls its base, ORG/NAME or ORG/NAME@REVISION; None:
+            by its path.
 
     Raises:
         ValueError: A folder cannot be used, or they do not belong together.
         CheckpointCorruptError: A file of the checkpoint is missing, cut or changed.
     """
     reader = open_checkpoint(checkpoint)
+    is_adapter = "base" in reader.state
+    if merges and not is_adapter:
+        raise ValueError(
+            f"--merge is given, but checkpoint {str(checkpoint)!r} is of a whole model, not of an "
+            "adapter: leave it out"
+        )
+    if is_adapter and not merges and dtype not in (None, "float32"):
+        raise ValueError(
+            f"--dtype is {dtype}, but the folder of an adapter has float32: leave it out, or give "
+            "--merge, which writes a whole model"
+        )
     config = read_config(ModelSpec(path=model))
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    if is_adapter and not merges:
+        _write_adapter(reader, lm, model, directory, base_name)
+        return f"policy_version {reader.state['policy_version']}, adapter in float32"
     manifest = {
         name: Parameter(tuple(weight.shape), "float32") for name, weight in lm.named_parameters()
     }
-    check_fits(reader, "policy", manifest)
-    write_model_folder(
+    chosen = dtype or "bfloat16"
+
+    def write(parameters: Iterator[tuple[str, torch.Tensor]]) -> None:
+        write_model_folder(
+            directory,
+            config=config,
+            architecture=type(lm).__name__,
+            manifest=manifest,
+            parameters=parameters,
+            source=model,
+            dtype=chosen,
+        )
+
+    if merges:
+        spec = _checked_adapter(reader, lm, model)
+        with FolderTensors(model) as base:
+            write(_merged(reader, base, manifest, spec.scale))
+    else:
+        check_fits(reader, "policy", manifest)
+        write(reader.whole("weights", manifest))
+    return f"policy_version {reader.state['policy_version']}, {chosen}"
+
+
+def _write_adapter(
+    reader: CheckpointReader, lm: Any, model: Path, directory: Path, base_name: str | None
+) -> None:
+    """Writes the folder of an adapter."""
+    spec = _checked_adapter(reader, lm, model)
+    manifest = reader.parameters("weights")
+    targets = {module_in_layer(split[0]): None for split in map(split_factor, manifest) if split}
+    config = adapter_config(spec, list(targets), model, "CAUSAL_LM")
+    if base_name is not None:
+        name, _, revision = base_name.partition("@")
+        config |= {"base_model_name_or_path": name, "revision": revision or None}
+    write_adapter_folder(
         directory,
         config=config,
-        architecture=type(lm).__name__,
         manifest=manifest,
         parameters=reader.whole("weights", manifest),
         source=model,
-        dtype=dtype,
     )
-    return int(reader.state["policy_version"])
+
+
+def _checked_adapter(reader: CheckpointReader, lm: Any, model: Path) -> AdapterSpec:
+    """The adapter that a checkpoint holds.
+
+    Args:
+        reader: The checkpoint.
+        lm: The base, on the meta device.
+        model: Folder of the base.
+
+    Raises:
+        CheckpointMismatchError: It was trained on another base, or has not the factors that it
+            says.
+    """
+    spec = _adapter_of(reader)
+    check_base(reader, BaseIdentity(model, scale=spec.scale))
+    manifest = {}
+    for name, linear in adapted_linears(lm, spec).items():
+        rows, columns = linear.weight.shape
+        manifest[factor_name(name, "A")] = Parameter((spec.rank, columns), "float32")
+        manifest[factor_name(name, "B")] = Parameter((rows, spec.rank), "float32")
+    check_fits(reader, "policy", manifest)
+    return spec
+
+
+def _adapter_of(reader: CheckpointReader) -> AdapterSpec:
+    """What a checkpoint says of its adapter; of one that says little, what its factors tell."""
+    state: Mapping[str, Any] = reader.state
+    if "adapter" in state:
+        return AdapterSpec.model_validate(state["adapter"])
+    found = {
+        name: parameter
+        for name, parameter in reader.parameters("weights").items()
+        if name.endswith(factor_name("", "A"))
+    }
+    if not found:
+        raise CheckpointMismatchError(
+            f"checkpoint {str(reader.directory)!r} has no factor of an adapter: give the one of "
+            "the actor"
+        )
+    rank = next(iter(found.values())).shape[0]
+    targets = {module_in_layer(name.removesuffix(factor_name("", "A"))): None for name in found}
+    alpha = float(state["base"]["scale"]) * rank
+    return AdapterSpec(rank=rank, alpha=alpha, targets=tuple(targets))
+
+
+def _merged(
+    reader: CheckpointReader, base: FolderTensors, manifest: Manifest, scale: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields W + scale * B A, or W where there is no adapter, float32, in the manifest's order.
+
+    The sum is that of PEFT's merge_and_unload.
+
+    Args:
+        reader: The checkpoint, with the factors.
+        base: Tensors of the base.
+        manifest: Parameters of the base.
+        scale: Of the adapter.
+    """
+    pairs = {name: _factors_of(name) for name in manifest}
+    held = reader.parameters("weights")
+    adapted = {name: pair for name, pair in pairs.items() if pair[0] in held}
+    # One walk over the checkpoint, whose files are hashed once.
+    factors = reader.whole("weights", [factor for pair in adapted.values() for factor in pair])
+    for name, parameter in manifest.items():
+        key = base.stored_name(name)
+        if key is None or base.shape(key) != parameter.shape:
+            found = "lacks it" if key is None else f"has it with the shape {list(base.shape(key))}"
+            raise ValueError(
+                f"{name!r} has the shape {list(parameter.shape)} in the model, but its folder "
+                f"{str(base.folder)!r} {found}: export the adapter without --merge, and merge it "
+                "with PEFT"
+            )
+        weight_OI = base.read(key, tuple((0, size) for size in parameter.shape))
+        if name in adapted:
+            (_, a_RI), (_, b_OR) = next(factors), next(factors)
+            weight_OI += (b_OR @ a_RI) * scale
+        yield name, weight_OI
+
+
+def _factors_of(name: str) -> tuple[str, str]:
+    module = name.removesuffix(".weight")
+    return factor_name(module, "A"), factor_name(module, "B")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,15 +220,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="model the run started from")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
-        "--dtype", choices=get_args(ComputeDtype), default="bfloat16", help="type of the weights"
+        "--dtype",
+        choices=get_args(ComputeDtype),
+        help="type of the weights (default: bfloat16, and float32 in an adapter's folder)",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="add an adapter to its base: write a whole model"
+    )
+    parser.add_argument(
+        "--base-name", help="what an adapter's folder calls its base, in place of --model"
     )
     options = parser.parse_args(arguments)
     try:
-        version = export_policy(options.checkpoint, options.model, options.out, options.dtype)
+        told = export_policy(
+            options.checkpoint,
+            options.model,
+            options.out,
+            options.dtype,
+            merges=options.merge,
+            base_name=options.base_name,
+        )
     except (ValueError, CheckpointCorruptError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{options.out}: policy_version {version}, {options.dtype}")
+    print(f"{options.out}: {told}")
     return 0
 
 

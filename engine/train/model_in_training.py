@@ -309,7 +309,13 @@ class ModelInTraining:
 
     def _trained_weights(self) -> TrainedWeights:
         peers = Peers.of(self.mesh.world, self.model.device)
-        return TrainedWeights(dict(self.named_weights()), self.weights_layout, peers, self._base)
+        return TrainedWeights(
+            dict(self.named_weights()),
+            self.weights_layout,
+            peers,
+            self._base,
+            self.model.spec.adapter,
+        )
 
     def _state(self, extra: Mapping[str, Any]) -> TrainerState:
         return TrainerState(

@@ -12,7 +12,7 @@ import torch
 from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.parallel.agreement import Peers
-from rolemesh.engine.specs import OptimizerSpec
+from rolemesh.engine.specs import AdapterSpec, OptimizerSpec
 from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
 from rolemesh.engine.train.randomness import restore_random_state, seed_random_state
 from rolemesh.engine.weights.checkpoint import (
@@ -55,6 +55,8 @@ class TrainedWeights:
     """The ranks."""
     base: BaseIdentity | None = None
     """On rank 0, what an adapter stands on; None where all weights are trained."""
+    adapter: AdapterSpec | None = None
+    """What adapter the weights are; None where all weights are trained."""
 
     def moments_layout(self, name: str) -> WeightLayout:
         """Layout of what the optimizer keeps for each weight: one of STATE_NAMES."""
@@ -100,8 +102,17 @@ class TrainerState:
             "optimizer_steps": self.optimizer_steps,
             "optimizer": self.optimizer_spec.model_dump(mode="json"),
             "extra": dict(self.extra),
-            **({} if self.weights.base is None else {"base": self.weights.base.facts()}),
+            **self._adapter_values(),
         }
+
+    def _adapter_values(self) -> dict[str, Any]:
+        """What an adapter is, and stands on: with them a checkpoint can be exported by itself."""
+        base, adapter = self.weights.base, self.weights.adapter
+        if base is None or adapter is None:
+            return {}
+        # Where its first values came from is over.
+        spec = adapter.model_dump(mode="json", exclude={"start"})
+        return {"base": base.facts(), "adapter": spec}
 
     def write(
         self, directory: Path, *, others: OtherParts | None = None, progress: Progress = silent

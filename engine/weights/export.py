@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from rolemesh.engine.adapter_config import CONFIG_FILE
 from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import ITEM_BYTES, Manifest, ManifestError, Piece
-from rolemesh.engine.models import adapter_files
+from rolemesh.engine.models.adapter_files import stored_name
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
@@ -124,17 +125,17 @@ def write_adapter_folder(
 
     def write_companions(folder: Path) -> None:
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (folder / adapter_files.CONFIG_FILE).write_text(text)
+        (folder / CONFIG_FILE).write_text(text)
         _copy_companions(folder, source)
 
-    stored = {adapter_files.stored_name(name): one for name, one in manifest.items()}
+    stored = {stored_name(name): one for name, one in manifest.items()}
     _write_folder(
         directory,
         # PEFT knows one file alone.
         lambda folder: _WeightFiles(
             folder, stored, "float32", stem="adapter_model", is_one_file=True
         ),
-        ((adapter_files.stored_name(name), tensor) for name, tensor in parameters),
+        ((stored_name(name), tensor) for name, tensor in parameters),
         write_companions,
         peers,
     )

@@ -24,8 +24,8 @@ from support.updates import update_whole
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from rolemesh.engine.adapter_config import AdapterFolderError
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.models.adapter_files import AdapterFolderError
 from rolemesh.engine.models.adapters import AdapterValues
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.packing.batching import PaddedRows, pad_rows
