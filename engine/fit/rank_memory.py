@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rolemesh.engine.algorithms.losses import make_loss
 from rolemesh.engine.devices import assuming
 from rolemesh.engine.experience import Column, Experience
+from rolemesh.engine.fit.alone import alone
 from rolemesh.engine.fit.tally import Purpose, Tally
 from rolemesh.engine.fit.valueless import Valueless
 from rolemesh.engine.layout.ranks import HybridLayout
@@ -100,7 +100,12 @@ def estimated(
     """
     valueless = Valueless()
     tally = Tally(Valueless.is_valueless)
-    with _alone(work) as mesh, assuming(device_kind, device_bytes), valueless, tally:
+    with (
+        alone(work.layout, work.rank) as mesh,
+        assuming(device_kind, device_bytes),
+        valueless,
+        tally,
+    ):
         with without_values(valueless.empty), _made_of_nothing(valueless):
             subject = _Subject(work, mesh, tally)
         with _gathers_seen(tally, valueless):
@@ -266,18 +271,6 @@ def work_rows(work: RankWork) -> tuple[Experience, UpdatePlan]:
         columns["pair_ids"] = Column.named("pair_ids", [row // 2 for row in range(num_rows)])
     plan = UpdatePlan.of_mini_batch([work.row_tokens] * num_rows, range(num_rows))
     return Experience(columns), plan
-
-
-@contextmanager
-def _alone(work: RankWork) -> Iterator[RankMesh]:
-    """The mesh of a rank whose neighbours are not there."""
-    mesh = RankMesh.connect(
-        work.layout, rank=work.rank, store=FakeStore(), backend="fake", timeout_s=60.0
-    )
-    try:
-        yield mesh
-    finally:
-        mesh.close()
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -73,21 +74,27 @@ def really(work: RankWork, mesh: RankMesh) -> int:
     return allocator_peak(train)
 
 
+ADAPTER: dict[str, Any] = {"adapter": {"rank": 8}}
+
+_SLOW_WORKS = ("float32", "entropy", "adapter, recomputed", "critic with an adapter")
+
 WORKS: dict[str, dict[str, Any]] = {
     "policy": {},
     "recomputed": {"model": {"recompute": "full"}},
     "float32": {"model": {"compute_dtype": "float32"}},
     "entropy": {"loss": PpoPolicyLossSpec(entropy_coefficient=0.01)},
     "critic": {"kind": "critic", "loss": PpoValueLossSpec()},
+    "adapter": {"model": ADAPTER},
+    "adapter over bfloat16": {"model": {**ADAPTER, "frozen_dtype": "bfloat16"}},
+    "adapter, recomputed": {"model": {**ADAPTER, "recompute": "full"}},
+    "critic with an adapter": {"kind": "critic", "loss": PpoValueLossSpec(), "model": ADAPTER},
 }
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(
-            changes, id=name, marks=[pytest.mark.slow] if name in ("float32", "entropy") else []
-        )
+        pytest.param(changes, id=name, marks=[pytest.mark.slow] if name in _SLOW_WORKS else [])
         for name, changes in WORKS.items()
     ],
 )
@@ -104,15 +111,17 @@ def measure(at: RankContext, work: RankWork) -> int:
         return min(really(work, mesh) for _ in range(4))
 
 
-LAYOUTS = {
-    "fsdp": (TrainLayout(dp=2, fsdp=2), 512),
+LAYOUTS: dict[str, tuple[TrainLayout, int, dict[str, Any]]] = {
+    "fsdp": (TrainLayout(dp=2, fsdp=2), 512, {}),
     # Gloo keeps a message until a thread of its own lets go of it, so messages are short here.
-    "tensor slices": (TrainLayout(tp=2), 128),
+    "tensor slices": (TrainLayout(tp=2), 128, {}),
+    "fsdp, adapter": (TrainLayout(dp=2, fsdp=2), 512, ADAPTER),
+    "tensor slices, adapter": (TrainLayout(tp=2), 128, ADAPTER),
 }
 
 
 @pytest.mark.parametrize(
-    ("layout", "tokens"),
+    ("layout", "tokens", "changes"),
     [
         # The next test estimates and measures slices too.
         pytest.param(*case, id=name, marks=[] if name == "fsdp" else pytest.mark.slow)
@@ -120,9 +129,9 @@ LAYOUTS = {
     ],
 )
 def test_the_estimate_holds_for_a_rank_of_several(
-    folder: Path, layout: TrainLayout, tokens: int, rank_pool: RankPool
+    folder: Path, layout: TrainLayout, tokens: int, changes: dict[str, Any], rank_pool: RankPool
 ) -> None:
-    model = {"recompute": "full", "micro_batch_tokens": tokens}
+    model = {"recompute": "full", "micro_batch_tokens": tokens, **changes}
     work = work_of(folder, layout=HybridLayout(layout), model=model)
     found = estimated(work, "cpu").peak
     for measured in rank_pool.run(measure, 2, work):
@@ -167,6 +176,41 @@ def test_parts_are_what_arithmetic_says(tmp_path: Path) -> None:
     assert found.at_rest["weights"] == pytest.approx(4 * parameters, rel=1e-4)
     assert found.at_rest["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
     assert found.at_peak["gradients"] == pytest.approx(4 * parameters, rel=1e-4)
+
+
+@pytest.mark.parametrize(("device", "frozen"), [("cuda", 2), ("cpu", 4)])
+def test_an_adapter_takes_what_arithmetic_says(
+    tmp_path: Path, device: Literal["cpu", "cuda"], frozen: int
+) -> None:
+    """Of f numbers in factors: 4 f of weights, 4 f of gradients, 8 f of moments; the base once."""
+    folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=2)
+    found = estimated(work_of(folder, model=ADAPTER), device)
+    wide, narrow, inner = 896, 128, 4864
+    matrices = 151936 * wide + 2 * (2 * wide * (wide + narrow) + 3 * wide * inner)
+    factors = 2 * 8 * (2 * (wide + wide) + 2 * (wide + narrow) + 3 * (wide + inner))
+    assert found.at_rest["weights"] == pytest.approx(frozen * matrices + 4 * factors, rel=1e-3)
+    assert found.at_rest["optimizer"] == pytest.approx(8 * factors, rel=1e-3)
+    assert found.at_peak["gradients"] == pytest.approx(4 * factors, rel=1e-3)
+
+
+def test_what_an_adapter_begins_with_and_its_base_are_not_read(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=2)
+    # Nobody could read it: the identity of the base would fail.
+    (folder / "model.safetensors").mkdir()
+    new = estimated(work_of(folder, model=ADAPTER))
+    model = {"adapter": {"rank": 8, "from": tmp_path / "nowhere"}}
+    assert estimated(work_of(folder, model=model)) == new
+    assert not [one for one in threading.enumerate() if "base-identity" in one.name]
+
+
+def test_the_first_of_two_stages_is_estimated(tmp_path: Path) -> None:
+    """It has no loss of its own."""
+    folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=2)
+    layout = HybridLayout(TrainLayout(pp=2))
+    first, last = (estimated(work_of(folder, layout=layout, rank=rank)) for rank in (0, 1))
+    # Each has an embedding and a layer, the last one the last norm more.
+    assert first.rest == pytest.approx(last.rest, rel=1e-3)
+    assert first.at_peak["head"] == 0 < last.at_peak["head"]
 
 
 _QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
