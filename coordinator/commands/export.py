@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.model_card import model_card
+from rolemesh.coordinator.commands.model_card import has_adapter, model_card
 from rolemesh.coordinator.commands.publishing import PushError, check_can_push, push
 from rolemesh.coordinator.commands.terminal.ending import EXIT_FAILED, fail, refuse
 from rolemesh.coordinator.recipe.errors import RecipeError
@@ -48,9 +48,20 @@ def export(
         bool, typer.Option("--public", help="Of --push: a new model may be read by all.")
     ] = False,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16 or float32; bfloat16, but float32 for an adapter's folder."),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="Of a run that trains an adapter: add it to its base, as a whole model."
+        ),
+    ] = False,
 ) -> None:
     """Writes the policy of a checkpoint as a Hugging Face folder.
+
+    An adapter becomes a folder in PEFT's format, or with --merge a whole model.
 
     Example: rolemesh export runs/mine-20261128-101500 --push me/my-model
     """
@@ -62,15 +73,24 @@ def export(
         if push_to is not None:
             check_can_push(push_to)
         wanted = _step(directory, step)
+        if merge and not has_adapter(read_config(directory)):
+            refuse(
+                f"--merge is given, but {directory} trains a whole model, without "
+                "actor.model.adapter: leave it out"
+            )
         with _folder(directory, to) as folder:
-            command = _export_command(directory, wanted, folder, dtype)
+            command = [
+                *_export_command(directory, wanted, folder, is_pushed=push_to is not None),
+                *(() if dtype is None else ("--dtype", dtype)),
+                *(("--merge",) if merge else ()),
+            ]
             # It loads torch, and needs no token.
             environment = {**child_environment(os.environ), "PYTHONSAFEPATH": "1"}
             ended = subprocess.run(command, env=environment, check=False)
             if ended.returncode:
                 raise typer.Exit(ended.returncode)
             if push_to is not None:
-                write_atomically(folder / "README.md", _card(directory, push_to, wanted))
+                write_atomically(folder / "README.md", _card(directory, push_to, wanted, merge))
                 told = f"Policy after {wanted} steps, by rolemesh"
                 page = push(folder, push_to, is_public=public, message=told)
                 print(f"{push_to}: sent to {page}")
@@ -103,32 +123,39 @@ def _step(directory: Path, step: int | None) -> int:
     return wanted
 
 
-def _export_command(directory: Path, step: int, to: Path, dtype: str) -> list[str]:
+def _export_command(directory: Path, step: int, to: Path, *, is_pushed: bool) -> list[str]:
     """The command that writes a checkpoint's policy as a Hugging Face folder.
 
     Args:
         directory: The run's folder.
         step: Step of the checkpoint.
         to: Folder to write.
-        dtype: Type of the weights.
+        is_pushed: Whether it leaves this machine.
 
     Raises:
         RecipeError: Its model is at the hub, and cannot be had.
     """
-    model = read_config(directory)["actor"]["model"]["path"]
+    config = read_config(directory)
+    model = config["actor"]["model"]["path"]
+    base: dict[str, object] = {}
     if is_hf_name(model):
-        _, model = model_folder(model, "actor.model.path")
+        name, model = model_folder(model, "actor.model.path")
+        base = {"--base-name": name.repo, "--base-revision": name.revision}
+    elif is_pushed:
+        # A path of this machine is nothing to others.
+        base = {"--base-name": Path(model).name}
     flags = {
         "--checkpoint": checkpoint_folder(directory / CHECKPOINTS_FOLDER, step) / "actor",
         "--model": model,
         "--out": to,
-        "--dtype": dtype,
+        **(base if has_adapter(config) else {}),
     }
     words = [word for flag, value in flags.items() for word in (flag, str(value))]
     return [sys.executable, "-m", "rolemesh.engine.train.export", *words]
 
 
-def _card(directory: Path, name: str, step: int) -> str:
+def _card(directory: Path, name: str, step: int, is_merged: bool) -> str:
     run = read_json(directory / RUN_FILE)
     summary = read_json(directory / SUMMARY_FILE)
-    return model_card(name, read_config(directory), summary, str(run["run_id"]), step)
+    config = read_config(directory)
+    return model_card(name, config, summary, str(run["run_id"]), step, is_merged=is_merged)

@@ -14,8 +14,19 @@ import yaml
 from rolemesh.coordinator.recipe.hf_names import HfName, is_hf_name
 
 
+def has_adapter(config: Mapping[str, Any]) -> bool:
+    """Whether the recipe of a run trains an adapter in place of the actor's model."""
+    return bool(config["actor"]["model"].get("adapter"))
+
+
 def model_card(
-    name: str, config: Mapping[str, Any], summary: Mapping[str, Any], run_id: str, step: int
+    name: str,
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    run_id: str,
+    step: int,
+    *,
+    is_merged: bool = False,
 ) -> str:
     """The text of README.md.
 
@@ -25,19 +36,24 @@ def model_card(
         summary: How the run ended, as summary.json has it; empty where it has not.
         run_id: Of the run.
         step: Of the checkpoint.
+        is_merged: Whether an adapter has become a part of its base.
     """
     algorithm = str(config["algorithm"]["type"])
     base = _hf_name(config["actor"]["model"]["path"])
     data = list(_data_names(config["actor"].get("data") or {}))
-    header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    is_adapter = has_adapter(config) and not is_merged
+    library = "peft" if is_adapter else "transformers"
+    header: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if base is not None:
         header["base_model"] = base.repo
+        if is_adapter:
+            header["base_model_relation"] = "adapter"
     if data:
         header["datasets"] = sorted({one.repo for one in data})
     header["tags"] = ["rolemesh", algorithm]
     rows = "\n".join(
         f"| {key} | {_cell(value)} |"
-        for key, value in _facts(config, summary, run_id, step, base, data)
+        for key, value in _facts(config, summary, run_id, step, base, data, is_merged)
     )
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {name.partition('/')[2]}\n\n"
@@ -53,11 +69,20 @@ def _facts(
     step: int,
     base: HfName | None,
     data: list[HfName],
+    is_merged: bool,
 ) -> Iterator[tuple[str, Any]]:
     run, algorithm, actor = config["run"], config["algorithm"], config["actor"]
     yield "run", run_id
     yield "checkpoint", f"after {step} of {run['steps']} steps"
     yield "base model", _told(base) if base else "not from the hub"
+    if has_adapter(config):
+        adapter = actor["model"]["adapter"]
+        merged = ", merged into the base model" if is_merged else ""
+        scaling = "" if adapter["scaling"] == "standard" else f", {adapter['scaling']}"
+        yield (
+            "adapter",
+            f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g}{scaling}{merged}",
+        )
     if actor.get("data"):
         kind = str(actor["data"]["type"])
         yield "data", ", ".join(map(_told, data)) or f"not from the hub ({kind})"

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.adapter_config import adapted_shape, num_trained
 from rolemesh.engine.model_files import read_header
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec, RewardSpec, named_sources
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_MATRIX = re.compile(r".*\.(?:layers|h|blocks)\.\d+\.(.*\.)?(\w+)\.weight")
 
 
 def models_of(recipe: Recipe) -> dict[str, list[ModelSpec]]:
@@ -57,12 +59,48 @@ def num_parameters(folder: Path, num_layers: int | None = None) -> int | None:
         return None
 
 
+def num_trained_parameters(model: ModelSpec) -> int | None:
+    """Parameters of a trained model that change: all, or with an adapter its factors.
+
+    Returns:
+        Their number; None where the folder has no safetensors that can be read. A score head beside
+        an adapter, which has some thousands, is not among them.
+    """
+    adapter = model.adapter
+    if adapter is None:
+        return num_parameters(model.path, model.num_layers)
+    try:
+        shape = adapted_shape(model.path, adapter, num_layers=model.num_layers)
+        if shape is not None:
+            return num_trained(shape)
+        headers = [read_header(file) for file in sorted(model.path.glob("*.safetensors"))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if not headers:
+        return None
+    # Of a family that is not known here, every matrix of a layer may be a linear one.
+    sides = (
+        sum(tensor["shape"])
+        for header in headers
+        for name, tensor in header.items()
+        if (matrix := _MATRIX.fullmatch(name)) is not None
+        and len(tensor["shape"]) == 2
+        and _is_kept(name, model.num_layers)
+        and (adapter.targets == "all_linear" or matrix[2] in adapter.targets)
+    )
+    return adapter.rank * sum(sides)
+
+
+def _is_kept(name: str, num_layers: int | None) -> bool:
+    layer = _LAYER.search(name)
+    return num_layers is None or layer is None or int(layer[1]) < num_layers
+
+
 def _elements(header: Mapping[str, Any], num_layers: int | None) -> int:
     total = 0
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
-        layer = _LAYER.search(name)
-        if num_layers is None or layer is None or int(layer[1]) < num_layers:
+        if _is_kept(name, num_layers):
             total += math.prod(tensor["shape"])
     return total

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.model_sizes import trained_models
+from rolemesh.coordinator.recipe.model_sizes import num_trained_parameters, trained_models
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.specs import ModelSpec
 
 BYTES_PER_TOKEN = 64
 """Most bytes that a role holds for one token: 8 for its id, 8 for its policy_version, 1 for the
@@ -35,6 +36,13 @@ used, and takes no memory by itself."""
 _CUT_BYTES = 12
 """Bytes of cuts for each byte of a trained model's folder: two of them, each with weights and two
 moments in float32, of a model that lies in bfloat16."""
+
+_ADAPTER_PUBLISHED_BYTES = 8
+"""Bytes of published weights for each parameter of an adapter: two copies in float32."""
+
+_ADAPTER_CUT_BYTES = 24
+"""Bytes of cuts for each parameter of an adapter: two of them, each with three numbers in float32.
+"""
 
 
 def experience_bytes(recipe: Recipe) -> int:
@@ -77,10 +85,9 @@ def shared_memory_bytes(recipe: Recipe) -> int:
                 f"rollout.model.path is {folder}, which holds no *.safetensors here, and the size "
                 "of shared memory depends on them: run this where the model is, or make it first"
             )
-        total += _PUBLISHED_BYTES * _model_bytes(folder)
+        total += _published_bytes(recipe, folder)
     if recipe.run.recovery.cuts:
-        models = trained_models(recipe).values()
-        total += sum(_CUT_BYTES * _model_bytes(model.path) for model in models)
+        total += sum(_cut_bytes(model) for model in trained_models(recipe).values())
     return -(-max(total, _LEAST_SHARED_BYTES) // _UNIT) * _UNIT
 
 
@@ -90,6 +97,20 @@ def unsized_models(recipe: Recipe) -> list[Path]:
         return []
     folders = [model.path for model in trained_models(recipe).values()]
     return [folder for folder in folders if not _model_bytes(folder)]
+
+
+def _published_bytes(recipe: Recipe, folder: Path) -> int:
+    """Of the weights that go to rollout services: with an adapter, of its factors alone."""
+    if recipe.actor is not None and recipe.actor.model.adapter is not None:
+        return _ADAPTER_PUBLISHED_BYTES * (num_trained_parameters(recipe.actor.model) or 0)
+    return _PUBLISHED_BYTES * _model_bytes(folder)
+
+
+def _cut_bytes(model: ModelSpec) -> int:
+    """Of a trained model, or of the adapter that is trained in its place."""
+    if model.adapter is not None:
+        return _ADAPTER_CUT_BYTES * (num_trained_parameters(model) or 0)
+    return _CUT_BYTES * _model_bytes(model.path)
 
 
 def _model_bytes(folder: Path) -> int:

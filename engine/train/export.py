@@ -45,6 +45,7 @@ def export_policy(
     *,
     merges: bool = False,
     base_name: str | None = None,
+    base_revision: str | None = None,
 ) -> str:
     """Writes the folder and returns what it holds, for people.
 
@@ -57,8 +58,8 @@ def export_policy(
         directory: The folder to write.
         dtype: Type of the saved weights; None: bfloat16, but float32 for an adapter's folder.
         merges: Whether an adapter becomes a part of its base, in a folder of a whole model.
-        base_name: What an adapter's folder calls its base, ORG/NAME or ORG/NAME@REVISION; None:
-            by its path.
+        base_name: What an adapter's folder calls its base, e.g. ORG/NAME; None: by its path.
+        base_revision: Commit of the base at the hub.
 
     Raises:
         ValueError: A folder cannot be used, or they do not belong together.
@@ -80,7 +81,10 @@ def export_policy(
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if is_adapter and not merges:
-        _write_adapter(reader, lm, model, directory, base_name)
+        named: dict[str, Any] = {}
+        if base_name is not None:
+            named = {"base_model_name_or_path": base_name, "revision": base_revision}
+        _write_adapter(reader, lm, model, directory, named)
         return f"policy_version {reader.state['policy_version']}, adapter in float32"
     manifest = {
         name: Parameter(tuple(weight.shape), "float32") for name, weight in lm.named_parameters()
@@ -109,19 +113,16 @@ def export_policy(
 
 
 def _write_adapter(
-    reader: CheckpointReader, lm: Any, model: Path, directory: Path, base_name: str | None
+    reader: CheckpointReader, lm: Any, model: Path, directory: Path, named: Mapping[str, Any]
 ) -> None:
-    """Writes the folder of an adapter."""
+    """Writes the folder of an adapter, whose config calls its base as it is named."""
     spec = _checked_adapter(reader, lm, model)
     manifest = reader.parameters("weights")
     targets = {module_in_layer(split[0]): None for split in map(split_factor, manifest) if split}
     config = adapter_config(spec, list(targets), model, "CAUSAL_LM")
-    if base_name is not None:
-        name, _, revision = base_name.partition("@")
-        config |= {"base_model_name_or_path": name, "revision": revision or None}
     write_adapter_folder(
         directory,
-        config=config,
+        config={**config, **named},
         manifest=manifest,
         parameters=reader.whole("weights", manifest),
         source=model,
@@ -230,6 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--base-name", help="what an adapter's folder calls its base, in place of --model"
     )
+    parser.add_argument("--base-revision", help="commit of the base at the hub")
     options = parser.parse_args(arguments)
     try:
         told = export_policy(
@@ -239,6 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.dtype,
             merges=options.merge,
             base_name=options.base_name,
+            base_revision=options.base_revision,
         )
     except (ValueError, CheckpointCorruptError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -150,8 +150,8 @@ def test_an_adapters_folder_names_its_base_as_it_is_told(
     given = ["--checkpoint", str(checkpoint), "--model", str(base)]
     assert main([*given, "--out", str(tmp_path / "here")]) == 0
     assert "policy_version 0, adapter in float32" in capsys.readouterr().out
-    named = [*given, "--out", str(tmp_path / "hub"), "--base-name", "me/tiny@abc"]
-    assert main(named) == 0
+    named = [*given, "--out", str(tmp_path / "hub"), "--base-name", "me/tiny"]
+    assert main([*named, "--base-revision", "abc"]) == 0
     configs = [
         json.loads((tmp_path / name / "adapter_config.json").read_text())
         for name in ("here", "hub")

@@ -11,12 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolemesh.coordinator.recipe.model_sizes import models_of, num_parameters, trained_models
+from rolemesh.coordinator.recipe.model_sizes import (
+    models_of,
+    num_parameters,
+    num_trained_parameters,
+    trained_models,
+)
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.engine.specs import RolloutSpec, VllmSpec
+from rolemesh.engine.specs import ModelSpec, RolloutSpec, VllmSpec
+from rolemesh.engine.specs.by_device import Device, model_choices
 
 WEIGHT_BYTES = 4
-"""Bytes of a weight where it is trained or scored with: float32."""
+"""Bytes of a weight where it is scored with: float32."""
+
+_NARROW_BYTES = 2
+"""Bytes of a weight beneath an adapter where it lies in bfloat16."""
 
 TRAINED_BYTES = 16
 """Bytes of a trained weight: itself, its gradient and two moments, in float32."""
@@ -25,7 +34,7 @@ SAVED_BYTES = 12
 """Bytes of a trained weight in a checkpoint or a cut: itself and two moments, in float32."""
 
 EXPORTED_BYTES = 2
-"""Bytes of a weight in the exported model: bfloat16."""
+"""Bytes of a weight in the exported model: bfloat16. An adapter is exported in float32."""
 
 PROCESS_BYTES = 1 << 30
 """Bytes of a process with torch, of which one with vLLM takes about twice as much."""
@@ -41,6 +50,8 @@ class Footprint:
     """By role that this machine starts and that computes on the CPU: its ranks together."""
     device_memory: dict[str, int] = field(default_factory=dict)
     """By role that computes on GPUs: of each rank."""
+    device_rest: dict[str, int] = field(default_factory=dict)
+    """The same between calls, when there is no gradient."""
     cuts: int = 0
     """Of shared memory, for the cuts of all trained roles."""
     checkpoint: int = 0
@@ -85,20 +96,23 @@ def footprint_of(recipe: Recipe, own_services: Mapping[str, str | None]) -> Foot
             machine starts it.
     """
     found = Footprint()
-    parameters: dict[str, int] = {}
+    trained = trained_models(recipe)
+    sizes: dict[str, _Weights] = {}
     for role, models in models_of(recipe).items():
-        counts = []
         for model in models:
             count = num_parameters(model.path, model.num_layers)
             if count is None and str(model.path) not in found.unknown:
                 found.unknown.append(str(model.path))
-            counts.append(count or 0)
-        parameters[role] = sum(counts)
-    trained = trained_models(recipe)
+            changing = (num_trained_parameters(model) or 0) if role in trained else 0
+            one = _Weights(count or 0, changing)
+            if model.adapter is not None:
+                one = _Weights(one.all + one.trained, one.trained, _base_bytes(recipe, role, model))
+            sizes[role] = sizes.get(role, _Weights()).beside(one)
+        sizes.setdefault(role, _Weights())
     for service, address in own_services.items():
         if address is None:
-            _add_service(found, recipe, service, parameters, is_trained=service in trained)
-    saved = SAVED_BYTES * sum(parameters[role] for role in trained if role in own_services)
+            _add_service(found, recipe, service, sizes)
+    saved = SAVED_BYTES * sum(sizes[role].trained for role in trained if role in own_services)
     found.checkpoint = saved
     num_best = 0 if recipe.run.checkpoint.keep_best is None else 1
     # One more while it is written.
@@ -106,8 +120,47 @@ def footprint_of(recipe: Recipe, own_services: Mapping[str, str | None]) -> Foot
     found.checkpoints_kept = min(_num_checkpoints(recipe), most_kept)
     found.cuts = _CUTS * saved if recipe.run.recovery.cuts else 0
     exported = "actor" if "actor" in own_services else "reward"
-    found.export = EXPORTED_BYTES * parameters.get(exported, 0)
+    if exported in sizes:
+        has_adapter = exported in trained and trained[exported].adapter is not None
+        each = WEIGHT_BYTES if has_adapter else EXPORTED_BYTES
+        found.export = each * (sizes[exported].trained if has_adapter else sizes[exported].all)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Weights of a role's models."""
+
+    all: int = 0
+    trained: int = 0
+    """Of all, those that change."""
+    frozen_bytes: int = WEIGHT_BYTES
+    """Of each that does not."""
+
+    def beside(self, other: _Weights) -> _Weights:
+        """Those of both."""
+        widest = max(self.frozen_bytes if self.all else 0, other.frozen_bytes)
+        return _Weights(self.all + other.all, self.trained + other.trained, widest)
+
+    @property
+    def rest(self) -> int:
+        """Bytes between calls."""
+        return SAVED_BYTES * self.trained + self.frozen_bytes * (self.all - self.trained)
+
+    @property
+    def peak(self) -> int:
+        """Bytes while gradients are there."""
+        return self.rest + (TRAINED_BYTES - SAVED_BYTES) * self.trained
+
+
+def _base_bytes(recipe: Recipe, role: str, model: ModelSpec) -> int:
+    """Bytes of a weight beneath an adapter."""
+    on_gpu = recipe.pool_of(role).has_gpus
+    # Whether a CPU multiplies bfloat16 is not asked here; without, weights are wider.
+    device = Device("cuda") if on_gpu else Device("cpu", multiplies_bfloat16=False)
+    numerics = recipe.section(role).chosen_numerics
+    chosen = model_choices(model, device, None, numerics=numerics)["frozen_dtype"].value
+    return _NARROW_BYTES if chosen == "bfloat16" else WEIGHT_BYTES
 
 
 def _num_checkpoints(recipe: Recipe) -> int:
@@ -121,27 +174,23 @@ def _num_checkpoints(recipe: Recipe) -> int:
 
 
 def _add_service(
-    found: Footprint,
-    recipe: Recipe,
-    service: str,
-    parameters: Mapping[str, int],
-    *,
-    is_trained: bool,
+    found: Footprint, recipe: Recipe, service: str, sizes: Mapping[str, _Weights]
 ) -> None:
     role = role_of(service)
     section, layout = recipe.section(role), recipe.layout(role)
     sampler: RolloutSpec | None = getattr(section, "rollout", None)
-    weights = parameters[role] * (TRAINED_BYTES if is_trained else WEIGHT_BYTES)
+    weights = sizes[role]
     # Ranks that do not cut parameters among them hold whole copies.
     copies = layout.dp // layout.fsdp
     devices = next(pool.devices for pool in recipe.pools.values() if role in pool.roles)
     num_ranks = layout.world_size
     if set(devices) != {"cpu"}:
-        found.device_memory[service] = weights * copies // num_ranks
+        found.device_memory[service] = weights.peak * copies // num_ranks
+        found.device_rest[service] = weights.rest * copies // num_ranks
         return
-    held = weights * copies + num_ranks * PROCESS_BYTES
+    held = weights.peak * copies + num_ranks * PROCESS_BYTES
     if isinstance(sampler, VllmSpec):
-        policy = parameters.get("actor", 0)
+        policy = sizes["actor"].all if "actor" in sizes else 0
         replica_ranks = section.rank_layout().generate.tp * section.rank_layout().generate.pp
         held += (num_ranks // replica_ranks) * WEIGHT_BYTES * policy
         held += num_ranks * (sampler.kv_cache_gib << 30) + num_ranks * PROCESS_BYTES

@@ -16,7 +16,7 @@ from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.placement import PoolSpec
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.checks.cautions import Caution
-from rolemesh.coordinator.run.checks.footprint import SAVED_BYTES, TRAINED_BYTES, footprint_of, gib
+from rolemesh.coordinator.run.checks.footprint import footprint_of, gib
 from rolemesh.engine.specs import VllmSpec
 
 
@@ -124,14 +124,17 @@ def gpu_cautions(
         own_services: As in footprint_of.
         gpu_bytes: Memory of each GPU of this host.
     """
-    sizes = footprint_of(recipe, own_services).device_memory
+    footprint = footprint_of(recipe, own_services)
     trained = trained_models(recipe)
     found: dict[str, RoleFound] = {}
-    for service, size in sizes.items():
+    for service, size in footprint.device_memory.items():
         role = role_of(service)
-        rest = size * SAVED_BYTES // TRAINED_BYTES if role in trained else size
         found[role] = RoleFound(
-            role=role, rest=rest, peak=size, trains=role in trained, sampler={"least": 0}
+            role=role,
+            rest=footprint.device_rest[service],
+            peak=size,
+            trains=role in trained,
+            sampler={"least": 0},
         )
     for name, pool in recipe.pools.items():
         if set(pool.devices) == {"cpu"} or not any(role in found for role in pool.roles):

@@ -157,6 +157,20 @@ def test_a_card_has_the_facts_of_the_run_and_no_path_of_this_machine() -> None:
     assert "/home" not in card
 
 
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_card_of_an_adapter_says_so(is_merged: bool) -> None:
+    adapter = {"rank": 8, "alpha": 16.0, "scaling": "rslora", "targets": "all_linear"}
+    actor = {**CONFIG["actor"], "model": {**CONFIG["actor"]["model"], "adapter": adapter}}
+    config = {**CONFIG, "actor": actor}
+    card = model_card("me/trained", config, {}, "mine-1", 40, is_merged=is_merged)
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["library_name"] == ("transformers" if is_merged else "peft")
+    assert header["base_model"] == "me/tiny"
+    assert header.get("base_model_relation") == (None if is_merged else "adapter")
+    merged = ", merged into the base model" if is_merged else ""
+    assert f"| adapter | LoRA, rank 8, alpha 16, rslora{merged} |\n" in card
+
+
 def test_a_model_is_sent_with_the_users_token_or_the_error_says_what_is_missing(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from support.fake_recipes import PPO, fake_recipe
 from support.tiny_models import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
-from rolemesh.coordinator.recipe.model_sizes import num_parameters
+from rolemesh.coordinator.recipe.model_sizes import num_parameters, num_trained_parameters
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.footprint import PROCESS_BYTES, footprint_of, free_bytes, gib
+from rolemesh.engine.models.adapters import attach
+from rolemesh.engine.specs import AdapterSpec, ModelSpec
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,49 @@ def test_a_trained_role_takes_four_numbers_a_weight_and_saves_three(model: Path)
     assert found.checkpoint == 2 * 12 * size
     assert found.cuts == 2 * found.checkpoint
     assert found.export == 2 * size
+
+
+@pytest.mark.parametrize("targets", ["all_linear", ["q_proj", "down_proj"]])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_of_an_adapter_only_its_factors_are_trained_saved_and_exported(
+    model: Path, targets: Any, device: str
+) -> None:
+    size = num_parameters(model) or 0
+    values = ppo(model).model_dump(mode="json")
+    values["actor"]["model"] |= {"adapter": {"rank": 2, "targets": targets}}
+    values["pools"] = {"main": {"devices": [device], "roles": list(SERVICES)}}
+    recipe = Recipe.model_validate(values)
+    assert recipe.actor is not None
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    attach(lm, recipe.actor.model.adapter)
+    factors = sum(one.numel() for name, one in lm.named_parameters() if ".lora_" in name)
+    assert num_trained_parameters(recipe.actor.model) == factors
+    found = footprint_of(recipe, SERVICES)
+    if device == "cpu":
+        assert found.memory["actor"] == 4 * size + 16 * factors + PROCESS_BYTES
+    else:
+        # The base lies in bfloat16.
+        assert found.device_memory["actor"] == 2 * size + 16 * factors
+        assert found.device_rest["actor"] == 2 * size + 12 * factors
+    assert found.checkpoint == 12 * size + 12 * factors  # the critic's, and the actor's
+    assert found.export == 4 * factors
+
+
+def test_of_a_family_without_a_plan_headers_tell_what_an_adapter_trains(
+    model: Path, tmp_path: Path
+) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "other"}))
+    for adapter in (AdapterSpec(rank=2), AdapterSpec(rank=2, targets=("q_proj",))):
+        for num_layers in (None, 2):
+            known, other = (
+                num_trained_parameters(ModelSpec(path=path, adapter=adapter, num_layers=num_layers))
+                for path in (model, tmp_path)
+            )
+            assert known == other
+    assert num_trained_parameters(ModelSpec(path=Path("/none"), adapter=AdapterSpec())) is None
 
 
 @pytest.mark.parametrize(
