@@ -133,13 +133,14 @@ def read_header(file: Path) -> Mapping[str, Any]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(_LENGTH_BYTES)
-        length = int.from_bytes(start, "little")
+        # A shorter file says no length, and what it has may read as more than memory holds.
+        length = int.from_bytes(start, "little") if size >= _LENGTH_BYTES else 0
         if start == _POINTER:
             raise ModelFolderError(
                 f"{file.name} is what Git LFS leaves in the place of a file: run `git lfs pull` "
                 "where the folder was cloned"
             )
-        if size >= _LENGTH_BYTES and length > MOST_HEADER_BYTES:
+        if length > MOST_HEADER_BYTES:
             raise ModelFolderError(
                 f"{file.name} is no safetensors file: it begins with {length} as the bytes of its "
                 f"header, which has {MOST_HEADER_BYTES} at most; {_AGAIN}"

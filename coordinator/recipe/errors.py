@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -73,7 +74,7 @@ def _describe_one(
             return f"{dotted}.type: required, but not given; valid types are {', '.join(tags)}"
         case "model_type" | "model_attributes_type" | "dict_type":
             fields = _model_of(_annotation(parent, where[-1])) if where else Recipe
-            keys = f" with the keys {', '.join(fields.model_fields)}" if fields else ""
+            keys = f" with the keys {', '.join(_keys(fields))}" if fields else ""
             return f"{dotted} is {_shown(problem['input'])}{source}: give a section{keys}"
         case "value_error":
             reason = str(context.get("error", problem["msg"]))
@@ -154,8 +155,13 @@ def _walk(loc: Sequence[int | str]) -> tuple[tuple[str, ...], list[type[BaseMode
 
 
 def _annotation(model: type[BaseModel], name: str) -> Any:
-    field = model.model_fields.get(name)
+    field = _keys(model).get(name)
     return field.annotation if field else None
+
+
+def _keys(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a section by their keys in a recipe."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _item(annotation: Any) -> Any:
@@ -206,7 +212,7 @@ def _nearest(
     """What may have been meant by a key: of its section first, then below it, then elsewhere."""
     *above, name = where
     prefix = ".".join(above)
-    near = difflib.get_close_matches(name, parent.model_fields, n=1, cutoff=_CLOSE)
+    near = difflib.get_close_matches(name, _keys(parent), n=1, cutoff=_CLOSE)
     if near:
         return f"did you mean {'.'.join((*above, near[0]))}?"
     below = _places(name, parent, prefix)
@@ -215,7 +221,7 @@ def _nearest(
     absent = [".".join(one) for one in missing if [*one[:-1]] == above]
     if absent:
         return f"did you mean {' or '.join(absent[:3])}, which is required?"
-    keys = f"keys {'of ' + prefix if prefix else 'here'} are {', '.join(parent.model_fields)}"
+    keys = f"keys {'of ' + prefix if prefix else 'here'} are {', '.join(_keys(parent))}"
     elsewhere = _places(name, Recipe, "")
     return f"{keys}; did you mean {' or '.join(elsewhere)}?" if elsewhere else keys
 
@@ -228,7 +234,7 @@ def _places(name: str, model: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for name, field in _keys(model).items():
         path = f"{prefix}.{name}" if prefix else name
         yield path
         inner = _variants(field.annotation).values() or [_model_of(field.annotation)]
@@ -238,7 +244,7 @@ def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _meaning(model: type[BaseModel], name: str) -> str:
-    field = model.model_fields.get(name)
+    field = _keys(model).get(name)
     if field is None:
         return ""
     annotation = _unwrapped(field.annotation)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Literal
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.hf_names import HfName
+from rolemesh.engine.adapter_config import CONFIG_FILE as ADAPTER_CONFIG
+from rolemesh.engine.adapter_config import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.specs import folder_of_split
 from rolemesh.engine.specs.urls import masked_text, masked_url
@@ -118,6 +120,21 @@ class Hub:
                     )
                 chosen += tensors
             return chosen
+
+        return self._found(wish, choose)
+
+    def adapter(self, wish: Wish, *, weights: bool) -> Found:
+        """Folder of an adapter in PEFT's format, with its weights or without."""
+
+        def choose(files: Sequence[str]) -> list[str]:
+            wanted = (ADAPTER_CONFIG, *((ADAPTER_WEIGHTS,) if weights else ()))
+            absent = [one for one in wanted if one not in files]
+            if absent:
+                raise wish.refused(
+                    f"it has no {absent[0]}: name an adapter of the form that PEFT writes (other "
+                    "formats can run code and are not fetched)"
+                )
+            return list(wanted)
 
         return self._found(wish, choose)
 

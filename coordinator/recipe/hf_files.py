@@ -14,7 +14,16 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.hf_client import Found, Hub, Kind, Wish
 from rolemesh.coordinator.recipe.hf_names import HfName, HfPlace, hf_places, with_values
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.specs import HfDatasetSpec, ModelFolderSpec, ModelSpec, StoredRowsSpec
+from rolemesh.engine.specs import (
+    AdapterSpec,
+    HfDatasetSpec,
+    ModelFolderSpec,
+    ModelSpec,
+    StoredRowsSpec,
+)
+
+_MODELS = (ModelSpec, ModelFolderSpec)
+"""Sections that name a model."""
 
 
 def with_files(
@@ -56,14 +65,19 @@ def found_files(
         return {}
     pins = {} if began_with is None else {one.field: one.text for one in hf_places(began_with)}
     hub = Hub(fetches=fetches)
+    actor = recipe.actor
+    # Its adapter goes to samplers, which add it to weights of their own.
+    readers = (ModelSpec,) if actor is None or actor.model.adapter is None else _MODELS
     found = {}
     for place in places:
         wish = _wish_of(place)
         wish = replace(wish, name=_pinned(wish.name, pins.get(place.field)))
         if isinstance(place.spec, HfDatasetSpec):
             found[place.field] = _data(hub, wish, place.spec)
+        elif isinstance(place.spec, AdapterSpec):
+            found[place.field] = hub.adapter(wish, weights=weights)
         else:
-            is_read = weights and isinstance(place.spec, ModelSpec)
+            is_read = weights and isinstance(place.spec, readers)
             found[place.field] = hub.model(wish, weights=is_read)
     return found
 
@@ -116,7 +130,7 @@ def cache_folders(recipe: Recipe) -> dict[str, Path]:
 def _wish_of(place: HfPlace) -> Wish:
     if isinstance(place.spec, HfDatasetSpec):
         return _wish(place.field, place.text, "dataset")
-    if isinstance(place.spec, ModelSpec | ModelFolderSpec):
+    if isinstance(place.spec, (*_MODELS, AdapterSpec)):
         return _wish(place.field, place.text, "model")
     rows = (
         ", or, for rows, data of type hf_dataset" if isinstance(place.spec, StoredRowsSpec) else ""

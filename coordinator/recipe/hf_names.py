@@ -104,7 +104,8 @@ def with_values(value: Any, values: Mapping[str, Any], field: str = "") -> Any:
     if not changed:
         return value
     if isinstance(value, BaseModel):
-        return value.model_copy(update=changed)
+        attributes = {key: name for name, key in _keys(value)}
+        return value.model_copy(update={attributes[key]: new for key, new in changed.items()})
     if isinstance(value, Mapping):
         return {key: changed.get(str(key), inner) for key, inner in value.items()}
     return tuple(changed.get(str(place), inner) for place, inner in enumerate(value))
@@ -133,11 +134,17 @@ def put_names(values: dict[str, Any], names: Mapping[str, str]) -> None:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     match value:
         case BaseModel():
-            for name in type(value).model_fields:
-                yield name, getattr(value, name)
+            for name, key in _keys(value):
+                yield key, getattr(value, name)
         case Mapping():
             for key, inner in value.items():
                 yield str(key), inner
         case tuple() | list():
             for place, inner in enumerate(value):
                 yield str(place), inner
+
+
+def _keys(section: BaseModel) -> Iterator[tuple[str, str]]:
+    """Attributes of a section, each with its key in a recipe."""
+    for name, field in type(section).model_fields.items():
+        yield name, field.alias or name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def num_trained_parameters(model: ModelSpec) -> int | None:
     if not headers:
         return None
     # Of a family that is not known here, every matrix of a layer may be a linear one.
-    sides = (
+    sides: Iterator[int] = (
         sum(tensor["shape"])
         for header in headers
         for name, tensor in header.items()

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.adapter_config import check_adapter
 from rolemesh.engine.model_files import check_model_files
-from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec, WeightedSumSpec
+from rolemesh.engine.specs import AdapterSpec, ClassifierRewardSpec, RewardSpec, WeightedSumSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,18 @@ class ModelFolder:
     """What has to stand on top of the model."""
     has_weights: bool = True
     has_tokenizer: bool = False
+    adapter: AdapterSpec | None = None
+    """What stands beside the model's layers."""
+    adapter_field: str = ""
+    """Of the recipe that describes it, e.g. "actor.model.adapter"."""
+    is_scoring: bool = False
+    """Whether a score head stands on the model in use, whatever the folder has."""
 
     def check(self) -> None:
-        """Raises ModelFolderError, as the role would; see `check_model_files`."""
+        """Raises ModelFolderError or AdapterFolderError, as the role would.
+
+        See `check_model_files` and `check_adapter`.
+        """
         check_model_files(
             self.path,
             field=self.field,
@@ -36,6 +46,14 @@ class ModelFolder:
             has_weights=self.has_weights,
             has_tokenizer=self.has_tokenizer,
         )
+        if self.adapter is not None:
+            check_adapter(
+                self.path,
+                self.adapter,
+                field=self.adapter_field,
+                num_layers=self.num_layers,
+                head="score" if self.is_scoring else "lm_head",
+            )
 
 
 def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]:
@@ -46,13 +64,20 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
             yield from _judges(role, section)
             continue
         is_rollout = role == "rollout"
+        # The rollout role samples with the adapter of the actor.
+        owner = "actor" if is_rollout and recipe.actor is not None else role
+        trained: Any = recipe.section(owner)
         yield ModelFolder(
             field=f"{role}.model.path",
             path=section.model.path,
             num_layers=None if is_rollout else section.model.num_layers,
             head="lm_head" if role in ("actor", "reference") else None,
-            has_weights=not is_rollout,  # they come from the actor
+            # Those of a sampler come from the actor, unless it sends an adapter alone.
+            has_weights=not is_rollout or trained.model.adapter is not None,
             has_tokenizer=is_rollout or role == "actor",
+            adapter=trained.model.adapter,
+            adapter_field=f"{owner}.model.adapter",
+            is_scoring=role == "critic",
         )
 
 
@@ -72,4 +97,7 @@ def _judges(role: str, section: RewardSpec) -> Iterator[ModelFolder]:
                 num_layers=one.model.num_layers,
                 head=None if one.new_head else "score",
                 has_tokenizer=True,
+                adapter=one.model.adapter,
+                adapter_field=f"{field}.model.adapter",
+                is_scoring=True,
             )
