@@ -14,12 +14,16 @@ from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 
+from rolemesh.coordinator.mapping.simulators.adapted_layers import adapted_layer_bytes
 from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, counted, estimated, work_rows
 from rolemesh.engine.fit.tally import Tally
+from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.models.adapters import with_adapter
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import (
+    AdapterSpec,
     ModelSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
@@ -260,6 +264,58 @@ def test_a_layer_keeps_what_the_formula_says(case: str, tmp_path: Path) -> None:
         arithmetic,
         num_slices=work.layout.train.tp,
         shares_tokens=work.model.sequence_parallel,
+    )
+    assert (found[1] - found[0]) / 2 == pytest.approx(expected, rel=0.01)
+
+
+_ADAPTED: dict[str, tuple[Arithmetic, dict[str, Any], dict[str, Any]]] = {
+    "exact": ("autocast", {"adapter": {"rank": 16}}, {}),
+    "exact, over float32": ("autocast", {"adapter": {"rank": 16}, "frozen_dtype": "float32"}, {}),
+    "some matrices": ("autocast", {"adapter": {"targets": ["q_proj", "v_proj", "up_proj"]}}, {}),
+    "bfloat16": ("bfloat16", {"adapter": {"targets": ["k_proj", "down_proj"]}}, _QWEN3),
+    "float32": ("float32", {"adapter": {"rank": 16}, "compute_dtype": "float32"}, _QWEN3),
+    "slices": ("autocast", {"adapter": {"rank": 16}}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[] if name in ("exact", "bfloat16") else pytest.mark.slow)
+        for name in _ADAPTED
+    ],
+)
+def test_a_layer_with_an_adapter_keeps_what_the_formula_says(case: str, tmp_path: Path) -> None:
+    arithmetic, model, config = _ADAPTED[case]
+    num_slices = 2 if case == "slices" else 1
+    found = []
+    for num_layers in (2, 4):
+        folder = config_folder(
+            tmp_path / str(num_layers),
+            "Qwen2.5-0.5B-Instruct",
+            **{"num_hidden_layers": num_layers, "vocab_size": 512, "hidden_size": 512},
+            **{"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, **config},
+        )
+        work = work_of(
+            folder,
+            row_tokens=512,
+            model={"micro_batch_tokens": 1024, "recompute": "none", **model},
+            layout=HybridLayout(TrainLayout(tp=num_slices)),
+            numerics="fast" if arithmetic == "bfloat16" else "exact",
+        )
+        found.append(estimated(work).at_peak["activations"])
+    text = json.loads((folder / "config.json").read_text())
+    widths = LayerWidths.of_config(text)
+    adapter = with_adapter(DecoderShape.from_config(text), work.model.adapter or AdapterSpec())
+    assert widths is not None
+    assert adapter.adapter is not None
+    expected = adapted_layer_bytes(
+        widths,
+        1024,
+        arithmetic,
+        adapter.adapter,
+        frozen_bytes=4 if "frozen_dtype" in model else 2,
+        num_slices=num_slices,
     )
     assert (found[1] - found[0]) / 2 == pytest.approx(expected, rel=0.01)
 

@@ -17,7 +17,9 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.specs import HfSpec, VllmSpec
+from rolemesh.engine.layout.manifest import ITEM_BYTES
+from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, VllmSpec
+from rolemesh.engine.specs.by_device import Device, model_choices
 
 _MOST_ROWS = 1024
 """Rows of a sampler replica, where the recipe leaves max_num_seqs to the plan."""
@@ -176,7 +178,9 @@ def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -
         section.model.path if spec is None else spec.path,
         head="lm_head" if name in ("actor", "reference", "rollout") else "score",
         num_layers=None if spec is None else spec.num_layers,
+        adapter=_adapter(recipe, spec),
     )
+    trains = name in trained_models(recipe)
     sampler = getattr(section, "rollout", None)
     samples = sampler is not None and not (name == "actor" and recipe.rollout is not None)
     longest = int(work.longest_row)
@@ -192,9 +196,32 @@ def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -
     return Role(
         name=name,
         model=model,
-        trains=name in trained_models(recipe),
+        trains=trains,
         samples=samples,
         freedom=freedom,
         most_rows=given_rows or (_MOST_ROWS if on_gpus else 64),
         is_plain=isinstance(sampler, HfSpec),
+        frozen_bytes=_frozen_bytes(recipe, name, spec, on_gpus=on_gpus, trains=trains),
     )
+
+
+def _adapter(recipe: Recipe, spec: ModelSpec | None) -> AdapterSpec | None:
+    """That of a model; of a rollout service, whose model is None here, that of the actor."""
+    if spec is not None:
+        return spec.adapter
+    return None if recipe.actor is None else recipe.actor.model.adapter
+
+
+def _frozen_bytes(
+    recipe: Recipe, name: str, spec: ModelSpec | None, *, on_gpus: bool, trains: bool
+) -> int | None:
+    """Of a parameter that is not trained, as the role's service would choose; None: there is none.
+
+    A CPU counts as one without instructions for bfloat16.
+    """
+    if spec is None or (trains and spec.adapter is None):
+        return None
+    device = Device("cuda") if on_gpus else Device("cpu", multiplies_bfloat16=False)
+    numerics = recipe.section(name).numerics or recipe.run.numerics
+    choices = model_choices(spec, device, None, numerics=numerics, trains=trains)
+    return ITEM_BYTES[choices["frozen_dtype"].value]

@@ -29,6 +29,8 @@ class Role:
     """Rows that a sampler replica decodes together at most."""
     is_plain: bool = False
     """Whether plain transformers samples, which computes a prompt for each of its completions."""
+    frozen_bytes: int | None = None
+    """Of a parameter that is not trained; None: as the system has it."""
 
     @property
     def only_samples(self) -> bool:

@@ -1,7 +1,8 @@
 """Sizes of decoders from config.json: parameters, products and bytes of keys and values.
 
 Families that ranks can share (`engine/layout/families.py`) and mixtures of experts that run on one
-rank today. Embeddings are looked up, so that they have parameters and no products.
+rank today. Embeddings are looked up, so that they have parameters and no products. The factors of
+an adapter are counted apart: its base is a model as any other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from rolemesh.coordinator.mapping.errors import PlanError
+from rolemesh.engine.layout.adapters import is_factor
 from rolemesh.engine.layout.families import DecoderShape, Head, cut_of
+from rolemesh.engine.specs import AdapterSpec
 
 _EXPERT_FAMILIES = {"mixtral": "llama", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
 """Mixtures of experts, and the dense family whose attention they have."""
@@ -41,7 +44,8 @@ class Model:
     """A decoder, as far as seconds and bytes follow from it."""
 
     shape: DecoderShape
-    """Its sizes; of a mixture, those of a dense model with the same attention."""
+    """Its sizes, and those of its adapter; of a mixture, those of a dense model with the same
+    attention."""
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
     """Layers of a mixture that have a plain MLP."""
@@ -53,6 +57,7 @@ class Model:
         *,
         head: Head = "lm_head",
         num_layers: int | None = None,
+        adapter: AdapterSpec | None = None,
     ) -> Self:
         """Reads the sizes of a model.
 
@@ -60,9 +65,10 @@ class Model:
             config: config.json as a dict.
             head: What stands on top: the projection to the vocabulary, or one to a score.
             num_layers: Layers that are kept; None for all.
+            adapter: That is trained beside it. Of a mixture, beside its attention alone.
 
         Raises:
-            PlanError: No such family is known here, or a size is missing.
+            PlanError: No such family is known here, a size is missing, or the adapter does not fit.
         """
         family = str(config.get("model_type"))
         sizes = dict(config)
@@ -70,11 +76,12 @@ class Model:
             sizes["num_hidden_layers"] = num_layers
         try:
             if family not in _EXPERT_FAMILIES:
-                return cls(shape=DecoderShape.from_config(sizes, head=head))
+                shape = DecoderShape.from_config(sizes, head=head)
+                return cls(shape=_adapted(shape, adapter))
             experts = _experts(family, config)
             sizes["model_type"] = _EXPERT_FAMILIES[family]
             sizes.setdefault("intermediate_size", experts.inner_size)
-            shape = DecoderShape.from_config(sizes, head=head)
+            shape = _adapted(DecoderShape.from_config(sizes, head=head), adapter)
         except (ValueError, KeyError) as error:
             known = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FAMILIES)
             raise PlanError(
@@ -89,7 +96,14 @@ class Model:
         return cls(shape=shape, experts=experts, dense_layers=tuple(dense))
 
     @classmethod
-    def from_folder(cls, folder: Path, *, head: Head = "lm_head", num_layers: int | None) -> Self:
+    def from_folder(
+        cls,
+        folder: Path,
+        *,
+        head: Head = "lm_head",
+        num_layers: int | None,
+        adapter: AdapterSpec | None = None,
+    ) -> Self:
         """Reads config.json of a Hugging Face folder; no weights.
 
         Raises:
@@ -102,7 +116,9 @@ class Model:
                 f"{folder} has no config.json that can be read ({error}): a plan needs it, and no "
                 "weights"
             ) from error
-        return cls.from_config(config.get("text_config", config), head=head, num_layers=num_layers)
+        return cls.from_config(
+            config.get("text_config", config), head=head, num_layers=num_layers, adapter=adapter
+        )
 
     @property
     def can_be_cut(self) -> bool:
@@ -118,7 +134,7 @@ class Model:
 
     @cached_property
     def num_parameters(self) -> int:
-        """All parameters, a tied embedding once."""
+        """All parameters, a tied embedding once; none of an adapter."""
         layers = sum(self._layer(layer)[0] for layer in range(self.shape.num_layers))
         return layers + self.outer_parameters
 
@@ -140,19 +156,67 @@ class Model:
         rows = self.shape.vocab_size if self.shape.head == "lm_head" else self.shape.num_labels
         return rows * self.shape.hidden_size
 
+    @cached_property
+    def factor_parameters(self) -> int:
+        """Those of an adapter's factors; 0 without one."""
+        return sum(self._layer_factors(layer) for layer in range(self.shape.num_layers))
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Those that training changes: all, or an adapter's factors and a score head."""
+        if self.shape.adapter is None:
+            return self.num_parameters
+        return self.factor_parameters + self.trained_head_parameters
+
+    @property
+    def trained_head_parameters(self) -> int:
+        """Of a score head, which is trained as a whole whatever else is; of no other."""
+        return self.head_parameters if self.shape.head == "score" else 0
+
     def forward_flops(self, tokens: float, context: float) -> float:
         """Floating-point operations of a forward pass.
 
-        Two for each matrix parameter and token, and for the scores of attention and their sums 4 x
-        layers x query width x context (arXiv 2205.05198, appendix A, without the half that a
-        causal kernel leaves out).
+        Two for each matrix parameter and token, those of an adapter's factors among them, and for
+        the scores of attention and their sums 4 x layers x query width x context (arXiv 2205.05198,
+        appendix A, without the half that a causal kernel leaves out).
 
         Args:
             tokens: Tokens that are computed.
             context: Positions that a token attends to, in the mean over tokens.
         """
+        matrices = self.active_parameters + self.factor_parameters
+        return tokens * (2 * matrices + self._attention_flops(context))
+
+    def backward_flops(self, tokens: float, context: float) -> float:
+        """Floating-point operations of a backward pass.
+
+        As many as forward for the gradients of inputs, and as many again for those of weights, of
+        which an adapter leaves those of the frozen matrices out. In attention both factors of a
+        product are inputs.
+
+        Args:
+            tokens: Tokens that are computed.
+            context: Positions that a token attends to, in the mean over tokens.
+        """
+        trained = self.active_parameters
+        if self.shape.adapter is not None:
+            trained = self.trained_parameters
+        forward = self.forward_flops(tokens, context)
+        return forward + tokens * (2 * trained + self._attention_flops(context))
+
+    def _attention_flops(self, context: float) -> float:
+        """Operations of a token in all layers for scores of attention and their sums."""
         width = self.shape.num_heads * self.shape.head_dim
-        return tokens * (2 * self.active_parameters + 4 * self.shape.num_layers * width * context)
+        return 4 * self.shape.num_layers * width * context
+
+    def _layer_factors(self, layer: int) -> int:
+        """Parameters of an adapter's factors in a layer."""
+        is_mixed = self.experts is not None and layer not in self.dense_layers
+        return sum(
+            math.prod(parameter.shape)
+            for name, parameter in replace(self.shape, num_layers=1).manifest("float32").items()
+            if is_factor(name) and not (is_mixed and ".mlp." in name)
+        )
 
     def _layer(self, layer: int) -> tuple[int, int]:
         """Parameters of a layer: all, and those of matrices that a token is multiplied with."""
@@ -174,9 +238,13 @@ class Model:
         return total + experts.number * one + beside, active + experts.chosen * one + beside
 
 
+def _adapted(shape: DecoderShape, adapter: AdapterSpec | None) -> DecoderShape:
+    return shape if adapter is None else shape.with_adapter(adapter.rank, adapter.targets)
+
+
 def _one_layer(shape: DecoderShape) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and sizes of the parameters of a decoder that has one layer."""
-    one = replace(shape, num_layers=1)
+    """Names and sizes of the parameters of a decoder that has one layer, without an adapter's."""
+    one = replace(shape, num_layers=1, adapter=None)
     return [(name, parameter.shape) for name, parameter in one.manifest("float32").items()]
 
 
@@ -189,6 +257,16 @@ def whole_parameters(shape: DecoderShape) -> tuple[int, int]:
     whole = [(name, math.prod(s)) for name, s in _one_layer(shape) if cut_of(name) == "whole"]
     inside = sum(number for name, number in whole if _is_of_layer(name))
     return inside, sum(number for _, number in whole) - inside
+
+
+def whole_factors(shape: DecoderShape) -> int:
+    """Parameters of an adapter in a layer that every tensor slice holds all of."""
+    one = replace(shape, num_layers=1).manifest("float32")
+    return sum(
+        math.prod(parameter.shape)
+        for name, parameter in one.items()
+        if is_factor(name) and cut_of(name) == "whole"
+    )
 
 
 def _experts(family: str, config: Mapping[str, Any]) -> Experts:

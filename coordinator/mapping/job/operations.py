@@ -19,12 +19,17 @@ def scoring_flops(model: Model, work: Work) -> float:
 def update_flops(model: Model, work: Work, *, recomputes: bool = False) -> float:
     """Of all optimizer steps of an update.
 
-    A backward pass multiplies with weights and with activations. The head's makes its logits again,
-    and layers that are recomputed make one forward pass more.
+    A backward pass multiplies with weights and with activations, with an adapter's frozen weights
+    once. The head's makes its logits again, and layers that are recomputed make one forward pass
+    more.
     """
     rows = min(work.rows, work.mini_batch_rows)
     layers, head = _forward(model, work, rows)
-    one = (4 if recomputes else 3) * layers + 4 * head
+    tokens = work.computed_tokens(rows)
+    is_head_trained = model.shape.adapter is None or model.trained_head_parameters > 0
+    in_head = (2 if is_head_trained else 1) * 2 * tokens * model.head_parameters
+    backward = model.backward_flops(tokens, work.context) - in_head
+    one = (2 if recomputes else 1) * layers + backward + (4 if is_head_trained else 3) * head
     return one * work.epochs * work.rows / rows
 
 

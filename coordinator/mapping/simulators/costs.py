@@ -72,6 +72,9 @@ class RoleCosts:
         self.role, self.group = role, group
         self.tasks = job.step.of(role.name)
         self._job = job
+        self._system = job.system
+        if role.frozen_bytes is not None:
+            self._system = replace(job.system, frozen_bytes=role.frozen_bytes)
         self._generations: dict[tuple[tuple[int, int, int], int], GenerationSeconds | None] = {}
         self.usable_bytes = group.device.memory_bytes * (1 - job.system.spare)
 
@@ -108,7 +111,7 @@ class RoleCosts:
         return Option(layout, held or self._bytes(layout), seconds)
 
     def _bytes(self, layout: Layout) -> RankBytes:
-        role, system = self.role, self._job.system
+        role, system = self.role, self._system
         if role.trains:
             return trained_bytes(role.model, layout, system)
         if role.samples:
@@ -119,7 +122,7 @@ class RoleCosts:
     def _task_s(self, task: Task, layout: Layout) -> float:
         """Seconds of a task; of a generation, what does not depend on memory."""
         job, role, group = self._job, self.role, self.group
-        model, work, system = role.model, job.work, job.system
+        model, work, system = role.model, job.work, self._system
         coming = experience_seconds(work, layout, group) * task.share
         match task.kind:
             case TaskKind.UPDATE:
@@ -166,7 +169,7 @@ class RoleCosts:
 
     def sampling(self, layout: Layout) -> Sampling:
         """How the role samples on a layout."""
-        work, system = self._job.work, self._job.system
+        work, system = self._job.work, self._system
         if self.role.is_plain:
             work, system = replace(work, shares_prompts=False), plain_transformers(system)
         return Sampling(self.role.model, layout, work, self.group, system, self.role.most_rows)

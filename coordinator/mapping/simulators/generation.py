@@ -18,6 +18,7 @@ from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import System
 from rolemesh.coordinator.mapping.job.work import Lengths, Work
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
+from rolemesh.coordinator.mapping.simulators.memory import rank_trained
 
 GRAPH_BYTES = 1 << 30
 """CUDA graphs of all batch sizes: see `engine/fit/sampler.py`, which says how vLLM divides."""
@@ -69,7 +70,10 @@ class SamplerBytes:
 
 
 def sampler_bytes(model: Model, layout: Layout, system: System, most_rows: int) -> SamplerBytes:
-    """As `engine/fit/sampler.py` has it for vLLM, for stages and mixtures too."""
+    """As `engine/fit/sampler.py` has it for vLLM, for stages and mixtures too.
+
+    The slot of an adapter counts as no larger than the adapter.
+    """
     ranks = layout.generate_pp * layout.generate_tp
     shape, item = model.shape, system.sampled_bytes
     weights = model.num_parameters * item
@@ -80,12 +84,17 @@ def sampler_bytes(model: Model, layout: Layout, system: System, most_rows: int) 
         weights += (4 - item) * model.head_parameters
     if system.shares_weights:
         weights = 0
+    slot = 0.0
+    if shape.adapter is not None:
+        as_it_samples = Layout(pp=layout.generate_pp, tp=layout.generate_tp)
+        slot = item * rank_trained(model, as_it_samples)
     widest = 2 * shape.intermediate_size // layout.generate_tp + 2 * shape.hidden_size
     kv_heads = max(1, shape.num_kv_heads // layout.generate_tp)
     layers = math.ceil(shape.num_layers / layout.generate_pp)
     return SamplerBytes(
         # Logits, and their log-probs, in float32.
         fixed=weights // ranks
+        + int(slot)
         + PASS_TOKENS * widest * item
         + 2 * 4 * most_rows * shape.padded_vocab_size
         + GRAPH_BYTES,
@@ -214,10 +223,11 @@ class Sampling:
 
 def sampler_weights(model: Model, system: System) -> float:
     """Bytes of weights that a decoding step reads on all ranks of a replica together."""
+    parameters = model.num_parameters + model.factor_parameters
     if model.experts is None:
-        return (model.num_parameters - _looked_up(model)) * system.sampled_bytes
+        return (parameters - _looked_up(model)) * system.sampled_bytes
     # With many rows, nearly all experts are chosen by some token.
-    return model.num_parameters * system.sampled_bytes
+    return parameters * system.sampled_bytes
 
 
 def _looked_up(model: Model) -> int:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rolemesh.coordinator.mapping.job.layouts import Layout
-from rolemesh.coordinator.mapping.job.models import Model, whole_parameters
+from rolemesh.coordinator.mapping.job.models import Model, whole_factors, whole_parameters
 from rolemesh.coordinator.mapping.job.systems import System
-from rolemesh.engine.specs.activations import LayerWidths, layer_bytes
+from rolemesh.coordinator.mapping.simulators.adapted_layers import adapted_layer_bytes
+from rolemesh.engine.specs.activations import Arithmetic, LayerWidths, layer_bytes
 
 _LOGITS_BYTES = 1 << 30
 """Logits that a head computes at a time, in float32 and of all slices
@@ -39,7 +40,7 @@ def rank_parameters(model: Model, layout: Layout) -> tuple[float, float, float]:
     """Parameters of the fullest rank, not cut over the data axis.
 
     Returns:
-        All, those of one layer, and those outside the layers.
+        All, those of one layer, and those outside the layers; none of an adapter.
     """
     inside, outside = _whole(model)
     layers = -(-model.shape.num_layers // layout.pp)
@@ -51,17 +52,39 @@ def rank_parameters(model: Model, layout: Layout) -> tuple[float, float, float]:
     return layers * layer + outer, layer, outer
 
 
+def rank_trained(model: Model, layout: Layout) -> float:
+    """Parameters of the fullest rank that training changes, not cut over the data axis."""
+    if model.shape.adapter is None:
+        return rank_parameters(model, layout)[0]
+    layers = -(-model.shape.num_layers // layout.pp)
+    whole = _whole_factors(model)
+    cut = model.factor_parameters / model.shape.num_layers - whole
+    return layers * (cut / layout.tp + whole) + model.trained_head_parameters
+
+
 @lru_cache(maxsize=1024)
 def _whole(model: Model) -> tuple[int, int]:
     return whole_parameters(model.shape)
 
 
+@lru_cache(maxsize=1024)
+def _whole_factors(model: Model) -> int:
+    return whole_factors(model.shape)
+
+
 def trained_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
-    """Of a role that trains: the larger one of what the layers and what the head take."""
+    """Of a role that trains: the larger one of what the layers and what the head take.
+
+    The base beneath an adapter is held once, without gradients and moments.
+    """
     parameters, layer, outer = rank_parameters(model, layout)
-    own = parameters / layout.fsdp
+    has_adapter = model.shape.adapter is not None
+    own = rank_trained(model, layout) / layout.fsdp
     moments = own * system.moment_bytes
     held = own * system.weight_bytes + (0 if layout.offload else moments)
+    if has_adapter:
+        # A score head counts twice, which is a row.
+        held += parameters / layout.fsdp * system.frozen_bytes
     shape, tokens = model.shape, layout.micro_batch_tokens
     layers = -(-shape.num_layers // layout.pp)
     # A stage keeps what came in for each pass that is under way (1F1B).
@@ -75,9 +98,13 @@ def trained_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
     if layout.fsdp > 1:
         # What is outside the layers is whole while the stage runs, and two layers are.
         gathered = outer * 4 + 2 * layer * system.gathered_bytes
+        if has_adapter:
+            gathered = (outer + 2 * layer) * system.frozen_bytes
     head = _head_bytes(model, layout)
     # Its gradient is whole until it is summed.
     head_gradient = 4 * model.head_parameters / layout.tp if layout.fsdp > 1 else 0.0
+    if has_adapter:
+        head_gradient = 0.0
     passes = own * system.gradient_bytes + kept + gathered + head_gradient + max(working, head)
     step = own * system.gradient_bytes + (min(moments, _OFFLOAD_BYTES) if layout.offload else 0)
     return RankBytes(rest=int(held), peak=int(held + max(passes, step)))
@@ -109,12 +136,17 @@ def _layer_activations(model: Model, layout: Layout, system: System) -> float:
         inner=shape.intermediate_size,
         norms_queries=shape.has_qk_norm,
     )
-    return layer_bytes(
-        widths,
-        layout.micro_batch_tokens,
-        "autocast" if system.activation_bytes == 4 else "bfloat16",
-        num_slices=layout.tp,
-    )
+    arithmetic: Arithmetic = "autocast" if system.activation_bytes == 4 else "bfloat16"
+    if shape.adapter is not None:
+        return adapted_layer_bytes(
+            widths,
+            layout.micro_batch_tokens,
+            arithmetic,
+            shape.adapter,
+            frozen_bytes=system.frozen_bytes,
+            num_slices=layout.tp,
+        )
+    return layer_bytes(widths, layout.micro_batch_tokens, arithmetic, num_slices=layout.tp)
 
 
 def _head_bytes(model: Model, layout: Layout) -> float:

@@ -1,4 +1,8 @@
-"""Seconds of what moves and does not compute: weights, experience, roles that sleep and wake."""
+"""Seconds of what moves and does not compute: weights, experience, roles that sleep and wake.
+
+Of a model with an adapter, an update brings samplers its factors alone: in float32, and whole on
+each rank, since they are small.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,21 @@ from rolemesh.coordinator.mapping.job.models import Model, whole_parameters
 from rolemesh.coordinator.mapping.job.systems import System
 from rolemesh.coordinator.mapping.job.work import Work
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
+from rolemesh.coordinator.mapping.simulators.memory import rank_trained
 
 _TOKEN_BYTES = 24
 """Bytes of a token that a call pulls: its id, and two columns of float32 and one of int64."""
+
+
+_FACTOR_BYTES = 4
+"""Of a number of a factor that is on its way to a sampler."""
+
+
+def updated_bytes(model: Model, system: System) -> float:
+    """What an update of a sampler brings: all weights, or the factors of an adapter."""
+    if model.shape.adapter is None:
+        return model.num_parameters * system.sampled_bytes
+    return model.factor_parameters * _FACTOR_BYTES
 
 
 def received_bytes(model: Model, layout: Layout, item_bytes: int = 2) -> float:
@@ -19,6 +35,9 @@ def received_bytes(model: Model, layout: Layout, item_bytes: int = 2) -> float:
     generation shard without its training shard, which lies inside (interval grouping). With
     everything cut evenly this is Table 2's (d_g - 1) / (t p) M of arXiv 2409.19256.
     """
+    if model.shape.adapter is not None:
+        own = rank_trained(model, layout) / layout.fsdp
+        return max(0.0, model.factor_parameters - own) * _FACTOR_BYTES
     inside, outside = whole_parameters(model.shape)
     layers = model.shape.num_layers
     cut_layers = layers * (model.layer_parameters - inside)
@@ -40,12 +59,16 @@ def reshard_seconds(model: Model, layout: Layout, group: DeviceGroup, system: Sy
         return 0.0
     ranks = layout.tp * layout.pp
     item = system.sampled_bytes
-    whole = model.num_parameters * item
+    whole = updated_bytes(model, system)
     if system.reshard == "zero":
         return group.gather_s(whole, layout.world_size, 1)
     if system.reshard == "vanilla":
         return group.gather_s(whole, ranks, 1)
     lacks = received_bytes(model, layout, item)
+    if model.shape.adapter is not None:
+        members = ranks * layout.fsdp
+        reach = 1 if members == 1 else max(1, _reach(layout) // members)
+        return group.fetch_s(lacks, members, reach) + group.read_s(2 * whole)
     slices = layout.tp // layout.generate_tp
     stages = layout.pp // layout.generate_pp
     members = slices * stages * layout.fsdp
@@ -67,13 +90,13 @@ def publish_seconds(model: Model, layout: Layout, group: DeviceGroup, system: Sy
     A system with a second copy gathers the whole and broadcasts it, parameter by parameter.
     """
     if system.reshard == "copy":
-        whole = model.num_parameters * system.sampled_bytes
+        whole = updated_bytes(model, system)
         ranks = layout.tp * layout.pp
         gathered = group.gather_s(whole / ranks, layout.fsdp, ranks)
         network = group.network_bandwidth * group.coefficients.network
         return gathered + whole / network + group.coefficients.call_s
-    own = model.num_parameters / (layout.tp * layout.pp * layout.fsdp)
-    return group.host_s(own * system.sampled_bytes) + group.coefficients.call_s
+    own = updated_bytes(model, system) / (layout.tp * layout.pp * layout.fsdp)
+    return group.host_s(own) + group.coefficients.call_s
 
 
 def take_seconds(model: Model, layout: Layout, group: DeviceGroup, system: System) -> float:
@@ -81,7 +104,9 @@ def take_seconds(model: Model, layout: Layout, group: DeviceGroup, system: Syste
     if system.reshard == "copy":
         # It has received them with the broadcast.
         return group.coefficients.call_s
-    box = model.num_parameters * system.sampled_bytes / (layout.tp * layout.pp)
+    box = updated_bytes(model, system)
+    if model.shape.adapter is None:
+        box /= layout.tp * layout.pp
     machine = group.network_bandwidth * group.coefficients.network / group.per_machine
     stream = min(group.coefficients.stream_bandwidth, machine)
     return box / stream + group.host_s(box) + group.coefficients.call_s

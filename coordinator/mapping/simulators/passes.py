@@ -2,7 +2,9 @@
 
 Roofline: a pass takes what its products take, or reading its weights where that is longer. To that
 come all-reduces of tensor slices, the pipeline's fill and drain, gathers of weights that are cut
-over the data axis, the sum of gradients, and the optimizer, which reads and writes memory.
+over the data axis, the sum of gradients, and the optimizer, which reads and writes memory. Of a
+model with an adapter, gradients and optimizer are those of its factors, and a backward pass
+multiplies with the frozen weights once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import System
 from rolemesh.coordinator.mapping.job.work import Work
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
-from rolemesh.coordinator.mapping.simulators.memory import rank_parameters
+from rolemesh.coordinator.mapping.simulators.memory import rank_parameters, rank_trained
 
 _OPTIMIZER_BYTES = 28
 """Memory that AdamW reads and writes for a parameter: gradient, weight and two moments are read,
@@ -61,12 +63,12 @@ def update_seconds(
     """An update: all optimizer steps that a step of the run makes of its rows."""
     rows = min(work.rows, work.mini_batch_rows)
     one = _batch(model, layout, work, group, system, rows, trains=True)
-    parameters, _, _ = rank_parameters(model, layout)
-    own = parameters / layout.fsdp
+    trained = rank_trained(model, layout)
+    own = trained / layout.fsdp
     gradients = 0.0
     if layout.fsdp == 1 and layout.dp > 1:
         gradients = group.reduce_s(
-            parameters * system.gradient_bytes, layout.dp, layout.tp * layout.pp
+            trained * system.gradient_bytes, layout.dp, layout.tp * layout.pp
         )
     optimizer = group.read_s(own * _OPTIMIZER_BYTES)
     if layout.offload:
@@ -108,13 +110,21 @@ def _batch(
     micro_tokens = tokens / passes
     ranks = layout.pp * layout.tp
     flops = model.forward_flops(micro_tokens, work.context) / ranks
-    # A backward pass multiplies with weights and with activations; recomputing is one pass more.
-    forwards = 1 if not trains else 4 if layout.recompute == "full" else 3
-    weights = model.active_parameters / ranks * system.gathered_bytes
+    # Recomputing is a forward pass more.
+    recomputes = trains and layout.recompute == "full"
+    has_adapter = model.shape.adapter is not None
+    item = system.frozen_bytes if has_adapter else system.gathered_bytes
+    weights = model.active_parameters / ranks * item
     layers = math.ceil(model.shape.num_layers / layout.pp)
     beside = group.layers_s(layers, micro_tokens * model.shape.hidden_size / layout.tp)
     beside += group.coefficients.pass_s
-    compute = forwards * (max(group.compute_s(flops), group.read_s(weights)) + beside)
+    compute = max(group.compute_s(flops), group.read_s(weights)) + beside
+    compute *= 2 if recomputes else 1
+    if trains:
+        # With weights, and with activations where weights have gradients.
+        back_flops = model.backward_flops(micro_tokens, work.context) / ranks
+        read_s = group.read_s(weights) * (1 if has_adapter else 2)
+        compute += max(group.compute_s(back_flops), read_s) + 2 * beside
     hidden = micro_tokens * model.shape.hidden_size * system.activation_bytes
     turns = 1 if not trains else 3 if layout.recompute == "full" else 2
     slices = _REDUCES * turns * layers * group.reduce_s(hidden, layout.tp, 1)
@@ -140,9 +150,14 @@ def _gathers(
         return 0.0
     parameters, _, _ = rank_parameters(model, layout)
     stride = layout.tp * layout.pp
-    whole = parameters * (system.gathered_bytes if trains else system.frozen_bytes)
+    has_adapter = model.shape.adapter is not None
+    is_frozen = has_adapter or not trains
+    whole = parameters * (system.frozen_bytes if is_frozen else system.gathered_bytes)
+    if has_adapter:
+        whole += rank_trained(model, layout) * system.gathered_bytes
     seconds = group.gather_s(whole, layout.fsdp, stride)
     if not trains:
         return seconds
     # Gathered for the forward and for the backward pass, which sums gradients in float32.
-    return 2 * seconds + group.gather_s(parameters * 4, layout.fsdp, stride)
+    summed = 4 * rank_trained(model, layout)
+    return 2 * seconds + group.gather_s(summed, layout.fsdp, stride)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from rolemesh.coordinator.mapping.errors import PlanError
-from rolemesh.coordinator.mapping.job.models import Model, whole_parameters
+from rolemesh.coordinator.mapping.job.models import Model, whole_factors, whole_parameters
 from rolemesh.coordinator.mapping.machines.devices import DEVICES, device_of
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES
+from rolemesh.engine.specs import AdapterSpec
 
 
 def llama(
@@ -135,6 +136,41 @@ def test_a_critic_has_a_score_head_and_fewer_layers() -> None:
 def test_what_slices_do_not_cut_is_counted() -> None:
     shape = Model.from_config(llama(64, 128, 4, 4, 2, 100)).shape
     assert whole_parameters(shape) == (2 * 64, 64)
+
+
+def test_an_adapter_is_counted_apart_from_its_base() -> None:
+    config = llama(64, 128, 2, 4, 2, 100)
+    bare, adapter = Model.from_config(config), AdapterSpec(rank=4)
+    adapted = Model.from_config(config, adapter=adapter)
+    factors = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    assert adapted.num_parameters == bare.num_parameters == bare.trained_parameters
+    assert adapted.trained_parameters == adapted.factor_parameters == factors
+    assert bare.factor_parameters == 0
+    few = Model.from_config(config, adapter=AdapterSpec(rank=4, targets=("q_proj", "down_proj")))
+    assert few.trained_parameters == 2 * 4 * (64 + 64 + 64 + 128)
+    # A score head is trained as a whole.
+    critic = Model.from_config(config, head="score", adapter=adapter)
+    assert critic.trained_parameters == factors + 64
+    # Two slices hold half of what is cut, and all of A before a matrix that is cut by rows.
+    assert whole_factors(few.shape) == 4 * 64 + 4 * 64
+    with pytest.raises(PlanError, match="k_projection"):
+        Model.from_config(config, adapter=AdapterSpec(targets=("k_projection",)))
+
+
+def test_the_experts_of_a_mixture_have_no_adapter() -> None:
+    mixed = Model.from_config(MIXTRAL, adapter=AdapterSpec(rank=8))
+    assert mixed.trained_parameters == 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+
+
+def test_frozen_matrices_are_multiplied_once_in_a_backward_pass() -> None:
+    """An update takes 4 operations for each of their numbers and a token, 6 for each trained."""
+    config = llama(64, 128, 2, 4, 2, 100)
+    bare, adapted = (Model.from_config(config, adapter=one) for one in (None, AdapterSpec(rank=4)))
+    scores = 4 * 2 * 64 * 5
+    assert bare.backward_flops(10, 5) == 2 * bare.forward_flops(10, 5)
+    update = adapted.forward_flops(10, 5) + adapted.backward_flops(10, 5)
+    trained = adapted.trained_parameters
+    assert update == 10 * (4 * adapted.active_parameters + 6 * trained + 3 * scores)
 
 
 def test_an_unknown_family_is_named() -> None:

@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(model: Path, name: str, *settings: str, **lengths: Any) -> Job:
+def job(model: Path, name: str, *settings: str, on_gpus: bool = True, **lengths: Any) -> Job:
     file = REPOSITORY / "recipes" / f"{name}.yaml"
     bare = load_recipe([file])
     models = [
@@ -36,7 +36,7 @@ def job(model: Path, name: str, *settings: str, **lengths: Any) -> Job:
     ]
     recipe = one_call_a_role(load_recipe([file], overrides=[*models, *settings]))
     work = work_of(recipe, **lengths)
-    return job_of(recipe, asyncio.run(plan_step(recipe)), work)
+    return job_of(recipe, asyncio.run(plan_step(recipe)), work, on_gpus=on_gpus)
 
 
 def shown(found: Job) -> list[tuple[str, tuple[int, ...]]]:
@@ -152,6 +152,34 @@ def test_the_sampler_decides_what_sampling_may_be(model: Path) -> None:
 def test_numerics_decide_what_is_gathered(model: Path) -> None:
     assert job(model, "quickstart-ppo", "run.numerics=exact").system is ROLEMESH
     assert job(model, "quickstart-ppo", "run.numerics=fast").system is ROLEMESH_FAST
+
+
+ADAPTER = "actor.model.adapter={rank: 4}"
+
+
+def test_the_base_of_an_adapter_is_a_reference_without_a_role(model: Path) -> None:
+    found = job(model, "quickstart-ppo", ADAPTER, "reference.model=null")
+    assert [role.name for role in found.roles] == ["actor", "critic"]
+    kinds = {task.name: task.kind for task in found.step.tasks}
+    assert kinds["actor.compute_reference_logprobs"] is TaskKind.SCORE
+    actor, critic = found.roles
+    assert actor.model.trained_parameters == actor.model.factor_parameters > 0
+    assert critic.model.trained_parameters == critic.model.num_parameters
+
+
+def test_a_rollout_service_samples_with_the_actors_adapter(model: Path) -> None:
+    found = job(model, "async-grpo", ADAPTER)
+    actor, rollout = found.role("actor"), found.role("rollout")
+    assert rollout.model.factor_parameters == actor.model.factor_parameters > 0
+
+
+def test_a_frozen_base_is_held_as_its_device_has_it(model: Path) -> None:
+    actor, critic, reference = job(model, "quickstart-ppo", ADAPTER).roles
+    assert (actor.frozen_bytes, critic.frozen_bytes, reference.frozen_bytes) == (2, None, 2)
+    wide = job(model, "quickstart-ppo", ADAPTER, "actor.model.frozen_dtype=float32").role("actor")
+    assert wide.frozen_bytes == 4
+    on_cpu = job(model, "quickstart-ppo", ADAPTER, on_gpus=False).role("actor")
+    assert on_cpu.frozen_bytes == 4
 
 
 def test_steps_of_a_client_cannot_be_planned(model: Path) -> None:
