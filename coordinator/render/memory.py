@@ -80,23 +80,26 @@ def shared_memory_bytes(recipe: Recipe) -> int:
     total = num_ranks * experience_bytes(recipe) + _BESIDE_BYTES
     if recipe.rollout is not None:
         folder = recipe.rollout.model.path
-        if not _model_bytes(folder):
+        published = _published_bytes(recipe, folder)
+        if not published:
             raise RecipeError(
                 f"rollout.model.path is {folder}, which holds no *.safetensors here, and the size "
                 "of shared memory depends on them: run this where the model is, or make it first"
             )
-        total += _published_bytes(recipe, folder)
+        total += published
     if recipe.run.recovery.cuts:
         total += sum(_cut_bytes(model) for model in trained_models(recipe).values())
     return -(-max(total, _LEAST_SHARED_BYTES) // _UNIT) * _UNIT
 
 
 def unsized_models(recipe: Recipe) -> list[Path]:
-    """Folders of trained models that hold no weights here, so that their cuts are not counted."""
+    """Folders of trained models that hold no weights here, so that their cuts are not counted.
+
+    The size of an adapter's follows from config.json.
+    """
     if not recipe.run.recovery.cuts:
         return []
-    folders = [model.path for model in trained_models(recipe).values()]
-    return [folder for folder in folders if not _model_bytes(folder)]
+    return [model.path for model in trained_models(recipe).values() if not _cut_bytes(model)]
 
 
 def _published_bytes(recipe: Recipe, folder: Path) -> int:

@@ -107,6 +107,20 @@ def test_a_role_on_several_machines_is_said_not_to_start_yet(recipe: Path) -> No
     assert not planned(*arguments, "--at-most=actor=8")["notes"]
 
 
+def test_adapters_fit_where_whole_models_do_not(recipe: Path) -> None:
+    """7B with a critic, and the base as reference, on one GPU: also as a recipe."""
+    adapters = [f"--set={role}.model.adapter={{rank: 16}}" for role in ("actor", "critic")]
+    adapters.append("--set=reference.model=null")
+    path = recipe.parent / "planned.yaml"
+    told = planned(recipe, "--gpus", "1", "--gpu", "l40s", *adapters, "--write", path)
+    (pool,) = told["pools"]
+    assert {role["role"] for role in pool["roles"]} == {"actor", "critic"}
+    assert pool["most_bytes"] < 0.9 * DEVICES["l40s"].memory_bytes
+    assert "actor.compute_reference_logprobs" in {task["name"] for task in told["tasks"]}
+    assert load_recipe([path]).is_reference_base
+    plan(recipe, "--gpus", "1", "--gpu", "l40s", code=1)
+
+
 @pytest.mark.parametrize("gpus", [4, 8, 16])
 def test_the_written_recipe_loads_with_the_plan_in_it(recipe: Path, gpus: int) -> None:
     path = recipe.parent / "planned.yaml"

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.public_models import config_folder
 
+from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.render.memory import experience_bytes
+from rolemesh.coordinator.render.memory import (
+    experience_bytes,
+    shared_memory_bytes,
+    unsized_models,
+)
 from rolemesh.engine.experience import Column, ColumnKind, Experience, payload_layout
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -50,3 +56,23 @@ def test_a_step_at_full_length_fits(prompt_length: int) -> None:
     # A hundredth of the step's rows, so that the test stays small.
     held = actor_experience(256 * 7 // 100, prompt_length, 4096 - prompt_length)
     assert 100 * payload_layout(held).num_bytes <= bound
+
+
+def test_an_adapter_takes_shared_memory_for_its_factors(tmp_path: Path) -> None:
+    """Of which config.json tells the size, where the weights are not here."""
+    folder = config_folder(tmp_path, "Qwen2.5-7B-Instruct")
+    models = [f"{role}.model.path={folder}" for role in ("actor", "rollout")]
+
+    def shared(rank: int) -> int:
+        settings = [*models, f"actor.model.adapter={{rank: {rank}}}"]
+        recipe = load_recipe([REPOSITORY / "recipes" / "async-grpo.yaml"], overrides=settings)
+        assert not unsized_models(recipe)
+        return shared_memory_bytes(recipe)
+
+    row = 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    # Two cuts of 12 bytes a number, and two publications of 4; sizes are rounded up to 64 MiB.
+    assert shared(512) - shared(256) == pytest.approx(256 * row * (2 * 12 + 2 * 4), abs=64 << 20)
+    whole = load_recipe([REPOSITORY / "recipes" / "async-grpo.yaml"], overrides=models)
+    assert unsized_models(whole) == [folder]
+    with pytest.raises(RecipeError, match="holds no"):
+        shared_memory_bytes(whole)
