@@ -64,6 +64,10 @@ def init(
     answer: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Column of the answer; found if left out.")
     ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Train an adapter (LoRA), and leave the model as it is."),
+    ] = False,
     tiny: Annotated[
         bool, typer.Option("--tiny", help=f"For tries of seconds: a random model in {TINY_MODEL}.")
     ] = False,
@@ -93,7 +97,7 @@ def init(
                 "looks like one: name it with --answer COLUMN"
             )
         lengths = found.lengths(trained.path, is_tiny=tiny)
-        text = recipe_text(found, lengths, source, trained, out, is_tiny=tiny)
+        text = recipe_text(found, lengths, source, trained, out, is_tiny=tiny, has_adapter=adapter)
         write_atomically(out, text)
         load_recipe([out])
     except (InitError, RecipeError, ValueError) as error:

@@ -21,8 +21,10 @@ from rolemesh.coordinator.commands.given_inputs import GivenInput
 from rolemesh.coordinator.recipe.model_sizes import num_parameters
 from rolemesh.coordinator.run.checks.installation import INSTALL
 from rolemesh.coordinator.state.child_environment import child_environment
+from rolemesh.engine.adapter_config import check_adapter
 from rolemesh.engine.messages import said_last
-from rolemesh.engine.specs import RewardSpec
+from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.specs import AdapterSpec, RewardSpec
 from rolemesh.engine.specs.urls import masked_url
 
 SAMPLES_PER_PROMPT = 4
@@ -31,6 +33,8 @@ _MOST_EVALUATED = 128
 _LONGEST_PROMPT = 2048
 """Prompts above this many tokens are left out unless the recipe is changed."""
 _LENGTH_UNIT = 64
+_RANKS = (16, 8, 4, 2, 1)
+_ADAPTER_RATE = "2.0e-4"
 _LOOKING_DEADLINE_S = 600
 
 OWN_REWARD = "arithmetic"
@@ -235,6 +239,7 @@ def recipe_text(
     out: Path,
     *,
     is_tiny: bool,
+    has_adapter: bool = False,
 ) -> str:
     """The recipe as a commented file.
 
@@ -245,6 +250,7 @@ def recipe_text(
         model: The model.
         out: Where the recipe will lie, for its own comments.
         is_tiny: Whether the model is the tiny one.
+        has_adapter: Whether an adapter is trained in place of the model.
     """
     facts = found.facts
     prompts = min(_PROMPTS_PER_STEP, found.num_kept(lengths))
@@ -280,8 +286,7 @@ algorithm:
   mini_batch_rows: {max(1, prompts // 2) * SAMPLES_PER_PROMPT}   # an optimizer step: whole groups
 
 actor:
-  model: {{path: {_yaml(model.text)}{_pass_tokens(model.path, devices)}}}
-  optimizer: {{learning_rate: {_learning_rate(model.path)}}}
+{_actor(model, devices, has_adapter=has_adapter)}
   rollout: {{type: {sampler}, max_model_len: {lengths.whole}}}   # prompt and completion together
   data:
 {lines}
@@ -292,6 +297,31 @@ reward: {_yaml(reward)}
 pools:
   main: {{devices: [{devices}], roles: [actor, reward]}}   # they take turns
 """
+
+
+def _actor(model: GivenInput, devices: str, *, has_adapter: bool) -> str:
+    """The lines on the model and how it is trained."""
+    path, passes = _yaml(model.text), _pass_tokens(model.path, devices)
+    if not has_adapter:
+        rate = _learning_rate(model.path)
+        return f"  model: {{path: {path}{passes}}}\n  optimizer: {{learning_rate: {rate}}}"
+    adapter = f"{{rank: {_rank(model.path)}}}"
+    return f"""\
+  model:
+    path: {path}{passes.replace(", ", f"{chr(10)}    ")}
+    adapter: {adapter}   # LoRA: small matrices are trained, and the model stays as it is
+  optimizer: {{learning_rate: {_ADAPTER_RATE}}}   # adapters bear, and need, larger ones"""
+
+
+def _rank(model: Path) -> int:
+    """The largest rank that the matrices of a model have room for, 16 at most."""
+    for rank in _RANKS:
+        try:
+            check_adapter(model, AdapterSpec(rank=rank), field="--adapter")
+        except ModelFolderError:
+            continue
+        return rank
+    raise InitError(f"--adapter: the matrices of {model} are too small for one: leave it out")
 
 
 def _longest_sequence(model: Path) -> int:

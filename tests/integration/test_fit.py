@@ -73,6 +73,21 @@ def test_every_role_and_moment_is_told(recipe: Path) -> None:
     assert pool["headroom"] == 80 * 10**9 - max(m["total"] for m in pool["moments"])
 
 
+def test_adapters_take_their_base_and_factors(recipe: Path) -> None:
+    """The actor scores as the reference does; vLLM has a slot, and gets the factors alone."""
+    adapters = [f"{role}.model.adapter={{rank: 8}}" for role in ("actor", "critic")]
+    settings = [f"--set={one}" for one in (*adapters, "reference.model=null")]
+    completed = fit(recipe, "--gpu", "h100", "--count", "1", "--json", *settings)
+    assert completed.returncode == 0, completed.stderr
+    told = json.loads(completed.stdout)
+    assert set(told["roles"]) == {"actor", "critic"}
+    factors = 2 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    for role in told["roles"].values():
+        assert role["at_rest"]["optimizer"] == pytest.approx(8 * factors, rel=0.01)
+        assert role["at_rest"]["weights"] < 2.2 * (151936 * 896 + 2 * 15e6)
+    assert told["roles"]["actor"]["sampler"]["arriving"] == 4 * factors
+
+
 def test_what_does_not_fit_is_told_with_keys_to_change(recipe: Path) -> None:
     completed = fit(recipe, "--gpu", "4", "--count", "1")
     assert completed.returncode == 1, completed.stderr
@@ -108,7 +123,7 @@ def test_there_are_recipes_for_one_to_eight_gpus() -> None:
                 if any(role in loaded.roles and loaded.has_model(role) for role in pool.roles)
             )
         )
-    assert sorted(numbers) == [1, 2, 4, 8]
+    assert sorted(numbers) == [1, 1, 2, 4, 8]
 
 
 @pytest.mark.slow
@@ -121,7 +136,8 @@ def test_a_recipe_for_gpus_needs_what_it_says(path: Path, tmp_path: Path) -> Non
     settings = []
     for role in ("actor", "critic", "reference"):
         section = getattr(loaded, role)
-        if section is not None:
+        # A reference without a model is the actor's base.
+        if section is not None and section.model is not None:
             folder = config_folder(tmp_path, section.model.path.name)
             settings += ["--set", f"{role}.model.path={folder}"]
     (gpu, count) = re.findall(r"--gpu (\S+) --count (\d+)", text)[0]

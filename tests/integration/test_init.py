@@ -29,6 +29,7 @@ from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.footprint import footprint_of
 from rolemesh.coordinator.run.checks.start_checks import services_in
+from rolemesh.engine.specs import AdapterSpec
 from rolemesh.services.preview import guess as looking
 from rolemesh.services.preview.guess import Question, guess
 
@@ -96,6 +97,29 @@ def test_columns_are_found_and_told(model: Path) -> None:
     assert "held out: nothing" not in output
     # Every section explains itself.
     assert Path("my-recipe.yaml").read_text().count("#") > 10
+
+
+def test_an_adapter_is_trained_where_it_is_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _ = made(model, "--from", "my.jsonl", "--reward", "rewards.py:f", "--adapter")
+    assert recipe.actor is not None
+    assert recipe.actor.model.adapter == AdapterSpec(rank=16)
+    assert recipe.actor.optimizer.learning_rate == 2e-4
+    # The algorithm compares completions with each other, and has no reference.
+    assert recipe.reference is None
+    # A model with small matrices has room for a small rank alone; a GPU gets larger passes.
+    small = write_tiny_llama(Path("small"), hidden_size=8, num_heads=2, num_kv_heads=1)
+    monkeypatch.setattr(new_recipe, "num_parameters", lambda folder: 6 * 10**8)
+    monkeypatch.setattr(new_recipe, "_sampler", lambda is_tiny: ("hf", '"cuda:0"'))
+    Path("my-recipe.yaml").unlink()
+    arguments = ["--model", str(small), "--from", "my.jsonl", "--reward", "rewards.py:f"]
+    ended = CliRunner().invoke(app, ["init", *arguments, "--adapter"])
+    assert ended.exit_code == 0, ended.output
+    written = load_recipe([Path("my-recipe.yaml")]).actor
+    assert written is not None
+    assert written.model.adapter == AdapterSpec(rank=8)
+    assert written.model.micro_batch_tokens == 16384
 
 
 @pytest.mark.parametrize(
