@@ -2,8 +2,8 @@
 
 vLLM is imported when a back end is made, not before: it takes many seconds, and its environment
 must be set first. With what settings it is made is in `vllm_engine`, what it changes in the process
-in `vllm_process`, how weights reach it in `vllm_weights`, how it starts as one of several ranks in
-`vllm_ranks`.
+in `vllm_process`, how weights reach it in `vllm_updates` and `vllm_weights`, how adapters do in
+`vllm_adapters`, how it starts as one of several ranks in `vllm_ranks`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.devices import current_device, device_of, free_bytes, give_back_memory
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.requests import (
     RolloutRequest,
     RolloutTrajectory,
-    completion_budget,
 )
-from rolemesh.engine.rollout.vllm_engine import make_engine
+from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, served_adapter
+from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
 from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.rollout.vllm_process import (
     own_random_state,
@@ -43,6 +43,7 @@ from rolemesh.engine.rollout.vllm_ranks import (
     leave_groups,
     wake_to_end,
 )
+from rolemesh.engine.rollout.vllm_updates import load_whole, place_parts
 from rolemesh.engine.specs import AdapterSpec, Numerics, SamplingSpec, VllmSpec
 from rolemesh.engine.specs.by_device import described, sampler_choices
 
@@ -59,6 +60,9 @@ class VllmBackend(RolloutBackend):
     whole set of weights (at the start, after a failed update, asleep). At most one generation
     runs at a time, and no update during it but from `between_steps`. Owned by the rank's compute
     thread.
+
+    Where the trainer trains an adapter, updates bring its factors alone, whole on every rank, and
+    `sampler_choices` says in which of two ways they are added (`vllm_adapters`).
 
     One engine lives in a process at a time; `close` makes room for the next.
 
@@ -86,12 +90,13 @@ class VllmBackend(RolloutBackend):
         """Loads the engine; see `factory.make_backend`.
 
         With a `folder_version`, which is the policy_version of the folder's own weights, vLLM loads
-        them in its own way (on a CPU without rounding them); None starts without weights.
+        them in its own way (on a CPU without rounding them); None starts without weights. With an
+        adapter there is none: the folder is the base alone, rounded to the spec's type.
 
         Raises:
             LayoutError: Generation has pipeline stages.
-            ValueError: The folder is missing or does not fit the spec, or a lone rank has another
-                GPU than the first.
+            ValueError: The folder is missing or does not fit the spec, a lone rank has another GPU
+                than the first, or vLLM cannot serve the adapter.
             RuntimeError: An engine of this process could not be closed whole.
         """
         mesh = mesh or RankMesh.single()
@@ -104,7 +109,10 @@ class VllmBackend(RolloutBackend):
             numerics=numerics,
             updates_between_steps=updates_between_steps,
             num_slices=mesh.generate_tp.size,
+            has_adapter=adapter is not None,
         )
+        if adapter is not None and folder_version is not None:
+            raise ValueError("folder_version is given with an adapter, which the folder lacks")
         super().__init__(spec, model_path, adapter)
         self._device = device
         self._num_slices = mesh.generate_tp.size
@@ -112,23 +120,38 @@ class VllmBackend(RolloutBackend):
         self._request_numbers = itertools.count()
         self._are_weights_asleep = False
         self._kv_cache_asleep = False
+        self._factors: Mapping[str, torch.Tensor] = {}
+        """Of the adapter, as they came last."""
+        self._served: ServedAdapter | None = None
+        first_weights: FirstWeights = "none" if folder_version is None else "folder"
+        if adapter is not None:
+            way = choices["adapters"].value
+            self._served = served_adapter(way, adapter, spec, self._folder, self._expected)
+            first_weights = self._served.first_weights
         self._world_is_ours = not (
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
         prepare_environment(spec.kv_cache_gib)
         try:
             with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
+                slots = {} if self._served is None else self._served.engine_arguments()
                 self._engine = make_engine(
                     spec,
                     choices,
                     self._folder,
-                    rank_arguments,
-                    has_weights=folder_version is not None,
+                    {**rank_arguments, **slots},
+                    weights=first_weights,
                 )
             check_groups(mesh)
         except BaseException:
             leave_groups(world_is_ours=self._world_is_ours)
             raise
+        if self._served is not None:
+            try:
+                self._served.check(self._engine)
+            except ValueError:
+                self.close()
+                raise
         if folder_version is not None:
             self.policy_version = folder_version
         for line in described(choices):
@@ -155,6 +178,8 @@ class VllmBackend(RolloutBackend):
     ) -> Iterator[RolloutTrajectory]:
         from vllm.inputs.engine import tokens_input
 
+        from rolemesh.engine.rollout.vllm_requests import sampling_params
+
         asked: dict[str, RolloutRequest] = {}
         engine_ids: dict[str, str] = {}
         # Tokens so far of each request whose caller decides after each token whether it ends.
@@ -176,7 +201,13 @@ class VllmBackend(RolloutBackend):
                 engine_ids[request_id] = self._engine.add_request(
                     request_id,
                     tokens_input(list(request.prompt_tokens)),
-                    self._sampling_params(request, sampling),
+                    sampling_params(
+                        request,
+                        sampling,
+                        max_model_len=self._spec.max_model_len,
+                        stop_tokens=self._folder.stop_tokens,
+                    ),
+                    lora_request=self._lora_request,
                 )
             while engine_ids:
                 if self._pause():
@@ -227,43 +258,27 @@ class VllmBackend(RolloutBackend):
         scheduled: Mapping[str, Any] = self._engine.engine_core.engine_core.scheduler.requests
         return scheduled
 
-    def _sampling_params(self, request: RolloutRequest, sampling: SamplingSpec) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        distribution: dict[str, Any] = (
-            {"temperature": 0.0}
-            if sampling.greedy
-            else {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-            }
-        )
-        return SamplingParams(
-            **distribution,
-            seed=request.seed,
-            max_tokens=completion_budget(request, sampling, max_model_len=self._spec.max_model_len),
-            stop_token_ids=list(self._folder.stop_tokens),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=(
-                RequestOutputKind.FINAL_ONLY
-                if request.is_complete is None
-                else RequestOutputKind.DELTA
-            ),
-        )
+    @property
+    def _lora_request(self) -> Any:
+        """What a request names to have the adapter of a slot; None where there is none."""
+        return None if self._served is None else self._served.request
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """Replaces every weight through vLLM's own loaders, which cut them for this rank."""
-        loaded: set[str] = set()
+        """Replaces every weight through vLLM's own loaders, which cut them for this rank.
+
+        With an adapter, its factors instead: whole, by Hugging Face name, float32 [R, I] of A and
+        [O, R] of B.
+        """
         with self._update(policy_version):
-            rounded = map(self._rounded, self._expected.checked(weights))
-            self._transfer({"weights": rounded, "loaded": loaded})
-            self._check_loaded(loaded)
+            checked = self._expected.checked(weights)
+            if self._served is None:
+                load_whole(self._engine, map(self._rounded, checked))
+            else:
+                self._factors = own_copies(checked)
+                self._served.load(self._engine, self._factors)
+            self._begin_anew()
 
     def update_shard(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
@@ -272,12 +287,17 @@ class VllmBackend(RolloutBackend):
 
         Each rank is given its own tensors, those that `layout.boxes.generate_layout`
         names; no rank waits for another. One tensor is held at a time. Written in place on a GPU,
-        where this is not verified. A generator is closed at once after a failure: behind it may
-        be a transfer whose other ranks wait for this one.
+        where this is not verified. With an adapter each rank is given the same as by
+        `update_weights`. A generator is closed at once after a failure: behind it may be a transfer
+        whose other ranks wait for this one.
         """
         try:
+            if self._served is not None:
+                self.update_weights(tensors, policy_version)
+                return
             with self._update(policy_version):
-                self._transfer({"weights": map(self._rounded, tensors), "are_shards": True})
+                place_parts(self._engine, map(self._rounded, tensors))
+                self._begin_anew()
         finally:
             if isinstance(tensors, Generator):
                 tensors.close()
@@ -287,41 +307,37 @@ class VllmBackend(RolloutBackend):
         name, tensor = weight
         return name, tensor.to(getattr(torch, self._spec.dtype))
 
-    def _transfer(self, update_info: dict[str, Any]) -> None:
-        """Hands weights to the engine; drops keys and values of the old ones."""
-        self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc("update_weights", args=(update_info,))
-        self._engine.collective_rpc("finish_weight_update")
+    def _begin_anew(self) -> None:
+        """Lets no keys and values of old weights outlive them."""
         if self._kv_cache_asleep:
             self._engine.wake_up(["kv_cache"])
             self._kv_cache_asleep = False
-        # No keys and values of old weights outlive them. Requests that run are put back to the
-        # queue, which frees theirs: they begin again from all their tokens so far.
+        # Requests that run are put back to the queue, which frees theirs: they begin again from all
+        # their tokens so far.
         self._forget_keys("of the old weights", puts_back=self._is_generating)
+        if self._served is not None:
+            self._served.redirect(self._engine)
 
     def _forget_keys(self, whose: str, *, puts_back: bool = False) -> None:
         """Empties the cache of keys and values; `puts_back`: of requests that run, too."""
         if not self._engine.reset_prefix_cache(reset_running_requests=puts_back):
             raise RuntimeError(f"vLLM kept keys and values {whose}: its cache is in use")
 
-    def _check_loaded(self, loaded: set[str]) -> None:
-        """Refuses an update of which vLLM dropped a part."""
-        from rolemesh.engine.rollout.vllm_weights import parameter_names
-
-        (names,) = self._engine.apply_model(parameter_names)
-        if missing := sorted(names - loaded):
-            raise WeightsStaleError(
-                f"vLLM took every weight but left {', '.join(map(repr, missing[:3]))} as it was "
-                f"({len(missing)} parameters): its model class and transformers' do not agree"
-            )
-
     def weight_checksums(self) -> Mapping[str, str]:
         """SHA-256 (hex) of each weight as the kernels read it, by Hugging Face name.
 
-        With several slices, of this rank's part of it.
+        With several slices, of this rank's part of it. With an adapter, of each factor as it was
+        sent, float32 and whole, whichever way it is served: what the trainer has. The kernels read
+        it multiplied by the scale and maybe rounded, or merged with the base.
+
+        Raises:
+            WeightsStaleError: An adapter is served and none is held whole, or the engine sleeps.
         """
         from rolemesh.engine.rollout.vllm_weights import model_checksums
 
+        if self._served is not None:
+            self._check_whole()
+            return {name: tensor_checksum(factor) for name, factor in self._factors.items()}
         if self._are_weights_asleep:
             self._check_whole()
         checksums: dict[str, str]
@@ -331,8 +347,9 @@ class VllmBackend(RolloutBackend):
     def sleep(self) -> int:
         """Drops weights and KV cache from a device; on a CPU there is nothing to free.
 
-        The engine holds no weights afterwards: wake it, then send them. All ranks of a replica
-        call it. Not verified on a GPU.
+        The engine holds no weights afterwards: wake it, then send them. With an adapter in slots
+        the base is copied to the host, and waking brings it back; the adapter is to be sent all the
+        same. All ranks of a replica call it. Not verified on a GPU.
         """
         if not self.yields_to_training or self._are_weights_asleep:
             return 0
@@ -341,8 +358,8 @@ class VllmBackend(RolloutBackend):
         # vLLM empties torch's cache: what others had left there is not of its own freeing.
         give_back_memory(self._device)
         before = free_bytes(self._device)
-        # Level 2 keeps no host copy of the weights: the trainer has them.
-        self._engine.sleep(level=2)
+        # Level 2 keeps no host copy: weights come whole again, from the trainer or the folder.
+        self._engine.sleep(level=2 if self._served is None else self._served.sleep_level)
         self._hold_nothing("the engine slept and was sent no weights since")
         self._are_weights_asleep = self._kv_cache_asleep = True
         return max(0, free_bytes(self._device) - before)

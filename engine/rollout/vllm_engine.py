@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from rolemesh.engine.rollout.model_folder import ModelFolder
 from rolemesh.engine.rollout.vllm_process import (
@@ -20,14 +20,18 @@ _CPU_BLOCK_TOKENS = 32
 """Tokens of a block of keys where prompts are shared on a CPU: vLLM's kernel wants multiples of 32.
 """
 
+FirstWeights = Literal["none", "folder", "rounded"]
+"""What an engine begins with: nothing; the folder's weights, loaded in vLLM's own way; or those
+rounded to the spec's type."""
+
 
 def make_engine(
     spec: VllmSpec,
     choices: Choices,
     folder: ModelFolder,
-    rank_arguments: Mapping[str, Any],
+    more_arguments: Mapping[str, Any],
     *,
-    has_weights: bool,
+    weights: FirstWeights,
 ) -> Any:
     """An engine in this process, without weights unless it has those of its folder.
 
@@ -35,15 +39,20 @@ def make_engine(
         spec: Limits of the engine.
         choices: What is chosen by device.
         folder: The model.
-        rank_arguments: Of one of several ranks, by `engine_start`; empty for a lone one.
-        has_weights: Whether it loads the folder's weights.
+        more_arguments: Of one of several ranks, by `engine_start`, and of an adapter, by
+            `ServedAdapter.engine_arguments`.
+        weights: Those that it loads.
     """
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from rolemesh.engine.rollout.vllm_loader import ROUNDED, ROUNDED_TO
+
     prepare_vllm()
+    # None: they come from the trainer before the first generation.
+    formats = {"none": "dummy", "folder": "safetensors", "rounded": ROUNDED}
     shares_on_cpu = current_platform.is_cpu() and spec.prefix_caching
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
@@ -51,8 +60,8 @@ def make_engine(
             # With exact numerics activations on a CPU are float32 whatever the weights are rounded
             # to, as the trainer's are: bfloat16 ones would leave the two 0.02 apart.
             dtype=choices["activations"].value,
-            # Otherwise weights come from the trainer before the first generation.
-            load_format="safetensors" if has_weights else "dummy",
+            load_format=formats[weights],
+            model_loader_extra_config={ROUNDED_TO: spec.dtype} if weights == "rounded" else {},
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
             trust_remote_code=False,
             # Tokens in, tokens out.
@@ -79,12 +88,12 @@ def make_engine(
             use_tqdm_on_load=False,
             seed=0,
             hf_overrides={} if current_platform.is_cpu() else {"head_dtype": "float32"},
-            **rank_arguments,
+            **more_arguments,
         )
     )
-    if rank_arguments:
+    if "distributed_executor_backend" in more_arguments:
         spare_the_world(engine)
-    if has_weights:
+    if weights != "none":
         from rolemesh.engine.rollout.vllm_weights import finish_heads
 
         engine.apply_model(finish_heads)

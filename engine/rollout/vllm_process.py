@@ -66,13 +66,16 @@ def has_expandable_segments(environment: Mapping[str, str]) -> bool:
 
 @cache
 def prepare_vllm() -> None:
-    """Settles what vLLM keeps once a process: our weight engine, compilation, log levels.
+    """Settles what vLLM keeps once a process: weight engine, loader, compilation, log levels.
 
     Called after `prepare_environment` and before the first engine.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from rolemesh.engine.rollout.vllm_loader import register_rounding_loader
+
+    register_rounding_loader()
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "rolemesh.engine.rollout.vllm_weights", "InProcessWeightEngine"
     )

@@ -129,6 +129,7 @@ def sampler_choices(
     numerics: Numerics = "exact",
     updates_between_steps: bool = False,
     num_slices: int = 1,
+    has_adapter: bool = False,
 ) -> Choices:
     """How vLLM samples.
 
@@ -138,12 +139,13 @@ def sampler_choices(
         numerics: Of its role.
         updates_between_steps: Whether new weights may come between two tokens.
         num_slices: Ranks of a generation replica.
+        has_adapter: Whether the policy's trainer trains an adapter.
 
     Returns:
-        max_num_seqs, enforce_eager, async_scheduling, activations.
+        max_num_seqs, enforce_eager, async_scheduling, activations; and adapters where there is one.
 
     Raises:
-        ValueError: Async scheduling is asked for where it cannot be.
+        ValueError: Async scheduling, or a way to add an adapter, is asked for where it cannot be.
     """
     on_gpu = device.type == "cuda"
     is_fast = numerics == "fast"
@@ -167,7 +169,7 @@ def sampler_choices(
         ahead = Choice(False, f"{_ON_A_CPU} scheduler and model share the cores")
     if spec.async_scheduling and (updates_between_steps or num_slices > 1):
         raise ValueError(f"rollout.async_scheduling is true, but {ahead.reason}: leave it out")
-    return {
+    chosen = {
         "max_num_seqs": _chosen(
             spec.max_num_seqs,
             Choice(256, "a GPU decodes 256 sequences in little more time than one")
@@ -183,6 +185,33 @@ def sampler_choices(
         "async_scheduling": _chosen(spec.async_scheduling, ahead),
         "activations": _chosen(spec.activations, activations),
     }
+    if not has_adapter:
+        return chosen
+    return chosen | {"adapters": _adapter_choice(spec, chosen["activations"], on_gpu=on_gpu)}
+
+
+def _adapter_choice(spec: VllmSpec, activations: Choice, *, on_gpu: bool) -> Choice:
+    """How vLLM adds an adapter; raises ValueError where it is not served as the spec says."""
+    computes = f"but the sampler computes in {activations.value} ({activations.reason})"
+    if activations.value == "bfloat16":
+        loses = "sums rounded to bfloat16 would lose small updates"
+        if spec.adapters == "merged":
+            raise ValueError(
+                f"rollout.adapters is merged, {computes}, and {loses}: give slots, or "
+                "rollout.activations float32"
+            )
+        return _chosen(spec.adapters, Choice("slots", loses))
+    if not on_gpu:
+        longer = f"{_ON_A_CPU} slots take longer, and sums in float32 lose nothing"
+        return _chosen(spec.adapters, Choice("merged", longer))
+    # lora_shrink_op.py of vLLM 0.32 asserts it.
+    no_slots = "slots on a GPU take no float32"
+    if spec.adapters == "slots":
+        raise ValueError(
+            f"rollout.adapters is slots, {computes}, and {no_slots}: give merged, or "
+            "rollout.activations bfloat16"
+        )
+    return _chosen(spec.adapters, Choice("merged", no_slots))
 
 
 def model_choices(

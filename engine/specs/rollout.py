@@ -50,6 +50,12 @@ class VllmSpec(Spec):
     activations: ComputeDtype | None = None
     """Type that the sampler computes in, and holds weights and keys in. None: that of dtype on a
     GPU; on a CPU float32 with numerics "exact", and where it has no bfloat16 instructions."""
+    adapters: Literal["slots", "merged"] | None = None
+    """How the sampler adds an adapter that is trained. slots: beside its matrices, in layers of
+    vLLM's own; an update brings the factors alone. merged: into the matrices, at each update; sums
+    rounded to bfloat16 would lose small updates, so activations must be float32. None: merged where
+    they are, for on a CPU slots take three times as long, and on a GPU they take no float32;
+    otherwise slots."""
     enforce_eager: bool | None = None
     """Skip graph capture. None: graphs on a GPU, none on a CPU."""
     prefix_caching: bool = True

@@ -62,6 +62,15 @@ SAMPLERS: dict[str, tuple[Device, dict[str, Any], dict[str, Any]]] = {
         *(GPU, {"updates_between_steps": True}), {**_G, "async_scheduling": False},
     ),
     "on several GPUs": (GPU, {"num_slices": 2}, {**_G, "async_scheduling": False}),
+    "with an adapter on a CPU": (CPU, {"has_adapter": True}, {**_S, "adapters": "merged"}),
+    "with an adapter, fast on a CPU": (
+        *(CPU, {"has_adapter": True, "numerics": "fast"}),
+        {**_S, "activations": "bfloat16", "adapters": "slots"},
+    ),
+    "with an adapter, fast on a CPU without bfloat16": (
+        *(OLD_CPU, {"has_adapter": True, "numerics": "fast"}), {**_S, "adapters": "merged"},
+    ),
+    "with an adapter on a GPU": (GPU, {"has_adapter": True}, {**_G, "adapters": "slots"}),
 }  # fmt: skip
 
 
@@ -100,6 +109,55 @@ def test_what_a_recipe_gives_stands_on_every_device() -> None:
 def test_async_scheduling_is_refused_where_it_cannot_be(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"async_scheduling is true, but .*: leave it out"):
         sampler_choices(VllmSpec(async_scheduling=True), GPU, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("device", "fields", "expected"),
+    [
+        (CPU, {"adapters": "slots"}, "slots"),
+        (CPU, {"adapters": "merged"}, "merged"),
+        (GPU, {"adapters": "merged", "activations": "float32"}, "merged"),
+        (GPU, {"activations": "float32"}, "merged"),
+        (CPU, {"activations": "bfloat16"}, "slots"),
+    ],
+    ids=str,
+)
+def test_how_an_adapter_is_sampled_with_may_be_given(
+    device: Device, fields: dict[str, Any], expected: str
+) -> None:
+    choices = sampler_choices(VllmSpec(**fields), device, has_adapter=True)
+    assert choices["adapters"].value == expected
+    assert (choices["adapters"].reason == "given by the recipe") == ("adapters" in fields)
+    # Without an adapter there is nothing to choose.
+    assert "adapters" not in sampler_choices(VllmSpec(**fields), device)
+
+
+@pytest.mark.parametrize(
+    ("device", "numerics", "fields", "reason"),
+    [
+        (GPU, "exact", {}, "as rollout.dtype says"),
+        (CPU, "fast", {}, "fast numerics: as rollout.dtype says"),
+        (CPU, "exact", {"activations": "bfloat16"}, "given by the recipe"),
+    ],
+    ids=str,
+)
+def test_merging_is_refused_where_sums_would_be_rounded(
+    device: Device, numerics: Any, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match="is merged, but the sampler computes in bf") as caught:
+        sampler_choices(
+            VllmSpec(adapters="merged", **fields), device, numerics=numerics, has_adapter=True
+        )
+    assert f"computes in bfloat16 ({reason}), and sums rounded to bfloat16 would lose small" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("give slots, or rollout.activations float32")
+
+
+def test_slots_are_refused_where_a_gpu_has_no_kernel_for_them() -> None:
+    with pytest.raises(ValueError, match="is slots, but the sampler computes in float32") as caught:
+        sampler_choices(VllmSpec(adapters="slots", dtype="float32"), GPU, has_adapter=True)
+    assert str(caught.value).endswith("give merged, or rollout.activations bfloat16")
 
 
 def test_a_model_is_recomputed_where_its_activations_take_half_of_the_room() -> None:

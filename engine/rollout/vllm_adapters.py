@@ -1,0 +1,218 @@
+"""Two ways in which a vLLM engine serves a policy whose trainer trains a LoRA adapter.
+
+"slots": the engine holds the base, and adds the adapter in layers of its own. "merged": the engine
+knows of no adapter; an update gives it every weight, those with an adapter summed up. Imports no
+vLLM, which is imported late.
+
+Shape letters: I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rolemesh.engine.layout.adapters import factor_name, split_factor
+from rolemesh.engine.models.sharded_loading import FolderTensors
+from rolemesh.engine.rollout.model_folder import ExpectedWeights, ModelFolder, expected_weights
+from rolemesh.engine.rollout.vllm_engine import FirstWeights
+from rolemesh.engine.rollout.vllm_updates import load_whole
+from rolemesh.engine.specs import AdapterSpec, VllmSpec
+
+AdapterWay = Literal["slots", "merged"]
+
+
+class ServedAdapter(ABC):
+    """How an engine serves the adapter of a policy.
+
+    Owned by the compute thread, like the engine.
+    """
+
+    first_weights: FirstWeights
+    """What the engine begins with."""
+    sleep_level: int
+    """VLLM's: 1 keeps a copy of the weights on the host, 2 drops them."""
+    request: Any = None
+    """What requests name to have the adapter (vLLM's LoRARequest); None: nothing."""
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        """What vLLM's EngineArgs need more."""
+        return {}
+
+    @abstractmethod
+    def check(self, engine: Any) -> None:
+        """Raises ValueError where a new engine cannot serve the adapter."""
+
+    @abstractmethod
+    def load(self, engine: Any, factors: Mapping[str, torch.Tensor]) -> None:
+        """Gives the engine another version of the adapter.
+
+        Args:
+            engine: VLLM's LLMEngine.
+            factors: From `own_copies`.
+        """
+
+    @abstractmethod
+    def redirect(self, engine: Any) -> None:
+        """Lets requests that were put back to the queue go on with what was loaded last."""
+
+
+class SlottedAdapter(ServedAdapter):
+    """In vLLM's LoRA slots: one is all that is needed, for all requests have the same version.
+
+    The base stays as it was loaded, so that sleep has to keep a copy of it. On a CPU vLLM's slots
+    are slow: they gather a copy of the factors for each token.
+    """
+
+    first_weights = "rounded"
+    sleep_level = 1
+
+    def __init__(self, spec: AdapterSpec, expected: ExpectedWeights) -> None:
+        self._spec = spec
+        self._modules = _modules(expected.shapes)
+        # No id is used twice.
+        self._numbers = itertools.count(1)
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        """Slots beside the matrices that have an adapter, of the model's type.
+
+        Raises:
+            ValueError: VLLM has no slots for such a rank.
+        """
+        from rolemesh.engine.rollout.vllm_slots import slot_rank
+
+        return {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": slot_rank(self._spec.rank),
+            # That of the activations; "float32" has no name of its own there.
+            "lora_dtype": "auto",
+            "lora_target_modules": sorted({name.rpartition(".")[2] for name in self._modules}),
+        }
+
+    def check(self, engine: Any) -> None:
+        """Raises ValueError where vLLM's model has no layer for a factor: it would drop it."""
+        from rolemesh.engine.rollout.vllm_slots import check_slots
+
+        engine.apply_model(lambda model: check_slots(model, self._modules))
+
+    def load(self, engine: Any, factors: Mapping[str, torch.Tensor]) -> None:
+        """Fills the slot under a new id."""
+        from rolemesh.engine.rollout.vllm_slots import fill_slot, slot_request
+
+        request = slot_request(next(self._numbers))
+        engine.apply_model(lambda model: fill_slot(model, factors, request, self._spec.scale))
+        self.request = request
+
+    def redirect(self, engine: Any) -> None:
+        """Gives them the new id."""
+        from rolemesh.engine.rollout.vllm_slots import redirect_requests
+
+        redirect_requests(engine, self.request)
+
+
+class MergedAdapter(ServedAdapter):
+    """Summed up with the base, W + scale * B A in float32, through an update of all weights.
+
+    The base is read from the folder again each time, so that no error adds up. With several slices
+    each rank sums up whole matrices, and vLLM's loaders cut them.
+    """
+
+    first_weights = "none"
+    sleep_level = 2
+
+    def __init__(self, spec: AdapterSpec, rollout: VllmSpec, folder: ModelFolder) -> None:
+        """Reads which tensors the folder has.
+
+        Raises:
+            ValueError: It lacks one, or stores it under another name than the model's.
+        """
+        self._scale = spec.scale
+        self._dtype: torch.dtype = getattr(torch, rollout.dtype)
+        self._path: Path = folder.path
+        self._shapes = expected_weights(folder).shapes
+        with FolderTensors(self._path) as tensors:
+            missing = [name for name in self._shapes if tensors.stored_name(name) is None]
+        if missing:
+            raise ValueError(
+                f"model path {str(self._path)!r} stores no {', '.join(map(repr, missing[:3]))} "
+                f"({len(missing)} parameters), so that nothing can be merged with them: give "
+                "rollout.adapters slots"
+            )
+
+    def check(self, engine: Any) -> None:
+        """Does nothing: each update is checked to have reached every parameter."""
+
+    def load(self, engine: Any, factors: Mapping[str, torch.Tensor]) -> None:
+        """Loads every weight, through vLLM's own loaders."""
+        load_whole(engine, self.weights(factors))
+
+    def redirect(self, engine: Any) -> None:
+        """Does nothing: requests know of no adapter."""
+
+    @torch.no_grad()
+    def weights(self, factors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gives every weight of the merged model, one at a time.
+
+        Args:
+            factors: By Hugging Face name, float32 [R, I] of A, [O, R] of B.
+
+        Returns:
+            (Hugging Face name, [global shape]): float32 where there is an adapter, otherwise of the
+            spec's type.
+        """
+        with FolderTensors(self._path) as tensors:
+            for name, shape in self._shapes.items():
+                key = tensors.stored_name(name)
+                assert key is not None  # as __init__ has seen
+                base = tensors.read(key, tuple((0, size) for size in shape)).to(self._dtype)
+                module = name.removesuffix(".weight")
+                a_RI = factors.get(factor_name(module, "A"))
+                if a_RI is None or module == name:
+                    yield name, base
+                else:
+                    b_OR = factors[factor_name(module, "B")]
+                    yield name, torch.addmm(base.float(), b_OR, a_RI, alpha=self._scale)
+
+
+def served_adapter(
+    way: AdapterWay,
+    spec: AdapterSpec,
+    rollout: VllmSpec,
+    folder: ModelFolder,
+    expected: ExpectedWeights,
+) -> ServedAdapter:
+    """The way that was chosen.
+
+    Args:
+        way: See this module.
+        spec: The adapter.
+        rollout: The sampler.
+        folder: Of the base.
+        expected: The factors that come in updates.
+
+    Raises:
+        ValueError: The folder does not serve that way.
+    """
+    if way == "slots":
+        return SlottedAdapter(spec, expected)
+    return MergedAdapter(spec, rollout, folder)
+
+
+def own_copies(factors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies of an adapter's factors by name, float32 on the host."""
+    return {
+        name: tensor.to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in factors
+    }
+
+
+def _modules(factors: Iterable[str]) -> list[str]:
+    """Names of the matrices beside which factors stand, each once."""
+    splits = filter(None, map(split_factor, factors))
+    return list(dict.fromkeys(module for module, _ in splits))
