@@ -25,10 +25,12 @@ def commented_recipe(recipe: Recipe) -> str:
 
 def _section(section: BaseModel, dumped: Mapping[str, Any], indent: str) -> Iterator[str]:
     keys = {key.name: key for key in keys_of(type(section))}
+    # A key may be no name for an attribute in Python, as "from" is.
+    attributes = {field.alias: name for name, field in type(section).model_fields.items()}
     for name, value in dumped.items():
         if name in keys:
             yield from _comment(keys[name], indent)
-        yield from _entry(name, getattr(section, name), value, indent)
+        yield from _entry(name, getattr(section, attributes.get(name, name)), value, indent)
 
 
 def _comment(key: Key, indent: str) -> Iterator[str]:

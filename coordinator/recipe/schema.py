@@ -187,17 +187,14 @@ class Recipe(Spec):
 
     @model_validator(mode="after")
     def _check_reference(self) -> Self:
+        # An address in services.reference is not used then, like that of any role without a
+        # section: a mesh of containers has a service for each.
         if not self.is_reference_base:
             return self
         if self.actor is None or self.actor.model.adapter is None:
             raise ValueError(
                 "reference.model is missing: give {path: FOLDER}, or give actor.model.adapter, "
                 "whose base is the reference then"
-            )
-        if "reference" in self.services:
-            raise ValueError(
-                "services.reference is given, but reference.model is not, so the actor serves the "
-                "reference: leave it out, or give reference.model"
             )
         return self
 
