@@ -63,19 +63,24 @@ def _models(recipe: Recipe) -> Iterator[dict[str, Any]]:
                 ).model_dump(mode="json"),
                 "optimizer": section.optimizer.model_dump(mode="json") if is_trained else None,
                 "loss": _loss(recipe, role) if is_trained else None,
-                "numerics": section.chosen_numerics,
+                # Scores of a reward differ by little, so that it computes exactly.
+                "numerics": "exact"
+                if isinstance(section, RewardSpec)
+                else section.numerics or recipe.run.numerics,
                 "row_tokens": row_tokens,
                 "prompt_tokens": prompt_tokens,
             }
 
 
 def _samplers(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    adapter = None if recipe.actor is None else recipe.actor.model.adapter
     for role in ("actor", "rollout"):
         section: Any = getattr(recipe, role)
         if section is not None and isinstance(section.rollout, VllmSpec):
             yield {
                 "role": role,
                 "path": str(section.model.path),
+                "adapter": None if adapter is None else adapter.model_dump(mode="json"),
                 "sampler": section.rollout.model_dump(mode="json"),
                 "tp": section.rank_layout().generate.tp,
             }

@@ -19,8 +19,10 @@ from rolemesh.engine.fit.sampler import sampler_memory
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.models.adapters import with_adapter
 from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import (
+    AdapterSpec,
     LayoutSpec,
     LossSpec,
     ModelSpec,
@@ -54,6 +56,8 @@ class SamplerQuestion(Spec):
     role: str
     path: Path
     """Folder of its model."""
+    adapter: AdapterSpec | None = None
+    """What the actor trains beside it."""
     sampler: VllmSpec
     tp: int
     """Slices of generation."""
@@ -124,7 +128,10 @@ def _sampler(asked: SamplerQuestion) -> dict[str, Any]:
             "(its weights are not read)"
         )
     config = load_config(asked.path)
-    found = sampler_memory(DecoderShape.from_config(config.to_dict()), asked.sampler, asked.tp)
+    shape = DecoderShape.from_config(config.to_dict())
+    if asked.adapter is not None:
+        shape = with_adapter(shape, asked.adapter)
+    found = sampler_memory(shape, asked.sampler, asked.tp)
     return {**asdict(found), "least": found.least}
 
 

@@ -313,7 +313,8 @@ def test_a_layer_with_an_adapter_keeps_what_the_formula_says(case: str, tmp_path
         widths,
         1024,
         arithmetic,
-        adapter.adapter,
+        rank=adapter.adapter.rank,
+        targets=adapter.adapter.targets,
         frozen_bytes=4 if "frozen_dtype" in model else 2,
         num_slices=num_slices,
     )

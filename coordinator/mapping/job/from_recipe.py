@@ -17,7 +17,6 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.layout.manifest import ITEM_BYTES
 from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, VllmSpec
 from rolemesh.engine.specs.by_device import Device, model_choices
 
@@ -224,4 +223,4 @@ def _frozen_bytes(
     device = Device("cuda") if on_gpus else Device("cpu", multiplies_bfloat16=False)
     numerics = recipe.section(name).numerics or recipe.run.numerics
     choices = model_choices(spec, device, None, numerics=numerics, trains=trains)
-    return ITEM_BYTES[choices["frozen_dtype"].value]
+    return 2 if choices["frozen_dtype"].value == "bfloat16" else 4

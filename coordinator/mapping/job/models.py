@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from rolemesh.coordinator.mapping.errors import PlanError
-from rolemesh.engine.layout.adapters import is_factor
 from rolemesh.engine.layout.families import DecoderShape, Head, cut_of
 from rolemesh.engine.specs import AdapterSpec
 
@@ -213,9 +212,7 @@ class Model:
         """Parameters of an adapter's factors in a layer."""
         is_mixed = self.experts is not None and layer not in self.dense_layers
         return sum(
-            math.prod(parameter.shape)
-            for name, parameter in replace(self.shape, num_layers=1).manifest("float32").items()
-            if is_factor(name) and not (is_mixed and ".mlp." in name)
+            number for name, number in _factors(self.shape) if not (is_mixed and ".mlp." in name)
         )
 
     def _layer(self, layer: int) -> tuple[int, int]:
@@ -261,12 +258,15 @@ def whole_parameters(shape: DecoderShape) -> tuple[int, int]:
 
 def whole_factors(shape: DecoderShape) -> int:
     """Parameters of an adapter in a layer that every tensor slice holds all of."""
-    one = replace(shape, num_layers=1).manifest("float32")
-    return sum(
-        math.prod(parameter.shape)
-        for name, parameter in one.items()
-        if is_factor(name) and cut_of(name) == "whole"
-    )
+    return sum(number for name, number in _factors(shape) if cut_of(name) == "whole")
+
+
+def _factors(shape: DecoderShape) -> list[tuple[str, int]]:
+    """Names of the factors in a layer, and their parameters."""
+    if shape.adapter is None:
+        return []
+    trained = replace(shape, num_layers=1).trained_manifest("float32")
+    return [(name, math.prod(one.shape)) for name, one in trained.items() if _is_of_layer(name)]
 
 
 def _experts(family: str, config: Mapping[str, Any]) -> Experts:

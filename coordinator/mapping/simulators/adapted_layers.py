@@ -7,7 +7,8 @@ inputs, and for the factors.
 
 from __future__ import annotations
 
-from rolemesh.engine.layout.adapters import AdapterShape
+from collections.abc import Collection
+
 from rolemesh.engine.specs.activations import Arithmetic, LayerWidths
 
 _ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -21,8 +22,9 @@ def adapted_layer_bytes(
     widths: LayerWidths,
     tokens: int,
     arithmetic: Arithmetic,
-    adapter: AdapterShape,
     *,
+    rank: int,
+    targets: Collection[str],
     frozen_bytes: int = 2,
     num_slices: int = 1,
 ) -> float:
@@ -36,38 +38,37 @@ def adapted_layer_bytes(
         widths: Of the whole layer.
         tokens: Of the micro-batch.
         arithmetic: How the layer computes.
-        adapter: Which matrices have factors, and of which rank.
+        rank: Of the adapter.
+        targets: Matrices that have one, by their names in the layer, e.g. "mlp.up_proj".
         frozen_bytes: Of a number of the base. A wider one than its products is rounded for a pass,
             and kept so.
         num_slices: Tensor slices.
     """
     width = 4 if arithmetic == "float32" else 2
-    targets = set(adapter.targets)
     numbers = 0
     for group in (_ATTENTION_INPUTS, _MLP_INPUTS):
-        copies = len(targets.intersection(group))
+        copies = len(set(targets).intersection(group))
         numbers += widths.hidden * (copies if arithmetic == "autocast" else min(1, copies))
     inside = width * (2 * (widths.query + widths.key_value) + 3 * widths.inner)
     if "mlp.down_proj" in targets:
         inside += width * widths.inner
     if widths.norms_queries:
         inside += _NORM_BYTES * (widths.query + widths.key_value)
-    narrow = width * adapter.rank * len(targets)
+    narrow = width * rank * len(targets)
     token = 2 * _NORM_BYTES * widths.hidden + width * numbers + narrow + inside / num_slices
     cast = 0
     if arithmetic != "float32":
-        cast = 2 * factors_of(widths, adapter)
+        cast = 2 * _factors(widths, rank, targets)
         cast += 2 * widths.weights if frozen_bytes > 2 else 0
     return tokens * token + cast / num_slices
 
 
-def factors_of(widths: LayerWidths, adapter: AdapterShape) -> int:
+def _factors(widths: LayerWidths, rank: int, targets: Collection[str]) -> int:
     """Numbers of the factors in a layer."""
-    sizes = {
-        "self_attn.q_proj": widths.hidden + widths.query,
-        "self_attn.k_proj": widths.hidden + widths.key_value,
-        "self_attn.v_proj": widths.hidden + widths.key_value,
-        "self_attn.o_proj": widths.hidden + widths.query,
+    sides = {
+        "self_attn.q_proj": widths.query,
+        "self_attn.k_proj": widths.key_value,
+        "self_attn.v_proj": widths.key_value,
+        "self_attn.o_proj": widths.query,
     }
-    sides = [sizes.get(module, widths.hidden + widths.inner) for module in adapter.targets]
-    return adapter.rank * sum(sides)
+    return rank * sum(widths.hidden + sides.get(module, widths.inner) for module in targets)

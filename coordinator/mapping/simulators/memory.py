@@ -142,7 +142,8 @@ def _layer_activations(model: Model, layout: Layout, system: System) -> float:
             widths,
             layout.micro_batch_tokens,
             arithmetic,
-            shape.adapter,
+            rank=shape.adapter.rank,
+            targets=shape.adapter.targets,
             frozen_bytes=system.frozen_bytes,
             num_slices=layout.tp,
         )
