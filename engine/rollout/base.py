@@ -103,6 +103,24 @@ class RolloutBackend(ABC):
             f"{type(self).__name__} takes no parts of weights: call update_weights with whole ones"
         )
 
+    def score(self, tokens: Sequence[int]) -> list[float] | None:
+        """Log-probs that the sampler gives a row, to compare them with the trainer's.
+
+        All ranks of a generation replica call it with the same row, between generations.
+
+        Args:
+            tokens: Of the row, at least two.
+
+        Returns:
+            Natural log-probs, at temperature 1, of all tokens but the first; None where the back
+            end scores nothing.
+
+        Raises:
+            WeightsStaleError: The back end holds no whole set of weights.
+            RuntimeError: A generation is under way.
+        """
+        return None
+
     _stale_reason = "no weights were sent yet"
     """Why no whole set of weights is held, where none is."""
     _is_generating = False

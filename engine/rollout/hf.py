@@ -278,6 +278,16 @@ class HfBackend(RolloutBackend):
             return "stop"
         return "length" if len(row.tokens) == row.budget else None
 
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of all tokens but the first, in one pass; see `RolloutBackend.score`."""
+        self._check_ready()
+        row_T = torch.tensor(tokens, device=self._device)
+        with torch.no_grad():
+            logits_TV = self._model(input_ids=row_T[None]).logits[0, :-1]
+        found_N = logits_TV.float().log_softmax(-1).gather(-1, row_T[1:, None])
+        scores: list[float] = found_N.squeeze(-1).tolist()
+        return scores
+
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:

@@ -233,6 +233,19 @@ class VllmBackend(RolloutBackend):
             if engine_ids:
                 self._engine.abort_request(list(engine_ids.values()), internal=True)
 
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of all tokens but the first; see `RolloutBackend.score`."""
+        from rolemesh.engine.rollout.vllm_scoring import score_row
+
+        self._check_ready()
+        with own_random_state(), self._threads():
+            return score_row(
+                self._engine,
+                str(next(self._request_numbers)),
+                tokens,
+                lora_request=self._lora_request,
+            )
+
     def _num_sampled(self, engine_id: str) -> int:
         """Tokens that a running request has by now."""
         return int(self._scheduled[engine_id].num_output_tokens)

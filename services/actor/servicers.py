@@ -19,7 +19,9 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.probe import ProbeScores, check_sampler
 from rolemesh.engine.specs import ActorSpec, Numerics, RolloutSpec
+from rolemesh.engine.train.probe import TrainerProbe
 from rolemesh.engine.weights.exchange import exchange_plan
 from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.resharding import Resharder
@@ -63,6 +65,7 @@ class ActorRole(ModelRole, SamplingRole):
         self._rest: RemovableHandle | None = None
         self._source: PromptSource | None = None
         self._is_sampler_stale = False
+        self._probe: TrainerProbe | None = None
         self.exchanges = Exchanges()
         """Of this rank, with rollout services."""
 
@@ -169,11 +172,14 @@ class ActorRole(ModelRole, SamplingRole):
         Returns:
             Bytes that this rank received from others for it.
         """
-        # The memory of its weights alone: that of keys and values follows when those have come.
-        self.backend.wake()
         is_current = self.backend.policy_version == self.trainer.policy_version
         if is_current and not self._is_sampler_stale:
+            self.backend.wake()
             return 0
+        # Before the sampler wakes: a pass of the trainer puts it to sleep.
+        scores = self.probe_scores()
+        # The memory of its weights alone: that of keys and values follows when those have come.
+        self.backend.wake()
         trainer, version = self.trainer, self.trainer.policy_version
         if self._resharder is not None:
             shards = self._resharder.run(dict(trainer.named_weights()), policy_version=version)
@@ -182,12 +188,21 @@ class ActorRole(ModelRole, SamplingRole):
             self._lent.lend(dict(trainer.named_weights()), policy_version=version)
         else:
             self.backend.update_weights(trainer.named_weights(), version)
+        check_sampler(self.backend, scores, trainer.mesh.world, trainer.model.device)
         self._is_sampler_stale = False
         return 0 if self._resharder is None else self._resharder.received_bytes
+
+    def probe_scores(self) -> ProbeScores:
+        """What the trainer's weights give the beginning of the first prompt."""
+        if self._probe is None:
+            self._probe = TrainerProbe(self.source.probe_tokens())
+        return self._probe.scores(self.policy, version=self.trainer.policy_version)
 
     def weights_replaced(self) -> None:
         """The sampler must take the loaded weights even when their version is the one it has."""
         self._is_sampler_stale = True
+        if self._probe is not None:
+            self._probe.start_over()
 
     def plan_exchange(self, peer: TrainLayout, dtype: DtypeName) -> Plan:
         """What travels to a rollout service of a layout."""
@@ -214,7 +229,7 @@ class ActorRole(ModelRole, SamplingRole):
         for part in (self._backend, self._resharder, self._lent):
             if part is not None:
                 part.close()
-        self._backend = self._resharder = self._lent = self._source = None
+        self._backend = self._resharder = self._lent = self._source = self._probe = None
         super().close()
 
 

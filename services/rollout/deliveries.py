@@ -18,6 +18,7 @@ from rolemesh.engine.parallel.agreement import gather_facts, have_same_number
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.probe import ProbeScores, check_sampler
 from rolemesh.engine.weights.published import Taking
 from rolemesh.rpc.errors import AbortedError
 from rolemesh.services.runtime.experience.published_weights import FetchedBoxes
@@ -39,6 +40,8 @@ class Delivery:
     """By transport."""
     received: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """The rank's tensors, where an exchange brought them; in the place of `fetched`."""
+    probe: ProbeScores | None = None
+    """What the weights give a row, by which the sampler is checked."""
     exchange_failure: str = ""
     """Why this rank is no longer in the exchange that was to bring them."""
     error: Exception | None = None
@@ -89,6 +92,8 @@ class Deliveries:
         self._mesh = mesh
         self._are_shards = are_shards
         self._waiting: Delivery | None = None
+        self._unchecked: ProbeScores | None = None
+        """Of the newest weights, unless the sampler was checked since it has them."""
         self._refusal = ""
         self.is_outdated = False
         """Whether what the sampler holds is of a lineage of the run that ended."""
@@ -148,6 +153,7 @@ class Deliveries:
 
         Raises:
             WeightsStaleError: A rank has got no weights yet, or its newest update failed.
+            SamplerStaleError: A rank's sampler does not compute with the weights that it took.
         """
         refusal = self._refusal
         if not refusal and self._backend.policy_version < 0:
@@ -160,6 +166,9 @@ class Deliveries:
         refusals = gather_facts(refusal, self._mesh.world, _CPU)
         if refusal or any(refusals):
             raise WeightsStaleError(refusal or next(filter(None, refusals)))
+        # Not when they came: a generation may have been under way.
+        check_sampler(self._backend, self._unchecked, self._mesh.world, _CPU)
+        self._unchecked = None
 
     def _take(self, delivery: Delivery, group: RankGroup) -> None:
         """Loads a delivery on all ranks of a group, and tells its caller how that went."""
@@ -186,6 +195,7 @@ class Deliveries:
         else:
             self._refusal = ""
             self.is_outdated = False
+            self._unchecked = delivery.probe
             if is_awaited:
                 delivery.loaded.set_result(time.monotonic() - started)
         finally:

@@ -29,6 +29,7 @@ from rolemesh.services.runtime.experience.published_weights import (
     fetch_boxes,
     layout_of,
     manifest_of,
+    probe_of,
 )
 from rolemesh.services.runtime.ranks.face import Face, join_answers
 from rolemesh.services.runtime.server.operations import Identity, identity_of
@@ -234,10 +235,12 @@ class WeightUpdates:
         Each rank decides for itself: both ways bring the same bits.
         """
         version, failure = request.weights.policy_version, ""
+        probe = probe_of(request.weights)
         if request.exchange:
             try:
                 with call.phase("fetch"):
-                    return await self._receive(request.exchange, version, call)
+                    received = await self._receive(request.exchange, version, call)
+                    return replace(received, probe=probe)
             except TransferMismatchError as error:
                 logger.warning("exchange %s: nothing was received: %s", request.exchange, error)
             except TransferFailedError as error:
@@ -245,7 +248,8 @@ class WeightUpdates:
                 logger.warning("exchange %s has ended: %s", request.exchange, error)
             except Exception as error:
                 return Delivery(version, error=error)
-        return replace(await self._fetch(request.weights, call), exchange_failure=failure)
+        fetched = await self._fetch(request.weights, call)
+        return replace(fetched, exchange_failure=failure, probe=probe)
 
     async def _receive(self, exchange: str, version: int, call: Call) -> Delivery:
         exchanges = self._role.exchanges

@@ -24,6 +24,7 @@ from rolemesh.engine.layout.manifest import (
     Parameter,
 )
 from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.rollout.probe import PROBE_TOKENS, ProbeScores
 from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.transport.shm import open_segment
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
@@ -114,9 +115,13 @@ def dtype_of(data_type: tensor_pb2.DataType.ValueType, field: str) -> DtypeName:
 
 
 def reference_to(
-    publication: Publication, run_id: str, layout: TrainLayout, addresses: Sequence[str]
+    publication: Publication,
+    run_id: str,
+    layout: TrainLayout,
+    addresses: Sequence[str],
+    probe: ProbeScores | None = None,
 ) -> weights_pb2.WeightsRef:
-    """Names a publication of all ranks."""
+    """Names a publication of all ranks; `probe`: what its weights give a row, if that is known."""
     fields = {name: str(getattr(layout, name)) for name in ("pp", "tp", "dp", "fsdp", "order")}
     manifest = publication.layout.manifest
     (dtype,) = {parameter.dtype for parameter in manifest.values()}
@@ -127,7 +132,41 @@ def reference_to(
         parameters=parameter_specs(manifest),
         layout=fields,
         addresses=addresses,
+        probe=None if probe is None else _probe_message(probe),
     )
+
+
+def _probe_message(probe: ProbeScores) -> weights_pb2.WeightsProbe:
+    return weights_pb2.WeightsProbe(
+        tokens=probe.tokens,
+        logprobs=probe.logprobs,
+        earlier=[
+            weights_pb2.EarlierScores(name=name, logprobs=logprobs)
+            for name, logprobs in probe.earlier.items()
+        ],
+    )
+
+
+def probe_of(ref: weights_pb2.WeightsRef) -> ProbeScores | None:
+    """What the weights of a reference give a row, where it says so.
+
+    Raises:
+        InvalidRequestError: REFERENCE_INVALID: tokens and log-probs do not fit each other.
+    """
+    if not ref.HasField("probe"):
+        return None
+    probe = ref.probe
+    number = len(probe.tokens) - 1
+    rows = [probe.logprobs, *(one.logprobs for one in probe.earlier)]
+    if not 0 < number <= PROBE_TOKENS or any(len(row) != number for row in rows):
+        raise InvalidRequestError(
+            f"weights.probe has {len(probe.tokens)} tokens and rows of "
+            f"{sorted({len(row) for row in rows})} log-probs: give 2 to {PROBE_TOKENS} tokens, and "
+            "a log-prob for each but the first; or leave the probe out",
+            reason="REFERENCE_INVALID",
+        )
+    earlier = {one.name: tuple(one.logprobs) for one in probe.earlier}
+    return ProbeScores(tuple(probe.tokens), tuple(probe.logprobs), earlier)
 
 
 def parameter_specs(manifest: Manifest) -> list[weights_pb2.ParameterSpec]:

@@ -43,6 +43,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.layout.manifest.ManifestError": "WEIGHTS_MISMATCH",
         "rolemesh.engine.layout.families.UnsupportedFamilyError": "SPEC_INVALID",
         "rolemesh.engine.model_files.ModelFolderError": "SPEC_INVALID",
+        "rolemesh.engine.adapter_config.AdapterFolderError": "SPEC_INVALID",
         "rolemesh.engine.pretrained.NoTokenizerError": "SPEC_INVALID",
         "rolemesh.engine.data.rows.EmptyDataError": "DATA_EMPTY",
         "rolemesh.engine.data.rows.DataInvalidError": "DATA_INVALID",
@@ -62,6 +63,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
     },
     grpc.StatusCode.FAILED_PRECONDITION: {
         "rolemesh.engine.rollout.model_folder.WeightsStaleError": "WEIGHTS_STALE",
+        "rolemesh.engine.rollout.probe.SamplerStaleError": "SAMPLER_STALE",
         "rolemesh.engine.train.optimizer.LossNotFiniteError": "LOSS_NOT_FINITE",
         "rolemesh.engine.train.optimizer.NoGradientError": "NO_GRADIENT",
         "rolemesh.engine.train.model_in_training.GradientPendingError": "GRADIENT_PENDING",

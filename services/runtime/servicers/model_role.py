@@ -21,6 +21,7 @@ from rolemesh.services.runtime.experience.published_weights import PublishedWeig
 from rolemesh.services.runtime.ranks.device import rank_device
 
 if TYPE_CHECKING:
+    from rolemesh.engine.rollout.probe import ProbeScores
     from rolemesh.engine.train.model_in_training import TrainedModel
     from rolemesh.engine.train.trainer import Trainer
 
@@ -72,6 +73,13 @@ class ModelRole(Role):
         if self.trainer.mesh.world.size == 1 or shape is None:
             return tensors_manifest(dict(self.trainer.named_weights()))
         return shape.trained_manifest("float32")
+
+    def probe_scores(self) -> ProbeScores | None:
+        """What the weights give a row, by which a sampler is checked; None: none samples with them.
+
+        On the compute thread; all ranks call it together.
+        """
+        return None
 
     def policy_version(self) -> int:
         """Version of the weights; 0 before Initialize."""

@@ -16,6 +16,7 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.probe import PROBE_TOKENS
 from rolemesh.engine.rollout.sampling import (
     SAMPLING_COLUMNS,
     OnBlock,
@@ -87,6 +88,11 @@ class PromptSource:
         """Facts of Initialize."""
         self.episodes: EpisodeRunner | None = None
         """Plays a row with the environment; None: a completion is one turn."""
+
+    def probe_tokens(self) -> list[int]:
+        """Beginning of the first prompt, by which samplers are checked: two tokens or more."""
+        first = self.prompts.slice("train", 0, 1)[0].tokens[:PROBE_TOKENS]
+        return list(first) if len(first) > 1 else [*first, *first]
 
     def play(
         self,

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.rollout.probe import ProbeScores
 from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
 from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.errors import CapacityError, InvalidRequestError
@@ -94,21 +95,23 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
             dtype = dtype_of(request.dtype, "dtype")
             call.progress("publish weights")
             with call.phase("publish"):
-                publication = await call.compute(self._publish, request.key.run_id, dtype)
+                publication, probe = await call.compute(self._publish, request.key.run_id, dtype)
             return weights_pb2.PublishWeightsResult(
                 weights=reference_to(
                     publication,
                     request.key.run_id,
                     self._role.trainer.mesh.layout.train,
                     self._runtime.rank_addresses or [self._runtime.address],
+                    probe,
                 ),
                 report=call.report({"published_bytes": publication.num_bytes}, 0),
             )
 
         return self._runtime.keyed(request, weights_pb2.PublishWeightsResponse, work)
 
-    def _publish(self, run_id: str, dtype: DtypeName) -> Publication:
-        """Copies this rank's weights. On the compute thread."""
+    def _publish(self, run_id: str, dtype: DtypeName) -> tuple[Publication, ProbeScores | None]:
+        """Copies this rank's weights, and scores a row by them. On the compute thread."""
+        probe = self._role.probe_scores()
         trainer = self._role.trainer
         weights = dict(trainer.named_weights())
         shares_memory = self._runtime.config.shared_memory
@@ -131,7 +134,7 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
                 reason="EXPERIENCE_CAPACITY",
             ) from error
         self._role.published.put(run_id, publication)
-        return publication
+        return publication, probe
 
     async def FetchWeights(  # type: ignore[override]
         self, request: weights_pb2.FetchWeightsRequest, context: object

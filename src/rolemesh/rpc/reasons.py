@@ -323,6 +323,10 @@ REASONS: Mapping[str, Reason] = {
     "RUN_NOT_READY": Reason(
         "The services of the run cannot be had yet, or no longer.", "Wait until it is running."
     ),
+    "SAMPLER_STALE": Reason(
+        "The sampler computes with other weights than the trainer's, though it was given them.",
+        "Take the other way of rollout.adapters, or rollout type hf, and report it with the log.",
+    ),
     "SAMPLING_INVALID": Reason(
         "The settings of sampling are wrong.", "Correct them as the message says."
     ),

@@ -75,6 +75,8 @@ class RolloutServiceStub:
       FAILED_PRECONDITION (NO_SAMPLER): the actor was given none: a rollout role samples, or no role.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version;
         of a rollout service: no weights came yet, or the newest update failed.
+      FAILED_PRECONDITION (SAMPLER_STALE): the sampler was given weights, and computes with others;
+        says how far its log-probs of a row are from the trainer's.
       FAILED_PRECONDITION (ENVIRONMENT_FAILED): the environment raised; names prompt, row and turn.
       FAILED_PRECONDITION (METRIC_NOT_FINITE): log-probs are NaN or infinite.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
@@ -153,6 +155,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
       FAILED_PRECONDITION (NO_SAMPLER): the actor was given none: a rollout role samples, or no role.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version;
         of a rollout service: no weights came yet, or the newest update failed.
+      FAILED_PRECONDITION (SAMPLER_STALE): the sampler was given weights, and computes with others;
+        says how far its log-probs of a row are from the trainer's.
       FAILED_PRECONDITION (ENVIRONMENT_FAILED): the environment raised; names prompt, row and turn.
       FAILED_PRECONDITION (METRIC_NOT_FINITE): log-probs are NaN or infinite.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
@@ -234,6 +238,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION (NO_SAMPLER): the actor was given none: a rollout role samples, or no role.
           FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version;
             of a rollout service: no weights came yet, or the newest update failed.
+          FAILED_PRECONDITION (SAMPLER_STALE): the sampler was given weights, and computes with others;
+            says how far its log-probs of a row are from the trainer's.
           FAILED_PRECONDITION (ENVIRONMENT_FAILED): the environment raised; names prompt, row and turn.
           FAILED_PRECONDITION (METRIC_NOT_FINITE): log-probs are NaN or infinite.
           RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.

@@ -27,7 +27,7 @@ from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 from rolemesh.v1 import tensor_pb2 as rolemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/weights.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x18rolemesh/v1/tensor.proto\"\x14\n\x12GetManifestRequest\"]\n\x13GetManifestResponse\x12.\n\nparameters\x18\x01 \x03(\x0b\x32\x1a.rolemesh.v1.ParameterSpec\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"R\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"A\n\x13GetChecksumsRequest\x12*\n\x06holder\x18\x01 \x01(\x0e\x32\x1a.rolemesh.v1.WeightsHolder\"\xdd\x01\n\x14GetChecksumsResponse\x12\x43\n\tchecksums\x18\x01 \x03(\x0b\x32\x30.rolemesh.v1.GetChecksumsResponse.ChecksumsEntry\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x36\n\x0bother_ranks\x18\x03 \x03(\x0b\x32!.rolemesh.v1.GetChecksumsResponse\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\x15PublishWeightsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12$\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"\x81\x01\n\x16PublishWeightsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12\x33\n\x06result\x18\x02 \x01(\x0b\x32!.rolemesh.v1.PublishWeightsResultH\x00\x42\x07\n\x05\x65vent\"i\n\x14PublishWeightsResult\x12(\n\x07weights\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.WeightsRef\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"\x81\x02\n\nWeightsRef\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\x12.\n\nparameters\x18\x04 \x03(\x0b\x32\x1a.rolemesh.v1.ParameterSpec\x12\x33\n\x06layout\x18\x05 \x03(\x0b\x32#.rolemesh.v1.WeightsRef.LayoutEntry\x12\x11\n\taddresses\x18\x06 \x03(\t\x1a-\n\x0bLayoutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9d\x01\n\x13\x46\x65tchWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12&\n\x05\x62oxes\x18\x03 \x03(\x0b\x32\x17.rolemesh.v1.WeightsBox\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\x12\n\nbyte_start\x18\x05 \x01(\x03\x12\x11\n\tbyte_stop\x18\x06 \x01(\x03\"<\n\nWeightsBox\x12\x11\n\tparameter\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x03(\x03\x12\x0c\n\x04stop\x18\x03 \x03(\x03\"b\n\x14\x46\x65tchWeightsResponse\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32\x1f.rolemesh.v1.FetchWeightsHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x85\x01\n\x12\x46\x65tchWeightsHeader\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x03\x12\x1a\n\x12shared_memory_path\x18\x02 \x01(\t\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.rolemesh.v1.SegmentTensor\x12\x11\n\tbyte_stop\x18\x04 \x01(\x03\"=\n\rSegmentTensor\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x03(\x03\x12\r\n\x05shape\x18\x03 \x03(\x03\"d\n\x15SaveCheckpointRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x10\n\x08\x66rom_cut\x18\x03 \x01(\x08\"}\n\x16SaveCheckpointResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent\"\x91\x01\n\x10\x43heckpointResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fmanifest_sha256\x18\x03 \x01(\t\x12\'\n\x06report\x18\x04 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\x12\x10\n\x08\x66rom_cut\x18\x05 \x01(\x08\"R\n\x15LoadCheckpointRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"}\n\x16LoadCheckpointResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent\"J\n\rExportRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"u\n\x0e\x45xportResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent*g\n\rWeightsHolder\x12\x1e\n\x1aWEIGHTS_HOLDER_UNSPECIFIED\x10\x00\x12\x1a\n\x16WEIGHTS_HOLDER_TRAINER\x10\x01\x12\x1a\n\x16WEIGHTS_HOLDER_SAMPLER\x10\x02\x32\x82\x06\n\x0eWeightsService\x12\x62\n\x0bGetManifest\x12\x1f.rolemesh.v1.GetManifestRequest\x1a .rolemesh.v1.GetManifestResponse\"\x10\x9a\xdb\x18\x0c\n\x02\x08<\x10\x01\"\x04\x01\x02\x03\x05\x12\x66\n\x0cGetChecksums\x12 .rolemesh.v1.GetChecksumsRequest\x1a!.rolemesh.v1.GetChecksumsResponse\"\x11\x9a\xdb\x18\r\n\x03\x08\xac\x02\x10\x01\"\x04\x01\x02\x03\x05\x12s\n\x0ePublishWeights\x12\".rolemesh.v1.PublishWeightsRequest\x1a#.rolemesh.v1.PublishWeightsResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x12h\n\x0c\x46\x65tchWeights\x12 .rolemesh.v1.FetchWeightsRequest\x1a!.rolemesh.v1.FetchWeightsResponse\"\x11\x9a\xdb\x18\r\n\x03\x08\xd8\x04\x10\x01\"\x04\x01\x02\x03\x05\x30\x01\x12s\n\x0eSaveCheckpoint\x12\".rolemesh.v1.SaveCheckpointRequest\x1a#.rolemesh.v1.SaveCheckpointResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x12s\n\x0eLoadCheckpoint\x12\".rolemesh.v1.LoadCheckpointRequest\x1a#.rolemesh.v1.LoadCheckpointResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x12[\n\x06\x45xport\x12\x1a.rolemesh.v1.ExportRequest\x1a\x1b.rolemesh.v1.ExportResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/weights.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x18rolemesh/v1/tensor.proto\"\x14\n\x12GetManifestRequest\"]\n\x13GetManifestResponse\x12.\n\nparameters\x18\x01 \x03(\x0b\x32\x1a.rolemesh.v1.ParameterSpec\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"R\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"A\n\x13GetChecksumsRequest\x12*\n\x06holder\x18\x01 \x01(\x0e\x32\x1a.rolemesh.v1.WeightsHolder\"\xdd\x01\n\x14GetChecksumsResponse\x12\x43\n\tchecksums\x18\x01 \x03(\x0b\x32\x30.rolemesh.v1.GetChecksumsResponse.ChecksumsEntry\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x36\n\x0bother_ranks\x18\x03 \x03(\x0b\x32!.rolemesh.v1.GetChecksumsResponse\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\x15PublishWeightsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12$\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"\x81\x01\n\x16PublishWeightsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12\x33\n\x06result\x18\x02 \x01(\x0b\x32!.rolemesh.v1.PublishWeightsResultH\x00\x42\x07\n\x05\x65vent\"i\n\x14PublishWeightsResult\x12(\n\x07weights\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.WeightsRef\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"\xab\x02\n\nWeightsRef\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\x12.\n\nparameters\x18\x04 \x03(\x0b\x32\x1a.rolemesh.v1.ParameterSpec\x12\x33\n\x06layout\x18\x05 \x03(\x0b\x32#.rolemesh.v1.WeightsRef.LayoutEntry\x12\x11\n\taddresses\x18\x06 \x03(\t\x12(\n\x05probe\x18\x07 \x01(\x0b\x32\x19.rolemesh.v1.WeightsProbe\x1a-\n\x0bLayoutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"]\n\x0cWeightsProbe\x12\x0e\n\x06tokens\x18\x01 \x03(\x03\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\x12+\n\x07\x65\x61rlier\x18\x03 \x03(\x0b\x32\x1a.rolemesh.v1.EarlierScores\"/\n\rEarlierScores\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\"\x9d\x01\n\x13\x46\x65tchWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12&\n\x05\x62oxes\x18\x03 \x03(\x0b\x32\x17.rolemesh.v1.WeightsBox\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\x12\n\nbyte_start\x18\x05 \x01(\x03\x12\x11\n\tbyte_stop\x18\x06 \x01(\x03\"<\n\nWeightsBox\x12\x11\n\tparameter\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x03(\x03\x12\x0c\n\x04stop\x18\x03 \x03(\x03\"b\n\x14\x46\x65tchWeightsResponse\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32\x1f.rolemesh.v1.FetchWeightsHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x85\x01\n\x12\x46\x65tchWeightsHeader\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x03\x12\x1a\n\x12shared_memory_path\x18\x02 \x01(\t\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.rolemesh.v1.SegmentTensor\x12\x11\n\tbyte_stop\x18\x04 \x01(\x03\"=\n\rSegmentTensor\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x03(\x03\x12\r\n\x05shape\x18\x03 \x03(\x03\"d\n\x15SaveCheckpointRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x10\n\x08\x66rom_cut\x18\x03 \x01(\x08\"}\n\x16SaveCheckpointResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent\"\x91\x01\n\x10\x43heckpointResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fmanifest_sha256\x18\x03 \x01(\t\x12\'\n\x06report\x18\x04 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\x12\x10\n\x08\x66rom_cut\x18\x05 \x01(\x08\"R\n\x15LoadCheckpointRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"}\n\x16LoadCheckpointResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent\"J\n\rExportRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"u\n\x0e\x45xportResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent*g\n\rWeightsHolder\x12\x1e\n\x1aWEIGHTS_HOLDER_UNSPECIFIED\x10\x00\x12\x1a\n\x16WEIGHTS_HOLDER_TRAINER\x10\x01\x12\x1a\n\x16WEIGHTS_HOLDER_SAMPLER\x10\x02\x32\x82\x06\n\x0eWeightsService\x12\x62\n\x0bGetManifest\x12\x1f.rolemesh.v1.GetManifestRequest\x1a .rolemesh.v1.GetManifestResponse\"\x10\x9a\xdb\x18\x0c\n\x02\x08<\x10\x01\"\x04\x01\x02\x03\x05\x12\x66\n\x0cGetChecksums\x12 .rolemesh.v1.GetChecksumsRequest\x1a!.rolemesh.v1.GetChecksumsResponse\"\x11\x9a\xdb\x18\r\n\x03\x08\xac\x02\x10\x01\"\x04\x01\x02\x03\x05\x12s\n\x0ePublishWeights\x12\".rolemesh.v1.PublishWeightsRequest\x1a#.rolemesh.v1.PublishWeightsResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x12h\n\x0c\x46\x65tchWeights\x12 .rolemesh.v1.FetchWeightsRequest\x1a!.rolemesh.v1.FetchWeightsResponse\"\x11\x9a\xdb\x18\r\n\x03\x08\xd8\x04\x10\x01\"\x04\x01\x02\x03\x05\x30\x01\x12s\n\x0eSaveCheckpoint\x12\".rolemesh.v1.SaveCheckpointRequest\x1a#.rolemesh.v1.SaveCheckpointResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x12s\n\x0eLoadCheckpoint\x12\".rolemesh.v1.LoadCheckpointRequest\x1a#.rolemesh.v1.LoadCheckpointResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x12[\n\x06\x45xport\x12\x1a.rolemesh.v1.ExportRequest\x1a\x1b.rolemesh.v1.ExportResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,8 +52,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTSSERVICE'].methods_by_name['LoadCheckpoint']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\210\016\"\003\001\003\005'
   _globals['_WEIGHTSSERVICE'].methods_by_name['Export']._loaded_options = None
   _globals['_WEIGHTSSERVICE'].methods_by_name['Export']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\210\016\"\003\001\003\005'
-  _globals['_WEIGHTSHOLDER']._serialized_start=2525
-  _globals['_WEIGHTSHOLDER']._serialized_end=2628
+  _globals['_WEIGHTSHOLDER']._serialized_start=2711
+  _globals['_WEIGHTSHOLDER']._serialized_end=2814
   _globals['_GETMANIFESTREQUEST']._serialized_start=127
   _globals['_GETMANIFESTREQUEST']._serialized_end=147
   _globals['_GETMANIFESTRESPONSE']._serialized_start=149
@@ -73,33 +73,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUBLISHWEIGHTSRESULT']._serialized_start=854
   _globals['_PUBLISHWEIGHTSRESULT']._serialized_end=959
   _globals['_WEIGHTSREF']._serialized_start=962
-  _globals['_WEIGHTSREF']._serialized_end=1219
-  _globals['_WEIGHTSREF_LAYOUTENTRY']._serialized_start=1174
-  _globals['_WEIGHTSREF_LAYOUTENTRY']._serialized_end=1219
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=1222
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=1379
-  _globals['_WEIGHTSBOX']._serialized_start=1381
-  _globals['_WEIGHTSBOX']._serialized_end=1441
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1443
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1541
-  _globals['_FETCHWEIGHTSHEADER']._serialized_start=1544
-  _globals['_FETCHWEIGHTSHEADER']._serialized_end=1677
-  _globals['_SEGMENTTENSOR']._serialized_start=1679
-  _globals['_SEGMENTTENSOR']._serialized_end=1740
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1742
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1842
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1844
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1969
-  _globals['_CHECKPOINTRESULT']._serialized_start=1972
-  _globals['_CHECKPOINTRESULT']._serialized_end=2117
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=2119
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=2201
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=2203
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=2328
-  _globals['_EXPORTREQUEST']._serialized_start=2330
-  _globals['_EXPORTREQUEST']._serialized_end=2404
-  _globals['_EXPORTRESPONSE']._serialized_start=2406
-  _globals['_EXPORTRESPONSE']._serialized_end=2523
-  _globals['_WEIGHTSSERVICE']._serialized_start=2631
-  _globals['_WEIGHTSSERVICE']._serialized_end=3401
+  _globals['_WEIGHTSREF']._serialized_end=1261
+  _globals['_WEIGHTSREF_LAYOUTENTRY']._serialized_start=1216
+  _globals['_WEIGHTSREF_LAYOUTENTRY']._serialized_end=1261
+  _globals['_WEIGHTSPROBE']._serialized_start=1263
+  _globals['_WEIGHTSPROBE']._serialized_end=1356
+  _globals['_EARLIERSCORES']._serialized_start=1358
+  _globals['_EARLIERSCORES']._serialized_end=1405
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=1408
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=1565
+  _globals['_WEIGHTSBOX']._serialized_start=1567
+  _globals['_WEIGHTSBOX']._serialized_end=1627
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1629
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1727
+  _globals['_FETCHWEIGHTSHEADER']._serialized_start=1730
+  _globals['_FETCHWEIGHTSHEADER']._serialized_end=1863
+  _globals['_SEGMENTTENSOR']._serialized_start=1865
+  _globals['_SEGMENTTENSOR']._serialized_end=1926
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1928
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2028
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2030
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2155
+  _globals['_CHECKPOINTRESULT']._serialized_start=2158
+  _globals['_CHECKPOINTRESULT']._serialized_end=2303
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=2305
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=2387
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=2389
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=2514
+  _globals['_EXPORTREQUEST']._serialized_start=2516
+  _globals['_EXPORTREQUEST']._serialized_end=2590
+  _globals['_EXPORTRESPONSE']._serialized_start=2592
+  _globals['_EXPORTRESPONSE']._serialized_end=2709
+  _globals['_WEIGHTSSERVICE']._serialized_start=2817
+  _globals['_WEIGHTSSERVICE']._serialized_end=3587
 # @@protoc_insertion_point(module_scope)

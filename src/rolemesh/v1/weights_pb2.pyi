@@ -328,6 +328,7 @@ class WeightsRef(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The training run."""
     policy_version: _builtins.int
@@ -346,6 +347,12 @@ class WeightsRef(_message.Message):
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Where ranks 0, 1, ... answer, host:port."""
 
+    @_builtins.property
+    def probe(self) -> Global___WeightsProbe:
+        """What these weights give a short row, so that a sampler can be checked that
+        has taken them. Absent: nothing is checked.
+        """
+
     def __init__(
         self,
         *,
@@ -355,14 +362,81 @@ class WeightsRef(_message.Message):
         parameters: _abc.Iterable[Global___ParameterSpec] | None = ...,
         layout: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
+        probe: Global___WeightsProbe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "dtype", b"dtype", "layout", b"layout", "parameters", b"parameters", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "dtype", b"dtype", "layout", b"layout", "parameters", b"parameters", "policy_version", b"policy_version", "probe", b"probe", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightsRef: _TypeAlias = WeightsRef  # noqa: Y015
+
+@_typing.final
+class WeightsProbe(_message.Message):
+    """Log-probs of a row by the weights of the moment and by earlier ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    EARLIER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids, at least two."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log-probs of all tokens but the first, at temperature 1."""
+
+    @_builtins.property
+    def earlier(self) -> _containers.RepeatedCompositeFieldContainer[Global___EarlierScores]:
+        """The same by earlier weights. A sampler that is nearer to them than to
+        `logprobs` has not taken the new ones.
+        """
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        earlier: _abc.Iterable[Global___EarlierScores] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["earlier", b"earlier", "logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsProbe: _TypeAlias = WeightsProbe  # noqa: Y015
+
+@_typing.final
+class EarlierScores(_message.Message):
+    """What earlier weights gave a row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Which, for messages, e.g. "the weights before"."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log-probs of all tokens but the first, at temperature 1."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EarlierScores: _TypeAlias = EarlierScores  # noqa: Y015
 
 @_typing.final
 class FetchWeightsRequest(_message.Message):
