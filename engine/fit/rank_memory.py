@@ -246,17 +246,19 @@ def _model(work: RankWork, mesh: RankMesh, *, trainable: bool) -> CausalLm | Sco
 
 def work_rows(work: RankWork) -> tuple[Experience, UpdatePlan]:
     """Rows that fill the passes, and the plan of a rank that holds them all."""
-    rows_per_pass = max(1, work.model.micro_batch_tokens // work.row_tokens)
-    num_rows = rows_per_pass * work.passes
+    names = {*INPUT_COLUMNS, "loss_mask"}
+    if work.loss is not None:
+        names |= set(make_loss(work.loss).columns)
+    # Both rows of a pair share a pass.
+    rows_per_unit = 2 if "pair_ids" in names else 1
+    units = max(1, work.model.micro_batch_tokens // (rows_per_unit * work.row_tokens))
+    num_rows = units * rows_per_unit * work.passes
     lengths = {
         "row": 1,
         "sequence": work.row_tokens,
         "completion": work.row_tokens - work.prompt_tokens,
         "text": 0,
     }
-    names = {*INPUT_COLUMNS, "loss_mask"}
-    if work.loss is not None:
-        names |= set(make_loss(work.loss).columns)
     columns = {}
     for name in names:
         kind = COLUMNS[name].kind
@@ -269,7 +271,12 @@ def work_rows(work: RankWork) -> tuple[Experience, UpdatePlan]:
     columns["prompt_lengths"] = Column.named("prompt_lengths", [work.prompt_tokens] * num_rows)
     if "pair_ids" in names:
         columns["pair_ids"] = Column.named("pair_ids", [row // 2 for row in range(num_rows)])
-    plan = UpdatePlan.of_mini_batch([work.row_tokens] * num_rows, range(num_rows))
+    if "preference" in names:
+        preferences = [1.0 - 2.0 * (row % 2) for row in range(num_rows)]
+        columns["preference"] = Column.named("preference", preferences)
+    plan = UpdatePlan.of_mini_batch(
+        [work.row_tokens] * num_rows, range(num_rows), rows_per_unit=rows_per_unit
+    )
     return Experience(columns), plan
 
 

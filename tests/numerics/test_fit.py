@@ -24,6 +24,7 @@ from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import (
     AdapterSpec,
+    BradleyTerryLossSpec,
     ModelSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
@@ -205,6 +206,15 @@ def test_what_an_adapter_begins_with_and_its_base_are_not_read(tmp_path: Path) -
     model = {"adapter": {"rank": 8, "from": tmp_path / "nowhere"}}
     assert estimated(work_of(folder, model=model)) == new
     assert not [one for one in threading.enumerate() if "base-identity" in one.name]
+
+
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_pairs_are_trained_on_whole(folder: Path, tokens: int) -> None:
+    """Of a reward, also where a micro-batch has room for one row."""
+    model = {**ADAPTER, "micro_batch_tokens": tokens}
+    found = estimated(work_of(folder, kind="reward", loss=BradleyTerryLossSpec(), model=model))
+    policy = estimated(work_of(folder, model=model))
+    assert found.at_rest["optimizer"] > policy.at_rest["optimizer"] > 0  # its score head more
 
 
 def test_the_first_of_two_stages_is_estimated(tmp_path: Path) -> None:
