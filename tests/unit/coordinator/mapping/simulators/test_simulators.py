@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,17 +29,15 @@ from rolemesh.coordinator.mapping.simulators.generation import (
 )
 from rolemesh.coordinator.mapping.simulators.memory import scored_bytes, trained_bytes
 from rolemesh.coordinator.mapping.simulators.moves import (
-    publish_seconds,
     received_bytes,
     reshard_seconds,
     switch_seconds,
-    take_seconds,
 )
 from rolemesh.coordinator.mapping.simulators.passes import scoring_seconds, update_seconds
 from rolemesh.engine.fit.sampler import sampler_memory
 from rolemesh.engine.layout.boxes import generate_layout, train_layout
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.specs import AdapterSpec, VllmSpec
+from rolemesh.engine.specs import VllmSpec
 from rolemesh.engine.weights.plan import make_plan
 
 PERFECT = Coefficients(
@@ -335,24 +332,6 @@ def test_memory_is_what_fit_counts(
     assert held.peak / 2**30 == pytest.approx(peak_gib, rel=0.12)
 
 
-# Counted by `fit`, rank 16 beside all matrices.
-@pytest.mark.parametrize(
-    ("system", "layout", "peak_gib", "rest_gib"),
-    [
-        (ROLEMESH, Layout(micro_batch_tokens=4096, recompute="full"), 19.22, 14.64),
-        (ROLEMESH_FAST, Layout(micro_batch_tokens=4096), 40.28, 14.64),
-        (ROLEMESH, whole(8, 4096), 8.75, 1.83),
-        (ROLEMESH, Layout(tp=4, micro_batch_tokens=4096), 16.23, 3.75),
-    ],
-)
-def test_memory_of_an_adapter_is_what_fit_counts(
-    system: System, layout: Layout, peak_gib: float, rest_gib: float
-) -> None:
-    held = trained_bytes(Model.from_config(QWEN_7B, adapter=AdapterSpec()), layout, system)
-    assert held.rest / 2**30 == pytest.approx(rest_gib, rel=0.02)
-    assert held.peak / 2**30 == pytest.approx(peak_gib, rel=0.08)
-
-
 def test_moments_on_the_host_are_not_on_the_device() -> None:
     model = Model.from_config(QWEN_7B)
     here = trained_bytes(model, Layout(dp=8, fsdp=8), ROLEMESH)
@@ -372,77 +351,6 @@ def test_a_sampler_takes_what_vllm_does(name: str, tp: int) -> None:
     assert engine.graphs == GRAPH_BYTES
     assert ours.fixed == pytest.approx(engine.weights + engine.passes + engine.graphs, rel=1e-6)
     assert ours.token == engine.token
-
-
-ADAPTED = Model.from_config(LLAMAS["7B"], adapter=AdapterSpec(rank=16))
-FACTORS = 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
-
-
-def test_an_update_of_an_adapter_multiplies_with_the_base_twice() -> None:
-    layout = Layout(micro_batch_tokens=2048)
-    seconds = update_seconds(ADAPTED, layout, WORK, perfect(), ROLEMESH)
-    scores = 4 * 32 * 4096 * 64
-    flops = 64 * 128 * (4 * SEVEN.active_parameters + 6 * FACTORS + 3 * scores)
-    assert seconds.compute == pytest.approx(flops / 312e12)
-    assert seconds.optimizer == pytest.approx(4 * 28 * FACTORS / 2.039e12)
-    again = update_seconds(ADAPTED, replace(layout, recompute="full"), WORK, perfect(), ROLEMESH)
-    once_more = 64 * 128 * (2 * (SEVEN.active_parameters + FACTORS) + scores) / 312e12
-    assert again.compute - seconds.compute == pytest.approx(once_more)
-
-
-def test_replicas_sum_the_gradients_of_factors_alone() -> None:
-    seconds = update_seconds(ADAPTED, Layout(dp=8), WORK, perfect(), ROLEMESH)
-    assert seconds.gradients == pytest.approx(4 * 2 * 7 / 8 * 4 * FACTORS / (300 * GB))
-
-
-def test_an_adapter_holds_its_base_once() -> None:
-    held = trained_bytes(ADAPTED, Layout(), ROLEMESH)
-    assert held.rest == 2 * SEVEN.num_parameters + 12 * FACTORS
-    wide = trained_bytes(ADAPTED, Layout(), replace(ROLEMESH, frozen_bytes=4))
-    assert wide.rest == 4 * SEVEN.num_parameters + 12 * FACTORS
-    cut = trained_bytes(ADAPTED, Layout(dp=8, fsdp=8), ROLEMESH)
-    assert cut.rest == held.rest // 8
-    # Slices hold the factors on the side on which their matrix is whole.
-    slices = trained_bytes(ADAPTED, Layout(tp=8), ROLEMESH).rest - 2 * SEVEN.num_parameters / 8
-    whole_sides = 16 * (3 * 4096 + 4096 + 2 * 4096 + 4096) * 32
-    factors = whole_sides + (FACTORS - whole_sides) / 8
-    assert slices == pytest.approx(12 * factors, rel=0.01)
-
-
-def test_an_update_brings_samplers_factors_alone() -> None:
-    group = perfect()
-    layout = Layout(tp=8, generate_tp=8)
-    # Each rank of the actor writes its part, and each of the service takes all.
-    assert publish_seconds(ADAPTED, Layout(dp=8, fsdp=8), group, ROLEMESH) == pytest.approx(
-        group.host_s(4 * FACTORS / 8)
-    )
-    taken = 4 * FACTORS / group.coefficients.stream_bandwidth + group.host_s(4 * FACTORS)
-    assert take_seconds(ADAPTED, layout, group, ROLEMESH) == pytest.approx(taken)
-    assert received_bytes(ADAPTED, Layout(dp=8, fsdp=8)) == pytest.approx(4 * FACTORS * 7 / 8)
-    assert received_bytes(ADAPTED, Layout(dp=8)) == 0
-    small, large = (reshard_seconds(one, layout, group, ROLEMESH) for one in (ADAPTED, SEVEN))
-    assert small < large
-
-
-@pytest.mark.parametrize("tp", [1, 4])
-def test_a_sampler_has_a_slot_for_an_adapter(tp: int) -> None:
-    spec = VllmSpec(max_model_len=1024, max_num_seqs=256)
-    found = [
-        (
-            sampler_memory(model.shape, spec, tp),
-            sampler_bytes(model, Layout(tp=tp, generate_tp=tp), ROLEMESH, 256),
-        )
-        for model in (SEVEN, ADAPTED)
-    ]
-    (bare, ours_bare), (adapted, ours) = found
-    assert adapted.arriving == 4 * FACTORS
-    assert bare.arriving == bare.weights
-    assert ours.fixed - ours_bare.fixed == adapted.weights - bare.weights
-    if tp == 1:
-        assert adapted.weights - bare.weights == 2 * FACTORS
-        # The next rank that vLLM has a slot for.
-        odd = Model.from_config(LLAMAS["7B"], adapter=AdapterSpec(rank=9))
-        assert sampler_memory(odd.shape, spec, 1).weights == adapted.weights
 
 
 def test_layouts_are_those_that_the_engine_cuts() -> None:
