@@ -18,7 +18,6 @@ from rolemesh.engine.adapter_config import (
     lacks,
     refuse_others,
 )
-from rolemesh.engine.layout.adapters import split_factor
 from rolemesh.engine.layout.manifest import Box
 from rolemesh.engine.specs import AdapterSpec
 
@@ -111,5 +110,4 @@ def adapter_config(
 
 def stored_name(name: str) -> str:
     """Key of a factor or of a score head in adapter_model.safetensors."""
-    assert split_factor(name) is not None or name.startswith("score.")
     return PREFIX + name

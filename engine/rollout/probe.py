@@ -6,7 +6,7 @@ sampler stays for many steps. So the sampler's are also compared with those of e
 sampler that is much nearer to them has not got the new ones. Faults of this kind that others have
 had: the sampler serves the base while an adapter is trained, or weights of an update before.
 
-The trainer's side is `engine/train/probe.py`.
+The trainer's side is `trainer_probe.py`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.probe import ProbeScores, check_sampler
+from rolemesh.engine.rollout.trainer_probe import TrainerProbe
 from rolemesh.engine.specs import ActorSpec, Numerics, RolloutSpec
-from rolemesh.engine.train.probe import TrainerProbe
 from rolemesh.engine.weights.exchange import exchange_plan
 from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.resharding import Resharder

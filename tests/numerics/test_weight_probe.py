@@ -22,8 +22,8 @@ from rolemesh.engine.rollout.probe import (
     SamplerStaleError,
     check_sampler,
 )
+from rolemesh.engine.rollout.trainer_probe import TrainerProbe
 from rolemesh.engine.specs import HfSpec, ModelSpec, OptimizerSpec, PpoPolicyLossSpec
-from rolemesh.engine.train.probe import TrainerProbe
 from rolemesh.engine.train.trainer import Trainer
 
 ALONE = RankGroup((0,), 0, None)

@@ -58,6 +58,7 @@ def device_settings(recipe: Recipe, cpu: Device) -> Iterator[Finding]:
                 numerics=numerics,
                 updates_between_steps=isinstance(section, RolloutRoleSpec),
                 num_slices=section.rank_layout().generate.tp,
+                has_adapter=recipe.actor is not None and recipe.actor.model.adapter is not None,
             )
             lines += [f"rollout.{line}" for line in described(choices)]
         if lines:

@@ -174,7 +174,7 @@ def _moments(
     if budget:
         # Weights that come by an exchange lie beside those that they replace.
         comes = role.role == "rollout" and recipe.schedule.sampler.weights == "nccl"
-        arriving = role.sampler.get("weights", 0) if comes else 0
+        arriving = role.sampler.get("arriving", 0) if comes else 0
         held = {role.role: PROCESS_BYTES + role.rest + arriving, "sampler": budget, **others}
         yield Moment(what=f"{role.role} samples", role=role.role, held=held)
 
