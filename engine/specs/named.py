@@ -56,7 +56,7 @@ def named_in(spec: BaseModel, prefix: str = "") -> Iterator[Named]:
         mark = next((one for one in info.metadata if isinstance(one, Names)), None)
         if mark is not None and mark.kind == "url" and has_token:
             mark = Names("url", gets_secret=True)
-        yield from _named(getattr(spec, name), f"{prefix}{name}", mark)
+        yield from _named(getattr(spec, name), f"{prefix}{info.alias or name}", mark)
 
 
 def _named(value: Any, field: str, mark: Names | None) -> Iterator[Named]:

@@ -45,7 +45,7 @@ ADAPTER = {"rank": 4, "alpha": 8}
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Addresses of services that outlive the runs; none is a reference."""
-    roles = ("actor", "critic", "reward", "cost")
+    roles = ("actor", "critic", "reward", "cost", "rollout")
     with service_processes(tmp_path_factory.mktemp("services"), roles) as addresses:
         yield addresses
 
@@ -129,3 +129,26 @@ async def test_the_actors_base_is_the_reference_bit_by_bit(
     assert found.curve("kl/mean")[-1] != 0
     for metric in ("kl/mean", "reward/mean", "policy_loss"):
         assert found.curve(metric) == expected.curve(metric)
+
+
+async def test_the_adapter_alone_travels_to_rollout_services(
+    task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = _recipe("grpo", task, tmp_path)
+    actor = recipe["actor"]
+    recipe["rollout"] = {"model": {"path": actor["model"]["path"]}, "rollout": actor.pop("rollout")}
+    recipe["rollout"] |= {key: actor[key] for key in ("data", "environment")}
+    recipe["pools"] = {
+        "training": {"roles": ["actor", "reward"]},
+        "rollout": {"roles": ["rollout"]},
+    }
+    recipe["run"]["steps"] = 3
+    used = {role: services[role] for role in recipe if role in services}
+    run = await learn(recipe, used, tmp_path / "run")
+    checkpoint = open_checkpoint(tmp_path / "run/checkpoints/step-00000003/actor")
+    factors = checkpoint.parameters("weights").values()
+    num_bytes = sum(one.num_bytes for one in factors)
+    for record in run.records:
+        assert record["published_bytes"] == record["weight_sync_bytes"] == num_bytes
+        # Nats: float32 products in another order.
+        assert record["sampler_logprob_diff_max"] < 2e-5

@@ -14,7 +14,7 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import update_whole
 
-from rolemesh.engine.parallel.mesh import RankGroup
+from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.probe import (
     LEAST,
@@ -25,6 +25,7 @@ from rolemesh.engine.rollout.probe import (
 from rolemesh.engine.rollout.trainer_probe import TrainerProbe
 from rolemesh.engine.specs import HfSpec, ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
+from rolemesh.services.rollout.deliveries import Deliveries, Delivery
 
 ALONE = RankGroup((0,), 0, None)
 CPU = torch.device("cpu")
@@ -124,3 +125,31 @@ def test_scores_are_made_once_a_version_and_forgotten_with_a_lineage(folder: Pat
     assert set(later.earlier.values()) == {first.logprobs}
     probe.start_over()
     assert probe.scores(trainer.rank_model, version=1).earlier == {}
+
+
+def test_a_rollout_service_samples_no_more_until_its_sampler_has_the_weights(
+    pair: tuple[Trainer, HfBackend],
+) -> None:
+    """Weights may come in the middle of a generation; the next one looks whether they did."""
+    trainer, sampler = pair
+    probe = TrainerProbe(TOKENS)
+    deliveries = Deliveries(sampler, RankMesh.single(), are_shards=False)
+
+    def deliver(version: int, weights: list[Any]) -> None:
+        scores = probe.scores(trainer.rank_model, version=version)
+        deliveries.load(Delivery(version, received=list(weights), probe=scores))
+
+    first = _weights(trainer)
+    deliver(0, first)
+    deliveries.check()
+    _train(trainer)
+    # What arrives is not what was published.
+    deliver(1, first)
+    for _ in range(2):
+        with pytest.raises(SamplerStaleError, match="it did not take them"):
+            deliveries.check()
+    deliver(1, _weights(trainer))
+    deliveries.check()
+    # Checked once a version: later generations do not pay for it.
+    sampler.score = None  # type: ignore[method-assign, assignment]
+    deliveries.check()
