@@ -13,6 +13,7 @@ import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -75,6 +76,11 @@ class VllmBackend(RolloutBackend):
     for ever: their launcher ends them.
     """
 
+    _served: ServedAdapter | None = None
+    """How the adapter is served; None where there is none."""
+    _factors: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """Of the adapter, as they came last."""
+
     def __init__(
         self,
         spec: VllmSpec,
@@ -120,9 +126,6 @@ class VllmBackend(RolloutBackend):
         self._request_numbers = itertools.count()
         self._are_weights_asleep = False
         self._kv_cache_asleep = False
-        self._factors: Mapping[str, torch.Tensor] = {}
-        """Of the adapter, as they came last."""
-        self._served: ServedAdapter | None = None
         first_weights: FirstWeights = "none" if folder_version is None else "folder"
         if adapter is not None:
             way = choices["adapters"].value
