@@ -73,8 +73,13 @@ class FolderTensors:
         The file is mapped, not read: of a tensor no more than the box (and what else lies on its
         pages) becomes memory, and those pages belong to the file.
         """
-        part: torch.Tensor = self._slice(key)[tuple(slice(start, stop) for start, stop in box)]
+        part = self.stored(key, box)
         return part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+    def stored(self, key: str, box: Box) -> torch.Tensor:
+        """A box of a stored tensor, in the type of the file, which may be mapped."""
+        part: torch.Tensor = self._slice(key)[tuple(slice(start, stop) for start, stop in box)]
+        return part
 
     def _slice(self, key: str) -> Any:
         return self._opened(self._file_of[key]).get_slice(key)

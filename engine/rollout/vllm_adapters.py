@@ -65,8 +65,9 @@ class ServedAdapter(ABC):
 class SlottedAdapter(ServedAdapter):
     """In vLLM's LoRA slots: one is all that is needed, for all requests have the same version.
 
-    The base stays as it was loaded, so that sleep has to keep a copy of it. On a CPU vLLM's slots
-    are slow: they gather a copy of the factors for each token.
+    The base stays as it was loaded, so that sleep has to keep a copy of it on the host; the slots
+    and what vLLM notes of them lie in the same memory and come back with it. That is not verified
+    on a GPU. On a CPU vLLM's slots are slow: they gather a copy of the factors for each token.
     """
 
     first_weights = "rounded"
@@ -170,14 +171,15 @@ class MergedAdapter(ServedAdapter):
             for name, shape in self._shapes.items():
                 key = tensors.stored_name(name)
                 assert key is not None  # as __init__ has seen
-                base = tensors.read(key, tuple((0, size) for size in shape)).to(self._dtype)
+                base = tensors.stored(key, tuple((0, size) for size in shape)).to(self._dtype)
                 module = name.removesuffix(".weight")
                 a_RI = factors.get(factor_name(module, "A"))
                 if a_RI is None or module == name:
                     yield name, base
                 else:
                     b_OR = factors[factor_name(module, "B")]
-                    yield name, torch.addmm(base.float(), b_OR, a_RI, alpha=self._scale)
+                    merged = base.to(torch.float32, copy=True)
+                    yield name, merged.addmm_(b_OR, a_RI, alpha=self._scale)
 
 
 def served_adapter(

@@ -9,6 +9,9 @@ Imports vLLM, so it is itself imported late. Facts of vLLM 0.32 that shape it:
 - What B (A x) is multiplied by is multiplied into B in place. Here B comes multiplied already, and
   the scale that vLLM is told is 1.
 - Factors without a layer to stand beside are dropped in silence.
+- On a GPU the kernels of slots take bfloat16 or float16 alone.
+
+Not verified on a GPU.
 """
 
 from __future__ import annotations
