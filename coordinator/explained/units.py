@@ -58,6 +58,7 @@ _BY_NAME: Mapping[str, str] = {
     "cost_limit": "cost",
     "cut_share": "share",
     "dp": "ranks",
+    "dropout": "share",
     "dual_clip": "ratio",
     "epochs": "passes",
     "eps": "number",

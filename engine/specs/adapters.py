@@ -26,6 +26,9 @@ class AdapterSpec(Spec):
     targets: Literal["all_linear"] | tuple[str, ...] = "all_linear"
     """Which matrices of each layer have an adapter: all, or those with these names, e.g.
     [q_proj, v_proj]. The head of a critic or reward model is trained as a whole, beside them."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of inputs of A that are left out in training. Only 0 is served: with dropout the policy
+    that is trained is not the one that sampled."""
     scaling: Literal["standard", "rslora"] = "standard"
     """Scale of what an adapter adds. standard: alpha / rank. rslora: alpha / sqrt(rank), with which
     larger ranks learn as fast (arXiv 2312.03732)."""
@@ -40,6 +43,16 @@ class AdapterSpec(Spec):
     def _check_type(cls, given: object) -> object:
         if given != "lora":
             raise ValueError(f"type is {given!r}: only 'lora' is served (no DoRA, IA3, prompts)")
+        return given
+
+    @field_validator("dropout")
+    @classmethod
+    def _check_dropout(cls, given: float) -> float:
+        if given:
+            raise ValueError(
+                f"dropout is {given:g}, but with dropout the policy that is trained is not the one "
+                "that sampled: give 0"
+            )
         return given
 
     @field_validator("targets")

@@ -405,3 +405,6 @@ def test_what_does_not_fit_is_refused_with_the_remedy(
         CausalLm(_spec(base, changed))
     with pytest.raises(ValueError, match="only 'lora' is served"):
         AdapterSpec.model_validate({"type": "dora"})
+    with pytest.raises(ValueError, match=r"dropout is 0\.1, but .* give 0"):
+        AdapterSpec.model_validate({"dropout": 0.1})
+    assert AdapterSpec.model_validate({"dropout": 0}).scale == 2.0

@@ -297,7 +297,7 @@ HARMLESS = {
     "messages", "metadata", "metric", "model", "name", "options", "output", "pool", "project",
     "prompt", "prompt_input", "question_template", "reads", "rejected", "reward_key", "roles",
     "rows", "rubric", "settings", "space_id", "split", "held_out_split", "system_prompt", "task",
-    "text", "version", "workspace", "own_functions", "pools", "services", "space",
+    "targets", "text", "version", "workspace", "own_functions", "pools", "services", "space",
 }  # fmt: skip
 """Texts that name nothing of this host and no address: columns, labels, projects of a tracker, keys
 of a mapping. The keys of a space of tuning are a closed list, none of which names anything."""
@@ -307,6 +307,7 @@ NAMED: dict[NamedKind, set[str]] = {
     "path": {
         *("path", "held_out_path", "tokenizer", "directory", "token_file"),
         *("password_file", "certificates", "certificate", "read", "drive", "readable"),
+        "start",
     },
     "url": {"urls", "address", "addresses", "tracking_uri", "endpoint", "url"},
     "variable": {"token_variable", "environment", "variables"},

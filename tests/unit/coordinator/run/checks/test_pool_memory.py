@@ -81,7 +81,7 @@ def test_weights_that_come_by_an_exchange_lie_beside_the_old_ones() -> None:
         "rollout.data={type: jsonl, path: data.jsonl}",
         "pools.samplers={devices: ['cuda:1'], roles: [rollout]}",
     )
-    sampler = RoleFound(role="rollout", sampler={"least": 5 * GIB, "weights": 3 * GIB})
+    sampler = RoleFound(role="rollout", sampler={"least": 5 * GIB, "arriving": 3 * GIB})
     totals = []
     for weights in ("grpc", "nccl"):
         given = recipe(*apart, f"schedule.sampler={{type: sync, weights: {weights}}}")
