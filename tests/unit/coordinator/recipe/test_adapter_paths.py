@@ -182,5 +182,7 @@ def test_a_wrong_key_is_told_by_the_names_of_a_recipe(tmp_path: Path, base: Path
     path.write_text(dump_recipe(recipe_of(base)))
     with pytest.raises(RecipeError, match=rf"did you mean {FIELD}.from\?"):
         load_recipe([path], overrides=[f"{FIELD}.form=x"])
-    with pytest.raises(RecipeError, match=r"type, rank, alpha, targets, dropout, scaling, seed, from"):
+    with pytest.raises(
+        RecipeError, match=r"type, rank, alpha, targets, dropout, scaling, seed, from"
+    ):
         load_recipe([path], overrides=[f"{FIELD}.start_at=x"])
