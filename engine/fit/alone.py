@@ -1,4 +1,4 @@
-"""One rank of a role without what stands around it: its neighbours, and its model's files."""
+"""One rank of a role without its neighbours."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.train import mini_batch, model_in_training
+from rolemesh.engine.train import mini_batch
 
 
 @contextmanager
 def alone(layout: HybridLayout, rank: int) -> Iterator[RankMesh]:
     """The place of a rank whose neighbours are not there: collective operations do nothing.
-
-    Meanwhile no trainer reads the files of the base beneath an adapter, which only checkpoints
-    ask for. They may be 100 GB, and the process would not end before they are read.
 
     Args:
         layout: Of the role.
@@ -27,19 +24,11 @@ def alone(layout: HybridLayout, rank: int) -> Iterator[RankMesh]:
     mesh = RankMesh.connect(layout, rank=rank, store=FakeStore(), backend="fake", timeout_s=60.0)
     with ExitStack() as stack:
         stack.callback(mesh.close)
-        stack.enter_context(_replaced(model_in_training, "BaseIdentity", _Unread))
         if not mesh.pp.is_last:
             # The last stage tells the others what the loss was.
             told = {"loss": 0.0}
             stack.enter_context(_replaced(mini_batch, "_metrics_of_all", lambda *_, **__: told))
         yield mesh
-
-
-class _Unread:
-    """Stands in for a base's identity, which nobody asks for."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
 
 
 @contextmanager

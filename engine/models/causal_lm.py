@@ -108,7 +108,9 @@ class CausalLm(Decoder):
         compute_dtype = COMPUTE_DTYPES[self.spec.compute_dtype]
         if self.multiplies_in_float32:
             # The values of the sampler's weights, as in the layers.
-            vocabulary_VD, compute_dtype = rounded(vocabulary_VD), torch.float32
+            compute_dtype = torch.float32
+            if not self.is_rounded:
+                vocabulary_VD = rounded(vocabulary_VD)
         logprobs_U, entropy_U = token_logprobs(
             hidden_UD.to(torch.promote_types(vocabulary_VD.dtype, torch.float32)),
             vocabulary_VD,

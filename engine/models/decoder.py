@@ -149,6 +149,8 @@ class Decoder(nn.Module):
             and not self.multiplies_in_float32
         )
         """Whether torch's autocast makes the layers' products bfloat16."""
+        self.is_rounded = False
+        """Whether weights were rounded to bfloat16 for good, which are then not rounded anew."""
         if trainable:
             apply_recompute(self.lm, choices["recompute"].value)
             # On a GPU sums of rows have no fixed order, and the table is no more than memory.
@@ -196,12 +198,15 @@ class Decoder(nn.Module):
 
     def _round_layers(self, trainable: bool, *, narrow_gradients: bool) -> None:
         """Makes the layers compute with weights rounded to bfloat16, and float32 activations."""
-        layers = self.lm.base_model
+        layers, head = self.lm.base_model, self.lm.get_output_embeddings()
         is_wide = all(weight.dtype == torch.float32 for weight in layers.parameters())
         is_frozen = not trainable or (self.spec.adapter is not None and not narrow_gradients)
         # Parts that a data axis cuts are read later, and gathered for each pass.
         if is_wide and is_frozen and self.mesh.fsdp.size == 1:
-            round_for_good(layers)
+            for part in (layers, head):
+                if part is not None:
+                    round_for_good(part)
+            self.is_rounded = True
         else:
             round_weights(layers, narrow_gradients=narrow_gradients)
 
@@ -225,6 +230,16 @@ class Decoder(nn.Module):
             embed = embedding.forward
             # Hidden states begin in float32, as those of a model that is trained.
             embedding.forward = lambda tokens: embed(tokens).float()
+
+    @property
+    def rounds_to(self) -> str:
+        """Type to which weights are rounded, where all else is computed in float32 on a CPU.
+
+        Empty where activations are rounded, too. A sampler of the same rounding gives the same
+        log-probs but for the order of sums.
+        """
+        is_exact = kind_of(self.device) == "cpu" and not self.is_narrow and not self.autocasts
+        return self.spec.compute_dtype if is_exact else ""
 
     @property
     def layers_in(self) -> torch.dtype | None:

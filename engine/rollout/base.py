@@ -121,6 +121,11 @@ class RolloutBackend(ABC):
         """
         return None
 
+    rounds_to = ""
+    """Type to which weights are rounded, where all else is computed in float32 on a CPU; empty
+    where more is rounded. A trainer of the same gives the same log-probs but for the order of sums.
+    """
+
     _stale_reason = "no weights were sent yet"
     """Why no whole set of weights is held, where none is."""
     _is_generating = False

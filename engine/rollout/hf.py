@@ -93,6 +93,8 @@ class HfBackend(RolloutBackend):
         self._device = device or current_device()
         self._sleep_memory = SleepMemory()
         self._draws_by_counter = self._device.type != "cpu"
+        if self._device.type == "cpu" and spec.dtype == "float32":
+            self.rounds_to = "float32"
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
             model = self._base() if adapter is None else self._adapted(adapter)

@@ -1,10 +1,11 @@
 """Whether a sampler computes with the weights that it was given: one row, scored by both sides.
 
-After an update the trainer's log-probs of a short row are compared with the sampler's. A bound on
-the difference alone would have to be as wide as the rounding of bfloat16, within which a stale
-sampler stays for many steps. So the sampler's are also compared with those of earlier weights: a
-sampler that is much nearer to them has not got the new ones. Faults of this kind that others have
-had: the sampler serves the base while an adapter is trained, or weights of an update before.
+After an update the trainer's log-probs of a short row are compared with the sampler's. Where both
+compute in float32 with the same rounded weights, they have to be equal but for the order of sums.
+Elsewhere the bound has to be as wide as the rounding of bfloat16, within which a stale sampler
+stays for many steps. There it counts how both have moved: where the trainer's log-probs have and
+the sampler's have not, it did not take the weights. Faults of this kind that others have had: the
+sampler serves the base while an adapter is trained, or weights of an update before.
 
 The trainer's side is `trainer_probe.py`.
 """
@@ -12,8 +13,8 @@ The trainer's side is `trainer_probe.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -28,13 +29,15 @@ FARTHEST = 1.0
 """Nats a token in the mean. Two programs that round to bfloat16 in their own ways are 0.03 apart
 (SmolLM2-135M), and no pair that computes with the same weights is near this."""
 
-NEAR_PART = 0.5
-"""A sampler is taken to hold earlier weights if its distance to them is at most this part of that
-to the new ones. With the new ones both distances are those of rounding, or the one to the earlier
-weights is the larger."""
+FARTHEST_EXACT = 1e-3
+"""The same of two that round alike: 100 times what float32 sums in another order make (1e-5)."""
 
-LEAST = 1e-4
-"""Nats a token in the mean; distances below it are rounding of float32 (1e-5 at most, measured)."""
+LEAST_MOVE = 1e-4
+"""Nats a token in the mean, below which a trainer's move may be rounding of float32."""
+
+STILL = 0.1
+"""A sampler that has moved by at most this part of what the trainer has is taken to stand still.
+One that took the weights moves as far, give or take the rounding of both."""
 
 
 class SamplerStaleError(RuntimeError):
@@ -43,39 +46,60 @@ class SamplerStaleError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ProbeScores:
-    """What a trainer gives a row, by the weights of the moment and by earlier ones."""
+    """What a trainer's weights give a row."""
 
     tokens: tuple[int, ...]
     """Of the row, at least two."""
     logprobs: tuple[float, ...]
-    """Natural log-probs of all tokens but the first, by the weights that are handed over."""
-    earlier: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """The same by earlier weights, by what they are called, e.g. "the weights at first"."""
+    """Natural log-probs, at temperature 1, of all tokens but the first."""
+    rounds_to: str = ""
+    """Type to which weights were rounded, with all else in float32; empty where more is rounded."""
 
-    def check(self, found: Sequence[float]) -> None:
-        """Compares a sampler's log-probs of the row.
+
+class SamplerCheck:
+    """Compares a sampler with its trainer, update by update. Owned by the sampler's compute thread.
+
+    A sampler that differs by its rounding alone is never refused, however far the policy goes: it
+    moves as the trainer does.
+
+    Example::
+
+        check = SamplerCheck()
+        check.compare(scores, backend.score(scores.tokens), rounds_to=backend.rounds_to)
+    """
+
+    def __init__(self) -> None:
+        self._passed: list[tuple[Sequence[float], Sequence[float]]] = []
+        """The trainer's and the sampler's log-probs, of the first and of the newest check."""
+
+    def compare(self, scores: ProbeScores, found: Sequence[float], *, rounds_to: str) -> None:
+        """Compares, and remembers both sides.
 
         Args:
-            found: Natural log-probs of all tokens but the first, at temperature 1.
+            scores: Of the weights that the sampler was given; each time of the same row.
+            found: What the sampler gives all tokens but the first.
+            rounds_to: As `ProbeScores.rounds_to`, of the sampler.
 
         Raises:
-            SamplerStaleError: They are not those of the weights that were handed over.
+            SamplerStaleError: It does not compute with those weights.
         """
-        distance = _distance(found, self.logprobs)
-        for name, logprobs in self.earlier.items():
-            earlier = _distance(found, logprobs)
-            if distance > LEAST and earlier <= NEAR_PART * distance:
+        told = f"the sampler's log-probs of a row of {len(scores.tokens)} tokens"
+        for earlier, found_earlier in self._passed:
+            moved, trained = _distance(found, found_earlier), _distance(scores.logprobs, earlier)
+            if trained > LEAST_MOVE and moved <= STILL * trained:
                 raise SamplerStaleError(
-                    f"the sampler's log-probs of a row of {len(self.tokens)} tokens are "
-                    f"{earlier:.2g} nats a token from those of {name}, but {distance:.2g} from "
-                    "those of the weights that it was given: it did not take them"
+                    f"{told} have moved by {moved:.2g} nats a token since an earlier update, and "
+                    f"the trainer's by {trained:.2g}: it did not take the weights that it was given"
                 )
-        if not distance <= FARTHEST:
+        is_exact = rounds_to != "" and rounds_to == scores.rounds_to
+        farthest = FARTHEST_EXACT if is_exact else FARTHEST
+        distance = _distance(found, scores.logprobs)
+        if not distance <= farthest:
             raise SamplerStaleError(
-                f"the sampler's log-probs of a row of {len(self.tokens)} tokens are "
-                f"{distance:.2g} nats a token from the trainer's, where at most {FARTHEST:g} is "
-                "rounding: it does not compute with the weights that it was given"
+                f"{told} are {distance:.2g} nats a token from the trainer's, where at most "
+                f"{farthest:g} is rounding: it does not compute with the weights that it was given"
             )
+        self._passed = [*self._passed[:1], (scores.logprobs, found)]
 
 
 def _distance(left: Sequence[float], right: Sequence[float]) -> float:
@@ -85,13 +109,18 @@ def _distance(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def check_sampler(
-    backend: RolloutBackend, scores: ProbeScores | None, group: RankGroup, device: torch.device
+    backend: RolloutBackend,
+    check: SamplerCheck,
+    scores: ProbeScores | None,
+    group: RankGroup,
+    device: torch.device,
 ) -> None:
     """Has a sampler score a row, and compares. All ranks of the group call it together.
 
     Args:
         backend: The sampler, which has just taken weights.
-        scores: What those give the row; None: not known, and nothing is checked.
+        check: Of this sampler.
+        scores: What those weights give the row; None: not known, and nothing is checked.
         group: The ranks of all samplers that took them.
         device: Where the group's messages lie.
 
@@ -104,7 +133,7 @@ def check_sampler(
     found = backend.score(scores.tokens)
     if found is not None:
         try:
-            scores.check(found)
+            check.compare(scores, found, rounds_to=backend.rounds_to)
         except SamplerStaleError as error:
             refusal = str(error)
     refusals = gather_facts(refusal, group, device)

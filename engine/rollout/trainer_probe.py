@@ -14,7 +14,7 @@ from rolemesh.engine.rollout.probe import PROBE_TOKENS, ProbeScores
 
 
 class TrainerProbe:
-    """Scores a row by a trainer's weights, and remembers what earlier ones gave it.
+    """Scores a row by a trainer's weights, once for each version of them.
 
     Owned by the compute thread; all ranks of the mesh make it and call it together.
 
@@ -22,15 +22,12 @@ class TrainerProbe:
 
         probe = TrainerProbe(prompt_tokens)
         scores = probe.scores(policy, version=7)
-        scores.check(backend.score(scores.tokens))
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """Takes the beginning of a row, e.g. of a prompt; at least two tokens."""
         self._tokens = tuple(tokens[:PROBE_TOKENS])
-        self._version = -1
-        self._now: tuple[float, ...] = ()
-        self._earlier: dict[str, tuple[float, ...]] = {}
+        self._known: tuple[int, ProbeScores] | None = None
 
     def scores(self, policy: RankModel, *, version: int) -> ProbeScores:
         """Scores the row by the weights of the moment.
@@ -39,24 +36,16 @@ class TrainerProbe:
             policy: Whose weights are handed over.
             version: Of them; the same one gives the same scores without a pass.
         """
-        if version != self._version or not self._now:
-            self._note(policy)
-            self._version = version
-        return ProbeScores(self._tokens, self._now, dict(self._earlier))
+        if self._known is None or self._known[0] != version:
+            scores = ProbeScores(self._tokens, self._scored(policy), policy.model.rounds_to)
+            self._known = version, scores
+        return self._known[1]
 
     def start_over(self) -> None:
         """Forgets the scores: the weights have been replaced, whatever their version says."""
-        self._now, self._earlier = (), {}
+        self._known = None
 
-    def _note(self, policy: RankModel) -> None:
-        if self._now:
-            self._earlier.setdefault("the weights at first", self._now)
-            self._earlier["the weights before"] = self._now
-        elif policy.model.adapter_targets:
-            self._earlier["the base without its adapter"] = self._scored(policy, of_base=True)
-        self._now = self._scored(policy)
-
-    def _scored(self, policy: RankModel, *, of_base: bool = False) -> tuple[float, ...]:
+    def _scored(self, policy: RankModel) -> tuple[float, ...]:
         tokens = torch.tensor(self._tokens)
         batch = Experience(
             {
@@ -64,7 +53,7 @@ class TrainerProbe:
                 "prompt_lengths": Column(ColumnKind.ROW, torch.ones(1, dtype=torch.int64)),
             }
         )
-        scored = compute_logprobs(policy, batch, temperature=1.0, without_adapter=of_base)
+        scored = compute_logprobs(policy, batch, temperature=1.0)
         # The last stages have them, and all of them the same.
         values = scored["logprobs"].values.tolist()
         facts = gather_facts(values, policy.mesh.world, policy.device)

@@ -123,6 +123,8 @@ class VllmBackend(RolloutBackend):
         self._device = device
         self._num_slices = mesh.generate_tp.size
         self.yields_to_training = self._device.type == "cuda"
+        if self._device.type == "cpu" and choices["activations"].value == "float32":
+            self.rounds_to = spec.dtype
         self._request_numbers = itertools.count()
         self._are_weights_asleep = False
         self._kv_cache_asleep = False

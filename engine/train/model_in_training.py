@@ -14,6 +14,7 @@ from rolemesh.engine.layout.manifest import WeightLayout
 from rolemesh.engine.models.adapter_files import TaskType, adapter_config
 from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.folder import maker_without_values
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.parallel.agreement import Peers
@@ -73,11 +74,11 @@ class ModelInTraining:
         self._optimizer = Optimizer(optimizer, self._gradients)
         self._has_gradient = False
         self._sleep_memory = SleepMemory()
-        self._base = (
-            BaseIdentity(model.spec.path, scale=adapter.scale)
-            if (adapter := model.spec.adapter) is not None and self.mesh.rank == 0
-            else None
-        )
+        adapter = model.spec.adapter
+        self._base: BaseIdentity | None = None
+        # An estimate saves nothing, and would wait for the end of all files.
+        if adapter is not None and self.mesh.rank == 0 and maker_without_values() is None:
+            self._base = BaseIdentity(model.spec.path, scale=adapter.scale)
         self._cut_slots: CutSlots | None = None
         """Those of the newest cut, whose copies may still go on."""
 

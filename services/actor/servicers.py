@@ -19,7 +19,7 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
-from rolemesh.engine.rollout.probe import ProbeScores, check_sampler
+from rolemesh.engine.rollout.probe import ProbeScores, SamplerCheck, check_sampler
 from rolemesh.engine.rollout.trainer_probe import TrainerProbe
 from rolemesh.engine.specs import ActorSpec, Numerics, RolloutSpec
 from rolemesh.engine.weights.exchange import exchange_plan
@@ -66,6 +66,7 @@ class ActorRole(ModelRole, SamplingRole):
         self._source: PromptSource | None = None
         self._is_sampler_stale = False
         self._probe: TrainerProbe | None = None
+        self._check = SamplerCheck()
         self.exchanges = Exchanges()
         """Of this rank, with rollout services."""
 
@@ -178,6 +179,8 @@ class ActorRole(ModelRole, SamplingRole):
             return 0
         # Before the sampler wakes: a pass of the trainer puts it to sleep.
         scores = self.probe_scores()
+        # Whatever fails from here on: a repeat brings and checks them again.
+        self._is_sampler_stale = True
         # The memory of its weights alone: that of keys and values follows when those have come.
         self.backend.wake()
         trainer, version = self.trainer, self.trainer.policy_version
@@ -188,7 +191,7 @@ class ActorRole(ModelRole, SamplingRole):
             self._lent.lend(dict(trainer.named_weights()), policy_version=version)
         else:
             self.backend.update_weights(trainer.named_weights(), version)
-        check_sampler(self.backend, scores, trainer.mesh.world, trainer.model.device)
+        check_sampler(self.backend, self._check, scores, trainer.mesh.world, trainer.model.device)
         self._is_sampler_stale = False
         return 0 if self._resharder is None else self._resharder.received_bytes
 
@@ -230,6 +233,7 @@ class ActorRole(ModelRole, SamplingRole):
             if part is not None:
                 part.close()
         self._backend = self._resharder = self._lent = self._source = self._probe = None
+        self._check = SamplerCheck()
         super().close()
 
 

@@ -18,7 +18,7 @@ from rolemesh.engine.parallel.agreement import gather_facts, have_same_number
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
-from rolemesh.engine.rollout.probe import ProbeScores, check_sampler
+from rolemesh.engine.rollout.probe import ProbeScores, SamplerCheck, check_sampler
 from rolemesh.engine.weights.published import Taking
 from rolemesh.rpc.errors import AbortedError
 from rolemesh.services.runtime.experience.published_weights import FetchedBoxes
@@ -94,6 +94,7 @@ class Deliveries:
         self._waiting: Delivery | None = None
         self._unchecked: ProbeScores | None = None
         """Of the newest weights, unless the sampler was checked since it has them."""
+        self._check = SamplerCheck()
         self._refusal = ""
         self.is_outdated = False
         """Whether what the sampler holds is of a lineage of the run that ended."""
@@ -167,7 +168,7 @@ class Deliveries:
         if refusal or any(refusals):
             raise WeightsStaleError(refusal or next(filter(None, refusals)))
         # Not when they came: a generation may have been under way.
-        check_sampler(self._backend, self._unchecked, self._mesh.world, _CPU)
+        check_sampler(self._backend, self._check, self._unchecked, self._mesh.world, _CPU)
         self._unchecked = None
 
     def _take(self, delivery: Delivery, group: RankGroup) -> None:

@@ -236,7 +236,9 @@ def jobs(base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) ->
         model={"adapter": _section(adapter)},
     )
     critic = replace(policy, batch=batch, loss=PpoValueLossSpec(), kind="critic")
-    return {"policy": policy, "critic": critic}
+    # As on a GPU: FSDP gathers a base of another type than the factors.
+    narrow = {**policy.model, "compute_dtype": "bfloat16", "frozen_dtype": "bfloat16"}
+    return {"policy": policy, "critic": critic, "narrow base": replace(policy, model=narrow)}
 
 
 @pytest.fixture(scope="module")
@@ -248,11 +250,12 @@ def alone(rank_pool: RankPool, jobs: dict[str, Job]) -> dict[str, Trained]:
     ("kind", "name", "fields"),
     mostly_slow(
         # Each way by itself is in one of these, slices that share heads and tokens, too.
-        (1, 5, 6, 7),
+        (1, 5, 6, 7, 8),
         [
             *(("policy", name, {}) for name in LAYOUTS),
             ("policy", "tp2", {"sequence_parallel": True, "recompute": "full"}),
             ("critic", "tp2-pp2-fsdp2", {}),
+            ("narrow base", "fsdp2", {}),
         ],
     ),
 )

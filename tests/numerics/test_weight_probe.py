@@ -17,8 +17,8 @@ from support.updates import update_whole
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.probe import (
-    LEAST,
     ProbeScores,
+    SamplerCheck,
     SamplerStaleError,
     check_sampler,
 )
@@ -64,51 +64,70 @@ def test_a_sampler_with_the_weights_passes_and_any_other_is_refused(
     pair: tuple[Trainer, HfBackend],
 ) -> None:
     trainer, sampler = pair
-    probe = TrainerProbe(TOKENS)
+    probe, check = TrainerProbe(TOKENS), SamplerCheck()
     versions = [_weights(trainer)]
     for version in range(3):
         scores = probe.scores(trainer.rank_model, version=version)
         sampler.update_weights(versions[-1], version)
-        check_sampler(sampler, scores, ALONE, CPU)
+        check_sampler(sampler, check, scores, ALONE, CPU)
         found = sampler.score(scores.tokens)
-        torch.testing.assert_close(found, list(scores.logprobs), rtol=0, atol=LEAST / 10)
+        torch.testing.assert_close(found, list(scores.logprobs), rtol=0, atol=1e-5)
         _train(trainer)
         versions.append(_weights(trainer))
     scores = probe.scores(trainer.rank_model, version=3)
-    # Of the update before, and of the first one: which a run with an adapter calls its base.
-    with pytest.raises(SamplerStaleError, match="from those of the weights before, but"):
-        check_sampler(sampler, scores, ALONE, CPU)
+    # Those of the update before: the sampler stands still.
+    with pytest.raises(SamplerStaleError, match=r"have moved by .* did not take"):
+        check_sampler(sampler, check, scores, ALONE, CPU)
+    # Of a first check nothing is known but that both round alike.
+    with pytest.raises(SamplerStaleError, match=r"where at most 0\.001 is rounding"):
+        check_sampler(sampler, SamplerCheck(), scores, ALONE, CPU)
+    # And those that it began with, which of an adapter are the base's.
     sampler.update_weights(versions[0], 3)
-    is_adapter = trainer.model.spec.adapter is not None
-    first = "the base without its adapter" if is_adapter else "the weights at first"
-    with pytest.raises(SamplerStaleError, match=f"from those of {first}, but"):
-        check_sampler(sampler, scores, ALONE, CPU)
+    with pytest.raises(SamplerStaleError):
+        check_sampler(sampler, check, scores, ALONE, CPU)
     sampler.update_weights(versions[3], 3)
-    check_sampler(sampler, scores, ALONE, CPU)
+    check_sampler(sampler, check, scores, ALONE, CPU)
 
 
-def test_rounding_passes_and_nonsense_does_not() -> None:
+def test_a_sampler_that_rounds_in_its_own_way_is_never_refused() -> None:
+    """Policies that go far, step by step, beside samplers with an offset of their own.
+
+    A rule that asked whether the sampler is nearer to earlier weights refused one in 17 of these:
+    where few tokens make up the distance, a policy that moves against the offset passes by it.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def noise() -> torch.Tensor:
+        return torch.randn(15, generator=generator)
+
+    for _ in range(300):
+        # Few tokens count, as in text: most are certain.
+        scale = torch.rand(15, generator=generator) ** 6
+        offset, drift = 0.05 * noise() * scale, 0.004 * noise() * scale
+        check, now = SamplerCheck(), -5 * scale
+        for _ in range(100):
+            scores = ProbeScores(tuple(range(16)), tuple(now.tolist()))
+            check.compare(scores, (now + offset + 0.002 * noise() * scale).tolist(), rounds_to="")
+            now = now + drift + 0.004 * noise() * scale
+
+
+@pytest.mark.parametrize("rounding", [1e-6, 0.03])
+def test_a_sampler_that_stands_still_is_refused_once_the_policy_has_moved(rounding: float) -> None:
     generator = torch.Generator().manual_seed(1)
-
-    def moved(row: list[float], by: float) -> list[float]:
-        noise = by * torch.randn(len(row), generator=generator)
-        return [value + float(one) for value, one in zip(row, noise, strict=True)]
-
-    before = [-3.0 + 0.1 * place for place in range(15)]
-    for update in (1e-5, 1e-3, 0.02, 0.3):
-        now = moved(before, update)
-        scores = ProbeScores(tuple(range(16)), tuple(now), {"the weights before": tuple(before)})
-        # Rounding of float32, and of bfloat16, which hides a small update from either side.
-        for rounding in (1e-6, 0.03):
-            for _ in range(20):
-                scores.check(moved(now, rounding))
-            if update > 4 * rounding and update > LEAST:
-                with pytest.raises(SamplerStaleError, match="did not take them"):
-                    scores.check(moved(before, rounding))
+    now = -3 + torch.randn(15, generator=generator)
+    found = (now + rounding * torch.randn(15, generator=generator)).tolist()
+    check = SamplerCheck()
+    for step in range(20):
+        scores = ProbeScores(tuple(range(16)), tuple(now.tolist()))
+        if step == 0:
+            check.compare(scores, found, rounds_to="")
+        else:
+            with pytest.raises(SamplerStaleError, match="did not take"):
+                check.compare(scores, found, rounds_to="")
+        now = now + 1e-3 * torch.randn(15, generator=generator)
+    for nonsense in ([0.0] * 15, [float("nan")] * 15):
         with pytest.raises(SamplerStaleError, match="where at most 1 is rounding"):
-            scores.check(moved(now, 3.0))
-        with pytest.raises(SamplerStaleError):
-            scores.check([float("nan")] * 15)
+            SamplerCheck().compare(scores, nonsense, rounds_to="")
 
 
 def test_scores_are_made_once_a_version_and_forgotten_with_a_lineage(folder: Path) -> None:
@@ -117,14 +136,13 @@ def test_scores_are_made_once_a_version_and_forgotten_with_a_lineage(folder: Pat
     probe = TrainerProbe(TOKENS * 5)
     first = probe.scores(trainer.rank_model, version=0)
     assert len(first.tokens) == 16
-    assert first.earlier == {}
     _train(trainer)
-    assert probe.scores(trainer.rank_model, version=0) == first
+    assert probe.scores(trainer.rank_model, version=0) is first
     later = probe.scores(trainer.rank_model, version=1)
     assert later.logprobs != first.logprobs
-    assert set(later.earlier.values()) == {first.logprobs}
+    _train(trainer)
     probe.start_over()
-    assert probe.scores(trainer.rank_model, version=1).earlier == {}
+    assert probe.scores(trainer.rank_model, version=1).logprobs != later.logprobs
 
 
 def test_a_rollout_service_samples_no_more_until_its_sampler_has_the_weights(
@@ -146,7 +164,7 @@ def test_a_rollout_service_samples_no_more_until_its_sampler_has_the_weights(
     # What arrives is not what was published.
     deliver(1, first)
     for _ in range(2):
-        with pytest.raises(SamplerStaleError, match="it did not take them"):
+        with pytest.raises(SamplerStaleError, match="did not take"):
             deliveries.check()
     deliver(1, _weights(trainer))
     deliveries.check()

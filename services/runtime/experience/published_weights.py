@@ -132,18 +132,11 @@ def reference_to(
         parameters=parameter_specs(manifest),
         layout=fields,
         addresses=addresses,
-        probe=None if probe is None else _probe_message(probe),
-    )
-
-
-def _probe_message(probe: ProbeScores) -> weights_pb2.WeightsProbe:
-    return weights_pb2.WeightsProbe(
-        tokens=probe.tokens,
-        logprobs=probe.logprobs,
-        earlier=[
-            weights_pb2.EarlierScores(name=name, logprobs=logprobs)
-            for name, logprobs in probe.earlier.items()
-        ],
+        probe=None
+        if probe is None
+        else weights_pb2.WeightsProbe(
+            tokens=probe.tokens, logprobs=probe.logprobs, rounds_to=probe.rounds_to
+        ),
     )
 
 
@@ -155,18 +148,14 @@ def probe_of(ref: weights_pb2.WeightsRef) -> ProbeScores | None:
     """
     if not ref.HasField("probe"):
         return None
-    probe = ref.probe
-    number = len(probe.tokens) - 1
-    rows = [probe.logprobs, *(one.logprobs for one in probe.earlier)]
-    if not 0 < number <= PROBE_TOKENS or any(len(row) != number for row in rows):
+    tokens, logprobs = tuple(ref.probe.tokens), tuple(ref.probe.logprobs)
+    if not 2 <= len(tokens) <= PROBE_TOKENS or len(logprobs) != len(tokens) - 1:
         raise InvalidRequestError(
-            f"weights.probe has {len(probe.tokens)} tokens and rows of "
-            f"{sorted({len(row) for row in rows})} log-probs: give 2 to {PROBE_TOKENS} tokens, and "
-            "a log-prob for each but the first; or leave the probe out",
+            f"weights.probe has {len(tokens)} tokens and {len(logprobs)} log-probs: give 2 to "
+            f"{PROBE_TOKENS} tokens, and a log-prob for each but the first; or leave it out",
             reason="REFERENCE_INVALID",
         )
-    earlier = {one.name: tuple(one.logprobs) for one in probe.earlier}
-    return ProbeScores(tuple(probe.tokens), tuple(probe.logprobs), earlier)
+    return ProbeScores(tokens, logprobs, ref.probe.rounds_to)
 
 
 def parameter_specs(manifest: Manifest) -> list[weights_pb2.ParameterSpec]:

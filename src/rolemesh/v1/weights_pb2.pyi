@@ -374,13 +374,17 @@ Global___WeightsRef: _TypeAlias = WeightsRef  # noqa: Y015
 
 @_typing.final
 class WeightsProbe(_message.Message):
-    """Log-probs of a row by the weights of the moment and by earlier ones."""
+    """What weights give a row."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
-    EARLIER_FIELD_NUMBER: _builtins.int
+    ROUNDS_TO_FIELD_NUMBER: _builtins.int
+    rounds_to: _builtins.str
+    """Type to which weights were rounded, e.g. "bfloat16", with all else in float32
+    on a CPU; empty where more is rounded.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids, at least two."""
@@ -389,54 +393,20 @@ class WeightsProbe(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Natural log-probs of all tokens but the first, at temperature 1."""
 
-    @_builtins.property
-    def earlier(self) -> _containers.RepeatedCompositeFieldContainer[Global___EarlierScores]:
-        """The same by earlier weights. A sampler that is nearer to them than to
-        `logprobs` has not taken the new ones.
-        """
-
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
-        earlier: _abc.Iterable[Global___EarlierScores] | None = ...,
+        rounds_to: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["earlier", b"earlier", "logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "rounds_to", b"rounds_to", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightsProbe: _TypeAlias = WeightsProbe  # noqa: Y015
-
-@_typing.final
-class EarlierScores(_message.Message):
-    """What earlier weights gave a row."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """Which, for messages, e.g. "the weights before"."""
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural log-probs of all tokens but the first, at temperature 1."""
-
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        logprobs: _abc.Iterable[_builtins.float] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EarlierScores: _TypeAlias = EarlierScores  # noqa: Y015
 
 @_typing.final
 class FetchWeightsRequest(_message.Message):
