@@ -422,6 +422,6 @@ def _leave_out_no_adapter(spec: dict[str, Any]) -> None:
         for part in value if isinstance(value, list) else [value]:
             if not isinstance(part, dict):
                 continue
-            if name == "model" and part.get("adapter", part) is None:
+            if name == "model" and "adapter" in part and part["adapter"] is None:
                 del part["adapter"]
             _leave_out_no_adapter(part)

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_recipes import split_pools
-from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe, until
+from support.fake_roles import expected_weight, fake_mesh, fake_recipe, until
 from support.fake_runs import Recorder, kill_during, make_run, read_lines
+from support.recovering_runs import (
+    RECOVERY,
+    ROLES,
+    STEPS,
+    learnt,
+    recipe,
+    recovering_run,
+    undisturbed,
+)
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError, ServiceLostError
 from rolemesh.coordinator.run.reporting.records import enter_again
-from rolemesh.coordinator.run.saving.checkpoints import NoWholeCheckpointError, committed_steps
-from rolemesh.coordinator.run.saving.cut_pace import CutPace
+from rolemesh.coordinator.run.saving.checkpoints import committed_steps
 from rolemesh.coordinator.run.saving.resume import reached
 from rolemesh.coordinator.run.services.launch import LaunchError
-from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunState, RunStream
+from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.errors import InternalError, InvalidRequestError
 from rolemesh.v1 import coordinator_pb2
 
-STEPS = 3
-ROLES = ("actor", "critic", "reference", "reward")
 PHASES = (
     ("actor", "Generate"),
     ("critic", "ComputeValues"),
@@ -39,45 +43,6 @@ PHASES = (
     ("actor", "SaveCut"),
     ("critic", "SaveCut"),
 )
-RECOVERY: dict[str, Any] = {"attempts": 3, "pause_s": 0.01}
-
-
-def recipe(**run: Any) -> Any:
-    settings = {"steps": STEPS, "evaluation": {"num_prompts": 4, "every_steps": 2}, **run}
-    return fake_recipe(**{"recovery": RECOVERY, **settings}, pools=split_pools(ROLES))
-
-
-def learnt(directory: Path) -> list[dict[str, float]]:
-    """What the records say of learning, without times and traffic."""
-    return [
-        {
-            name: value
-            for name, value in record.items()
-            if not name.startswith(("time/", "coordinator/", "dataflow/"))
-            and name != "tokens_per_second"
-        }
-        for record in read_lines(directory / "metrics.jsonl")
-    ]
-
-
-_UNDISTURBED: dict[str, tuple[float, list[dict[str, float]]]] = {}
-"""Weight and records of runs that are the same each time."""
-
-
-async def undisturbed(directory: Path) -> list[dict[str, float]]:
-    if "" not in _UNDISTURBED:
-        async with fake_mesh(has_cuts=True) as mesh:
-            await make_run(mesh, directory, recipe(), MemoryStateStore()).execute()
-            _UNDISTURBED[""] = (mesh.roles["actor"].weight, learnt(directory))
-    return _UNDISTURBED[""][1]
-
-
-def recovering_run(
-    mesh: FakeMesh, directory: Path, store: MemoryStateStore, **settings: Any
-) -> TrainingRun:
-    run = make_run(mesh, directory, recipe(), store, restart=mesh.restart, **settings)
-    run._loss_grace_s = 0.2
-    return run
 
 
 @pytest.mark.parametrize("victim", ROLES)
@@ -309,104 +274,6 @@ async def test_a_failed_run_saves_its_newest_step_and_can_be_resumed(tmp_path: P
     assert learnt(folder) == expected
 
 
-@pytest.mark.parametrize("victim", ["actor", "critic"])
-async def test_a_kill_between_cuts_costs_the_steps_since_the_newest(
-    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = await undisturbed(tmp_path / "undisturbed")
-    monkeypatch.setattr(CutPace, "of", lambda recipe, tell: every_third_step())
-    async with fake_mesh(has_cuts=True) as mesh:
-        run = recovering_run(mesh, tmp_path / "killed", MemoryStateStore())
-        summary = await kill_during(run, mesh, "actor", "Update", victim, 3)
-        assert mesh.roles["actor"].weight == expected_weight(STEPS)
-        saved = {call.step for call in mesh.of("actor.SaveCut")}
-        restored = [call.step for call in mesh.of("actor.RestoreCut")]
-    assert learnt(tmp_path / "killed") == expected
-    assert [one.lost_steps for one in summary.recoveries] == [1]
-    # Steps 2 and 3 are made again; their attempt begins to count anew.
-    assert saved == {0, 1, 2}
-    assert restored == [1]
-
-
-async def test_a_checkpoint_that_is_newer_than_the_cut_is_what_a_run_goes_back_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = await undisturbed(tmp_path / "undisturbed")
-    monkeypatch.setattr(CutPace, "of", lambda recipe, tell: every_third_step())
-    store = MemoryStateStore()
-    async with fake_mesh(has_cuts=True) as mesh:
-        run = recovering_run(mesh, tmp_path / "killed", store)
-        # Once step 2, which has no cut, is the one that a user wants to keep.
-        gate = mesh.roles["reward"].gates["ComputeReward 2"] = asyncio.Event()
-        task = asyncio.create_task(kill_during(run, mesh, "actor", "Update", "critic", 3))
-        await until(lambda: any(call.step == 2 for call in mesh.of("reward.ComputeReward")))
-        await store.append_entry(run.run_id, RunStream.CHECKPOINT_WISHES, b"a wish")
-        gate.set()
-        summary = await task
-        assert mesh.roles["actor"].weight == expected_weight(STEPS)
-        assert not mesh.of("actor.RestoreCut")
-    assert [one.lost_steps for one in summary.recoveries] == [0]
-    assert learnt(tmp_path / "killed") == expected
-
-
-async def test_a_newer_checkpoint_that_is_damaged_does_not_cost_the_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = await undisturbed(tmp_path / "undisturbed")
-    monkeypatch.setattr(CutPace, "of", lambda recipe, tell: every_third_step())
-    store, recorder, folder = MemoryStateStore(), Recorder(), tmp_path / "killed"
-    async with fake_mesh(has_cuts=True) as mesh:
-        run = recovering_run(mesh, folder, store, observer=recorder)
-        gate = mesh.roles["reward"].gates["ComputeReward 2"] = asyncio.Event()
-        update = mesh.roles["actor"].gates["Update 3"] = asyncio.Event()
-        task = asyncio.create_task(run.execute())
-        await until(lambda: any(call.step == 2 for call in mesh.of("reward.ComputeReward")))
-        await store.append_entry(run.run_id, RunStream.CHECKPOINT_WISHES, b"a wish")
-        gate.set()
-        await until(lambda: any(call.step == 3 for call in mesh.of("actor.Update")))
-        # The only checkpoint, of a step that has no cut; the cut is of the step before.
-        assert committed_steps(folder / "checkpoints") == [2]
-        (folder / "checkpoints/step-00000002/actor/weight.json").write_text("torn")
-        await mesh.roles["critic"].stop()
-        run.service_lost("critic", "critic was killed by signal 9")
-        update.set()
-        mesh.roles["actor"].gates.clear()
-        summary = await task
-        assert mesh.roles["actor"].weight == expected_weight(STEPS)
-    assert learnt(folder) == expected
-    assert [one.lost_steps for one in summary.recoveries] == [1]
-    assert any("checkpoint of step 2 cannot be used" in event for event in recorder.events)
-
-
-async def test_a_failed_run_saves_the_newest_step_that_has_a_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = await undisturbed(tmp_path / "undisturbed")
-    monkeypatch.setattr(CutPace, "of", lambda recipe, tell: every_third_step())
-    store, folder, recorder = MemoryStateStore(), tmp_path / "failed", Recorder()
-    async with fake_mesh(has_cuts=True) as mesh:
-        run = make_run(mesh, folder, recipe(recovery={"attempts": 0}), store, observer=recorder)
-        task = asyncio.create_task(run.execute())
-        await until(lambda: any(call.step == 3 for call in mesh.calls))
-        mesh.roles["actor"].failures["Update"] = InternalError("the device is gone")
-        with pytest.raises(RunError, match="the device is gone"):
-            await task
-        assert any("step 1 was saved before the end" in event for event in recorder.events)
-        assert committed_steps(folder / "checkpoints") == [1]
-        mesh.roles["actor"].failures.clear()
-        progress, _ = await reached(store, run.run_id, folder)
-        resumed = make_run(mesh, folder, recipe(), store, run_id=run.run_id, resumed=progress)
-        await resumed.execute()
-        assert mesh.roles["actor"].weight == expected_weight(STEPS)
-    assert learnt(folder) == expected
-
-
-def every_third_step() -> CutPace:
-    pace = CutPace(None, print)
-    pace.every = 3
-    return pace
-
-
 async def test_cuts_that_are_lost_cost_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     expected = await undisturbed(tmp_path / "undisturbed")
     store = MemoryStateStore()
@@ -514,6 +381,10 @@ AHEAD_PHASES = (
 )
 
 
+_UNDISTURBED: dict[str, tuple[float, list[dict[str, float]]]] = {}
+"""Weight and records of runs that are the same each time, by their sampler."""
+
+
 def ahead_recipe(sampler: str) -> Any:
     return fake_recipe(
         roles=AHEAD_ROLES,
@@ -549,124 +420,3 @@ async def test_a_kill_with_rollout_services_changes_nothing_that_is_learnt(
         assert mesh.roles["actor"].weight == weight
     assert learnt(tmp_path / "killed") == records
     assert [one.lost_steps for one in summary.recoveries] == [0]
-
-
-# --- checkpoints that cannot be used ------------------------------------------------------
-
-
-def damage(directory: Path, *steps: int, part: str = "actor/weight.json") -> None:
-    for step in steps:
-        found = directory / f"checkpoints/step-{step:08}" / part
-        if found.is_dir():
-            shutil.rmtree(found)
-        else:
-            found.write_text("{")
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
-
-
-async def made(folder: Path, store: MemoryStateStore, mesh: FakeMesh) -> str:
-    """A run of STEPS steps that was stopped by a power cut: no cut is left; gives its id."""
-    run = make_run(mesh, folder, recipe(checkpoint={"every_steps": 1}), store)
-    await run.execute()
-    mesh.cuts.clear()
-    for role in mesh.roles.values():
-        role.run_id = ""
-    return run.run_id
-
-
-async def resumed(folder: Path, store: MemoryStateStore, mesh: FakeMesh, run_id: str) -> Recorder:
-    progress, _ = await reached(store, run_id, folder)
-    await enter_again(store, recipe(steps=STEPS + 1), run_id, folder)
-    recorder, wanted = Recorder(), recipe(steps=STEPS + 1, checkpoint={"every_steps": 1})
-    run = make_run(mesh, folder, wanted, store, run_id=run_id, resumed=progress, observer=recorder)
-    await run.execute()
-    return recorder
-
-
-@pytest.mark.parametrize("is_kept", [True, False], ids=["journal kept", "journal lost"])
-@pytest.mark.parametrize(
-    "part", ["actor/weight.json", "critic/manifest.json", "critic", "COMMITTED"]
-)
-async def test_a_resume_with_nothing_whole_ends_and_changes_nothing(
-    part: str, is_kept: bool, tmp_path: Path
-) -> None:
-    store = MemoryStateStore()
-    async with fake_mesh(has_cuts=True) as mesh:
-        run_id = await made(tmp_path, store, mesh)
-        (tmp_path / "summary.json").unlink()
-        whole = files_of(tmp_path)
-        damage(tmp_path, 2, 3, part=part)
-        before = files_of(tmp_path)
-        kept = store if is_kept else MemoryStateStore()
-        with pytest.raises(NoWholeCheckpointError) as refusal:
-            await resumed(tmp_path, kept, mesh, run_id)
-        for step in (2, 3):
-            assert f"step {step}: " in str(refusal.value)
-        assert f"--out {tmp_path} --from-start" in str(refusal.value)
-        after = files_of(tmp_path)
-        after.pop("summary.json", None)
-        assert {name for name in before | after if before.get(name) != after.get(name)} <= {
-            "config.yaml"
-        }
-        # Its files are repaired.
-        for name, content in whole.items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_bytes(content)
-        await resumed(tmp_path, kept, mesh, run_id)
-        assert mesh.roles["actor"].weight == expected_weight(STEPS + 1)
-
-
-@pytest.mark.parametrize("is_kept", [True, False], ids=["journal kept", "journal lost"])
-@pytest.mark.parametrize("part", ["actor/weight.json", "critic", "COMMITTED"])
-async def test_what_is_damaged_is_set_aside_where_an_older_checkpoint_takes_its_place(
-    part: str, is_kept: bool, tmp_path: Path
-) -> None:
-    store = MemoryStateStore()
-    async with fake_mesh(has_cuts=True) as mesh:
-        run_id = await made(tmp_path, store, mesh)
-        damage(tmp_path, 3, part=part)
-        kept = store if is_kept else MemoryStateStore()
-        recorder = await resumed(tmp_path, kept, mesh, run_id)
-        assert mesh.roles["actor"].weight == expected_weight(STEPS + 1)
-    assert sum("the checkpoint of step 3 cannot be used" in one for one in recorder.events) == 1
-    assert [record["step"] for record in recorder.records] == [3, 4]
-    # The one before was not pruned for it, and its step was saved anew.
-    assert committed_steps(tmp_path / "checkpoints") == [3, 4]
-    (aside,) = (tmp_path / "checkpoints").glob("*.damaged")
-    assert part == "critic" or (aside / part).read_text() == "{"
-
-
-async def test_a_recovery_with_nothing_whole_ends_the_run(tmp_path: Path) -> None:
-    store = MemoryStateStore()
-    async with fake_mesh(has_cuts=True) as mesh:
-        settings = recipe(checkpoint={"every_steps": 1})
-        run = make_run(mesh, tmp_path, settings, store, restart=mesh.restart)
-        run._loss_grace_s = 0.2
-        gate = mesh.roles["actor"].gates["Update 3"] = asyncio.Event()
-        task = asyncio.create_task(run.execute())
-        await until(lambda: committed_steps(tmp_path / "checkpoints") == [1, 2])
-        await until(lambda: any(call.step == 3 for call in mesh.of("actor.Update")))
-        damage(tmp_path, 1, 2)
-        mesh.cuts["critic"].clear()
-        await mesh.roles["critic"].stop()
-        run.service_lost("critic", "critic was killed by signal 9")
-        gate.set()
-        with pytest.raises(NoWholeCheckpointError, match=r"step 1: .*step 2: "):
-            await task
-    assert committed_steps(tmp_path / "checkpoints") == [1, 2]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["state"], summary["steps"]) == ("failed", 2)
-
-
-async def test_a_resume_without_any_checkpoint_says_that_it_begins_again(tmp_path: Path) -> None:
-    store = MemoryStateStore()
-    async with fake_mesh(has_cuts=True) as mesh:
-        run_id = await made(tmp_path, store, mesh)
-        shutil.rmtree(tmp_path / "checkpoints")
-        recorder = await resumed(tmp_path, store, mesh, run_id)
-        assert mesh.roles["actor"].weight == expected_weight(STEPS + 1)
-    assert any("no checkpoint is there" in text for text in recorder.events)
