@@ -121,6 +121,18 @@ class RolloutBackend(ABC):
         """
         return None
 
+    def score_each(self, tokens: Sequence[int]) -> Mapping[str, list[float]] | None:
+        """As `score`, by each engine that may sample, where a back end has several.
+
+        Each is to be compared with the trainer for itself: one that serves other weights would
+        hide behind the others.
+
+        Returns:
+            Log-probs by what to call the engine in a message; None where nothing is scored.
+        """
+        found = self.score(tokens)
+        return None if found is None else {"the sampler": found}
+
     rounds_to = ""
     """Type to which weights are rounded, where all else is computed in float32 on a CPU; empty
     where more is rounded. A trainer of the same gives the same log-probs but for the order of sums.

@@ -8,7 +8,7 @@ import torch
 
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.specs import AdapterSpec, Numerics, RolloutSpec, VllmSpec
+from rolemesh.engine.specs import AdapterSpec, Numerics, RolloutSpec, VllmServerSpec, VllmSpec
 
 
 def make_backend(
@@ -51,6 +51,17 @@ def make_backend(
             mesh,
             device=device,
             numerics=numerics,
+            updates_between_steps=updates_between_steps,
+            adapter=adapter,
+        )
+    if isinstance(spec, VllmServerSpec):
+        from rolemesh.engine.rollout.vllm_server import VllmServerBackend
+
+        return VllmServerBackend(
+            spec,
+            model_path,
+            mesh,
+            device=device,
             updates_between_steps=updates_between_steps,
             adapter=adapter,
         )

@@ -60,7 +60,7 @@ class SamplerCheck:
     """Compares a sampler with its trainer, update by update. Owned by the sampler's compute thread.
 
     A sampler that differs by its rounding alone is never refused, however far the policy goes: it
-    moves as the trainer does.
+    moves as the trainer does. Where it has several engines, each is compared for itself.
 
     Example::
 
@@ -69,22 +69,31 @@ class SamplerCheck:
     """
 
     def __init__(self) -> None:
-        self._passed: list[tuple[Sequence[float], Sequence[float]]] = []
-        """The trainer's and the sampler's log-probs, of the first and of the newest check."""
+        self._passed: dict[str, list[tuple[Sequence[float], Sequence[float]]]] = {}
+        """By engine, the trainer's and its log-probs, of the first and of the newest check."""
 
-    def compare(self, scores: ProbeScores, found: Sequence[float], *, rounds_to: str) -> None:
+    def compare(
+        self,
+        scores: ProbeScores,
+        found: Sequence[float],
+        *,
+        rounds_to: str,
+        engine: str = "the sampler",
+    ) -> None:
         """Compares, and remembers both sides.
 
         Args:
             scores: Of the weights that the sampler was given; each time of the same row.
             found: What the sampler gives all tokens but the first.
             rounds_to: As `ProbeScores.rounds_to`, of the sampler.
+            engine: Which of several it is, for messages.
 
         Raises:
             SamplerStaleError: It does not compute with those weights.
         """
-        told = f"the sampler's log-probs of a row of {len(scores.tokens)} tokens"
-        for earlier, found_earlier in self._passed:
+        told = f"{engine}'s log-probs of a row of {len(scores.tokens)} tokens"
+        passed = self._passed.get(engine, [])
+        for earlier, found_earlier in passed:
             moved, trained = _distance(found, found_earlier), _distance(scores.logprobs, earlier)
             if trained > LEAST_MOVE and moved <= STILL * trained:
                 raise SamplerStaleError(
@@ -99,7 +108,7 @@ class SamplerCheck:
                 f"{told} are {distance:.2g} nats a token from the trainer's, where at most "
                 f"{farthest:g} is rounding: it does not compute with the weights that it was given"
             )
-        self._passed = [*self._passed[:1], (scores.logprobs, found)]
+        self._passed[engine] = [*passed[:1], (scores.logprobs, found)]
 
 
 def _distance(left: Sequence[float], right: Sequence[float]) -> float:
@@ -125,17 +134,20 @@ def check_sampler(
         device: Where the group's messages lie.
 
     Raises:
-        SamplerStaleError: The sampler of some rank does not compute with them. On all ranks.
+        SamplerStaleError: The sampler of some rank does not compute with them, or could not be
+            asked. On all ranks, but for those that could not ask.
     """
     if scores is None:
         return
-    refusal = ""
-    found = backend.score(scores.tokens)
-    if found is not None:
-        try:
-            check.compare(scores, found, rounds_to=backend.rounds_to)
-        except SamplerStaleError as error:
-            refusal = str(error)
-    refusals = gather_facts(refusal, group, device)
+    failure: Exception | None = None
+    try:
+        for engine, found in (backend.score_each(scores.tokens) or {}).items():
+            check.compare(scores, found, rounds_to=backend.rounds_to, engine=engine)
+    except Exception as error:
+        # Also what a sampler could not be asked: the other ranks wait for this one.
+        failure = error
+    refusals = gather_facts("" if failure is None else str(failure), group, device)
+    if failure is not None:
+        raise failure
     if any(refusals):
-        raise SamplerStaleError(refusal or next(filter(None, refusals)))
+        raise SamplerStaleError(next(filter(None, refusals)))

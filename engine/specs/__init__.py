@@ -115,6 +115,7 @@ from rolemesh.engine.specs.roles import RolloutRoleSpec as RolloutRoleSpec
 from rolemesh.engine.specs.rollout import HfSpec as HfSpec
 from rolemesh.engine.specs.rollout import RolloutSpec as RolloutSpec
 from rolemesh.engine.specs.rollout import SamplingSpec as SamplingSpec
+from rolemesh.engine.specs.rollout import VllmServerSpec as VllmServerSpec
 from rolemesh.engine.specs.rollout import VllmSpec as VllmSpec
 from rolemesh.engine.specs.selection import PairedSpec as PairedSpec
 from rolemesh.engine.specs.selection import RewardSpreadSpec as RewardSpreadSpec

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.named import CODE_PATTERN, Names
 from rolemesh.engine.specs.own_functions import python_form
-from rolemesh.engine.specs.urls import is_loopback, masked_url
+from rolemesh.engine.specs.urls import as_tuple, check_token_is_safe, check_url
 from rolemesh.engine.specs.variables import TokenVariable, VariableName
 
 FORMS = (
@@ -80,14 +80,10 @@ class OutsideRewardSpec(Spec):
         return self
 
 
-def _as_tuple(urls: Any) -> Any:
-    return (urls,) if isinstance(urls, str) else urls
-
-
 class EndpointRewardSpec(OutsideRewardSpec):
     """A source that is asked over the network. Asking twice must do no harm."""
 
-    urls: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1), Names("url")]
+    urls: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1), Names("url")]
     """Where it answers; several: replicas, of which the least busy is asked."""
     deadline_s: float = Field(default=300.0, gt=0)
     """Most seconds that a request may take with all its tries: so long a run waits for a reward
@@ -115,42 +111,15 @@ class EndpointRewardSpec(OutsideRewardSpec):
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
         for url in self.urls:
-            _check_url(url, self.schemes())
+            check_url(url, self.schemes())
             if self.token_variable is not None:
-                _check_token_is_safe(url)
+                check_token_is_safe(url)
         return self
 
     @classmethod
     def schemes(cls) -> tuple[str, ...]:
         """Schemes that a URL of this source may have."""
         return ("http", "https")
-
-
-def _check_url(url: str, schemes: tuple[str, ...]) -> None:
-    wanted = " or ".join(f"{scheme}://host:port" for scheme in schemes)
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        shown = masked_url(url)
-        raise ValueError(f"urls has {shown!r}, which is no URL ({error}): give {wanted}") from None
-    if parts.username is not None or parts.password is not None:
-        raise ValueError(
-            "urls has a URL with a user or password in it, which would be logged: put a token into "
-            "an environment variable of the reward service, and its name into token_variable"
-        )
-    if parts.scheme not in schemes or not host:
-        raise ValueError(f"urls has {url!r}: give {wanted}")
-
-
-def _check_token_is_safe(url: str) -> None:
-    """Refuses a URL to which a token would travel where others can read it."""
-    parts = urlsplit(url)
-    if parts.scheme in ("http", "grpc") and not is_loopback(parts.hostname or ""):
-        raise ValueError(
-            f"urls has {url!r}, to which token_variable would send a token that is not encrypted: "
-            f"give {parts.scheme}s://, or a server or proxy on 127.0.0.1, or no token"
-        )
 
 
 # --- members ----------------------------------------------------------------------------------

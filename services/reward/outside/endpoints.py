@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import tenacity
 
+from rolemesh.engine.circuit_breaker import CircuitBreaker
 from rolemesh.engine.specs import EndpointRewardSpec, FailSpec
 from rolemesh.rpc.together import together
 from rolemesh.services.reward.outside.answers import kept
@@ -28,7 +29,7 @@ from rolemesh.services.reward.outside.base import (
     RewardTimeoutError,
     RewardUnavailableError,
 )
-from rolemesh.services.reward.outside.breaker import CircuitBreaker, Replica
+from rolemesh.services.reward.outside.breaker import Replica
 from rolemesh.services.reward.outside.cache import RewardCache
 from rolemesh.services.reward.outside.counts import RequestCounts, RequestObserver
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from rolemesh.engine.bearer_tokens import bearer_token
 from rolemesh.engine.specs import EndpointRewardSpec
 from rolemesh.rpc.channel import CLIENT_OPTIONS, ChannelTraffic, MeshChannel
 from rolemesh.rpc.errors import (
@@ -23,7 +24,6 @@ from rolemesh.services.reward.outside.base import (
     RewardTimeoutError,
     RewardUnavailableError,
 )
-from rolemesh.services.reward.outside.http import bearer_token
 
 
 class GrpcEndpoint:
@@ -51,7 +51,7 @@ class GrpcEndpoint:
         self._is_encrypted = parts.scheme == "grpcs"
         self._max_bytes = spec.max_response_bytes
         self._channel: MeshChannel | None = None
-        token = bearer_token(spec)
+        token = bearer_token(spec.token_variable, "the reward service")
         self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         """Metadata of each call: the token, if there is one."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -13,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import httpx
 
+from rolemesh.engine.bearer_tokens import bearer_token
 from rolemesh.engine.specs import EndpointRewardSpec
 from rolemesh.services.reward.outside.base import (
     SHOWN_CHARACTERS,
@@ -34,9 +33,6 @@ REQUEST_TIMEOUT = 408
 
 IDLE_CONNECTION_S = 30.0
 """Connections without a request are closed after this."""
-
-_TOKEN = re.compile(r"[!-~]+")
-"""Visible ASCII."""
 
 
 class JsonEndpoint:
@@ -63,7 +59,7 @@ class JsonEndpoint:
         self.url = url
         self._max_bytes = spec.max_response_bytes
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        self._token = bearer_token(spec)
+        self._token = bearer_token(spec.token_variable, "the reward service")
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         self._client = httpx.AsyncClient(
@@ -245,29 +241,6 @@ class JsonClient(RewardClient, Generic[SpecT]):
         return RewardAnswerInvalidError(
             self.endpoint, expected=expected, found=found, remedy=self.remedy
         )
-
-
-def bearer_token(spec: EndpointRewardSpec) -> str | None:
-    """The token to send; None if the spec names none.
-
-    Raises:
-        ValueError: The variable is not set, or holds text that no header may have.
-    """
-    if spec.token_variable is None:
-        return None
-    token = os.environ.get(spec.token_variable)
-    if not token:
-        raise ValueError(
-            f"token_variable is {spec.token_variable!r}, which is not set in the environment of "
-            "the reward service: set it there, or leave token_variable out"
-        )
-    if not _TOKEN.fullmatch(token):
-        # Refused here, since a later error could show the token.
-        raise ValueError(
-            f"token_variable is {spec.token_variable!r}, whose value has a space, a line end or "
-            "another character that no header takes: set it to the token alone"
-        )
-    return token
 
 
 def encoded(payload: Any) -> bytes:

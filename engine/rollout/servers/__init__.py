@@ -1,0 +1,1 @@
+"""Stock inference servers as samplers: requests over HTTP, adapters by files, weights by NCCL."""
