@@ -37,6 +37,7 @@ _BY_SECTION: Mapping[str, str] = {
     "PpoValueLossSpec.clip": "reward",
     "VllmSpec.max_model_len": "tokens",
     "HfSpec.max_model_len": "tokens",
+    "VllmServerSpec.max_model_len": "tokens",
 }
 
 _BY_NAME: Mapping[str, str] = {

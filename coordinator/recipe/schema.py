@@ -27,6 +27,7 @@ from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.replicas import check_replicas
 from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
+from rolemesh.coordinator.recipe.server_samplers import check_server_samplers
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.recipe.tuning import check_tuning
@@ -279,6 +280,7 @@ class Recipe(Spec):
     def _check_schedule(self) -> Self:
         check_schedule(self)
         check_replicas(self)
+        check_server_samplers(self)
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "

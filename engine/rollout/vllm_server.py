@@ -381,6 +381,8 @@ class VllmServerBackend(RolloutBackend):
 
     def close(self) -> None:
         """Has the servers forget our adapters, and removes their folders."""
+        if self._loop.is_closed():
+            return
         self._hold_nothing("the back end was closed")
         self._abort()
         try:

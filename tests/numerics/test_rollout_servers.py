@@ -1,7 +1,8 @@
-"""Sampling at vLLM servers with an adapter, against servers that only play vLLM, on real sockets."""
+"""Sampling at vLLM servers with an adapter, against fakes of them on real sockets."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -11,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_vllm import FakeVllm, fake_vllm, toy_logprob, wait_until
+from support.fake_vllm import (
+    STOP,
+    FakeVllm,
+    fake_vllm,
+    toy_logprob,
+    toy_tokens,
+    wait_until,
+)
 from support.in_flight_checks import at_steps
 from support.tiny_models import write_tiny_llama
 
@@ -166,7 +174,11 @@ def test_rows_are_yielded_as_they_finish(make: Make, servers: list[FakeVllm]) ->
     backend.update_weights(factors(backend, 0.01), 0)
     for server in servers:
         server.token_s = 0.02
-    long, short = requests(2)
+    long = next(
+        RolloutRequest(row=0, prompt_tokens=[5], seed=seed)
+        for seed in range(100)
+        if STOP not in toy_tokens(seed, 5, 12, 512)
+    )
     short = RolloutRequest(row=1, prompt_tokens=[5], seed=1, max_new_tokens=1)
     with generated(backend, [long, short], SAMPLING) as trajectories:
         assert next(trajectories).row == 1
@@ -323,7 +335,8 @@ def test_a_server_that_was_started_anew_gets_the_newest_adapter_before_it_is_ask
     # Also where nobody noticed that it was gone.
     servers[1].kill()
     servers[1].start()
-    check_logprobs(asked, sampled(backend, asked), lambda _: toy_scale(backend, 0.02))
+    for _ in range(2):
+        check_logprobs(asked, sampled(backend, asked), lambda _: toy_scale(backend, 0.02))
     assert servers[1].adapters
 
 
@@ -404,7 +417,7 @@ def test_the_probe_is_asked_of_each_server_and_finds_the_one_that_serves_the_bas
     servers[1].serves_base = True
 
     def trainer(scale: float) -> ProbeScores:
-        pairs = zip(PROBE, PROBE[1:], strict=False)
+        pairs = itertools.pairwise(PROBE)
         return ProbeScores(
             PROBE, tuple(toy_logprob(*pair, toy_scale(backend, scale)) for pair in pairs), "float32"
         )

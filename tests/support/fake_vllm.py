@@ -1,4 +1,4 @@
-"""A `vllm serve` on a real socket, with a toy for a model: routes, their order, and what goes wrong.
+"""A `vllm serve` on a real socket, with a toy for a model: routes, their order, and faults.
 
 The toy's log-probs depend on the token before and on the factors of the adapter that a request
 names, which are read from the folder; its tokens depend on the seed and the number of tokens so
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -72,11 +73,16 @@ class FakeVllm:
     def _forget(self) -> None:
         self.adapters: dict[str, str] = {}
         self._scales: dict[str, float] = {}
-        self.is_paused = False
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
         self.is_updating = False
         self.is_initialized = False
         self.weight_version = "default"
         self.in_flight = 0
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._goes_on.is_set()
 
     @property
     def url(self) -> str:
@@ -134,7 +140,7 @@ class FakeVllm:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
-            with suppress(ConnectionError, asyncio.IncompleteReadError):
+            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 while True:
                     head = (await reader.readuntil(b"\r\n\r\n")).decode()
                     first, *lines = head.split("\r\n")
@@ -225,9 +231,9 @@ class FakeVllm:
                 return {"weight_version": self.weight_version}
             case "/pause":
                 assert query == "mode=keep"
-                self.is_paused = True
+                self._goes_on.clear()
             case "/resume":
-                self.is_paused = False
+                self._goes_on.set()
             case "/reset_prefix_cache":
                 pass
             case "/shutdown_weight_transfer_engine":
@@ -278,7 +284,7 @@ class FakeVllm:
         if "prompt_logprobs" in body:
             self.calls.append(("score", body))
             entries: list[Any] = [None]
-            for before, token in zip(prompt, prompt[1:], strict=False):
+            for before, token in itertools.pairwise(prompt):
                 entries.append({str(token): {"logprob": self.logprob(before, token, model)}})
             choice = {"index": 0, "prompt_logprobs": entries, "token_ids": [3]}
             await _send(writer, 200, {"choices": [choice]})
@@ -320,8 +326,7 @@ class FakeVllm:
                 await asyncio.sleep(3600)
             if self.token_s:
                 await asyncio.sleep(self.token_s)
-            while self.is_paused:
-                await asyncio.sleep(0.01)
+            await self._goes_on.wait()
             if reader.at_eof():
                 self.num_aborted += 1
                 return False
@@ -402,6 +407,15 @@ def toy_token(seed: int, position: int, before: int, vocab_size: int) -> int:
     digest = hashlib.sha256(f"{seed}:{position}:{before}".encode()).digest()
     number = int.from_bytes(digest[:8], "big")
     return STOP if number % 23 == 0 else 3 + number % (vocab_size - 3)
+
+
+def toy_tokens(seed: int, before: int, count: int, vocab_size: int) -> list[int]:
+    """So many tokens after one, also where one of them stops."""
+    tokens: list[int] = []
+    for position in range(count):
+        before = toy_token(seed, position, before, vocab_size)
+        tokens.append(before)
+    return tokens
 
 
 async def _send(writer: asyncio.StreamWriter, status: int, answer: Any) -> None:

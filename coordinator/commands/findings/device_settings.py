@@ -12,7 +12,14 @@ from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.commands.findings.findings import Finding, ok
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.specs import ActorSpec, ModelSpec, Numerics, RolloutRoleSpec, VllmSpec
+from rolemesh.engine.specs import (
+    ActorSpec,
+    ModelSpec,
+    Numerics,
+    RolloutRoleSpec,
+    VllmServerSpec,
+    VllmSpec,
+)
 from rolemesh.engine.specs.by_device import (
     Device,
     ModelSizes,
@@ -20,6 +27,7 @@ from rolemesh.engine.specs.by_device import (
     model_choices,
     sampler_choices,
 )
+from rolemesh.engine.specs.urls import masked_url
 
 
 def device_settings(recipe: Recipe, cpu: Device) -> Iterator[Finding]:
@@ -61,6 +69,9 @@ def device_settings(recipe: Recipe, cpu: Device) -> Iterator[Finding]:
                 has_adapter=recipe.actor is not None and recipe.actor.model.adapter is not None,
             )
             lines += [f"rollout.{line}" for line in described(choices)]
+        elif isinstance(sampler, VllmServerSpec):
+            urls = ", ".join(map(masked_url, sampler.urls))
+            lines.append(f"rollout: samples at {urls}, and takes no memory here for it")
         if lines:
             yield ok(role, "; ".join(lines))
 

@@ -17,7 +17,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, VllmSpec
+from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, VllmServerSpec, VllmSpec
 from rolemesh.engine.specs.by_device import Device, model_choices
 
 _MOST_ROWS = 1024
@@ -123,7 +123,8 @@ def job_of(
         offload: Whether moments may lie in host memory between steps.
 
     Raises:
-        RecipeError: A step that cannot be planned, or a role of several models.
+        RecipeError: A step that cannot be planned, a role of several models, or samplers that are
+            no part of the recipe.
         PlanError: A model of which nothing is known.
     """
     ahead = () if isinstance(recipe.schedule.sampler, SyncSamplerSpec) else ("rollout",)
@@ -182,6 +183,11 @@ def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -
     trains = name in trained_models(recipe)
     sampler = getattr(section, "rollout", None)
     samples = sampler is not None and not (name == "actor" and recipe.rollout is not None)
+    if isinstance(sampler, VllmServerSpec):
+        raise RecipeError(
+            f"{name}.rollout.type is 'vllm_server': what its servers compute on is not part of the "
+            "recipe, so that a step is not predicted; place the roles yourself"
+        )
     longest = int(work.longest_row)
     sizes = () if spec is None else (spec.micro_batch_tokens, *_PASS_TOKENS)
     freedom = replace(

@@ -43,6 +43,10 @@ class ServerUnavailableError(ServerError):
         """Of HTTP; None: there was no answer."""
 
 
+class WeightsLostError(ServerUnavailableError):
+    """It lives, and lacks the weights that it was handed: it is another process by now."""
+
+
 class ServerRefusedError(ServerError):
     """It said no, and would again."""
 

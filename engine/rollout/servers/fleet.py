@@ -17,6 +17,7 @@ from rolemesh.engine.rollout.servers.client import (
     ServerClient,
     ServerError,
     ServerUnavailableError,
+    WeightsLostError,
 )
 from rolemesh.engine.specs import VllmServerSpec
 
@@ -217,11 +218,6 @@ class Fleet:
         self._wake(len(self._waiting))
         return dict(filter(None, found))
 
-    def expel(self) -> None:
-        """Has every server admitted anew before it is asked again: there are other weights."""
-        for server in self.servers:
-            server.is_admitted = False
-
     def unavailable(self) -> SamplersUnavailableError:
         """The error where no server can be reached."""
         found = "; ".join(
@@ -252,7 +248,10 @@ class Fleet:
         server.last_error = error
         # Whatever listens there next may be another process, without our weights.
         server.is_admitted = False
-        server.breaker.failed()
+        if isinstance(error, WeightsLostError):
+            server.breaker.succeeded()
+        else:
+            server.breaker.failed()
 
     @asynccontextmanager
     async def _place(self, *, but: Server | None, ends_at: float) -> AsyncIterator[Server]:

@@ -23,6 +23,7 @@ from rolemesh.engine.rollout.servers.client import (
     ServerError,
     ServerRefusedError,
     ServerUnavailableError,
+    WeightsLostError,
 )
 from rolemesh.engine.rollout.servers.fleet import Fleet, Server
 from rolemesh.engine.rollout.servers.requests import Served
@@ -129,7 +130,7 @@ class HeldAdapter(HeldWeights):
         """A server that does not know the adapter was started anew, and can have it again."""
         if error.status != 404:
             return error
-        return ServerUnavailableError(
+        return WeightsLostError(
             f"{server.url} has lost adapter {self.served.model!r}, as one that was started anew "
             f"has ({error.words})",
             status=404,

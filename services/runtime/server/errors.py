@@ -64,6 +64,14 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
     grpc.StatusCode.FAILED_PRECONDITION: {
         "rolemesh.engine.rollout.model_folder.WeightsStaleError": "WEIGHTS_STALE",
         "rolemesh.engine.rollout.probe.SamplerStaleError": "SAMPLER_STALE",
+        # As with rewards below: the caller did reach this service.
+        "rolemesh.engine.rollout.servers.client.SamplersUnavailableError": "SAMPLER_UNAVAILABLE",
+        "rolemesh.engine.rollout.servers.client.ServerUnavailableError": "SAMPLER_UNAVAILABLE",
+        "rolemesh.engine.rollout.servers.client.WeightsLostError": "SAMPLER_UNAVAILABLE",
+        "rolemesh.engine.rollout.servers.client.ServerError": "SAMPLER_REFUSED",
+        "rolemesh.engine.rollout.servers.client.ServerRefusedError": "SAMPLER_REFUSED",
+        "rolemesh.engine.rollout.servers.admission.ServerUnfitError": "SAMPLER_REFUSED",
+        "rolemesh.engine.rollout.servers.client.AnswerInvalidError": "SAMPLER_ANSWER_INVALID",
         "rolemesh.engine.train.optimizer.LossNotFiniteError": "LOSS_NOT_FINITE",
         "rolemesh.engine.train.optimizer.NoGradientError": "NO_GRADIENT",
         "rolemesh.engine.train.model_in_training.GradientPendingError": "GRADIENT_PENDING",
@@ -110,6 +118,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
     grpc.StatusCode.ABORTED: {
         # The weights may not be used any more, so the step starts again, not the call.
         "rolemesh.engine.transport.base.TransferFailedError": "TRANSFER_FAILED",
+        "rolemesh.engine.rollout.servers.senders.BroadcastFailedError": "TRANSFER_FAILED",
         "rolemesh.engine.train.cut_copies.CutCopyError": "CUT_FAILED",
     },
     grpc.StatusCode.DEADLINE_EXCEEDED: {

@@ -323,9 +323,21 @@ REASONS: Mapping[str, Reason] = {
     "RUN_NOT_READY": Reason(
         "The services of the run cannot be had yet, or no longer.", "Wait until it is running."
     ),
+    "SAMPLER_ANSWER_INVALID": Reason(
+        "A server in `rollout.urls` answered with something else than was asked for.",
+        "Look into its log; start it with a version of vLLM that rolemesh was tested with.",
+    ),
+    "SAMPLER_REFUSED": Reason(
+        "A server in `rollout.urls` refused, or was started in a way that it cannot be used.",
+        "Start it as the message says.",
+    ),
     "SAMPLER_STALE": Reason(
         "The sampler computes with other weights than the trainer's, though it was given them.",
         "Take the other way of rollout.adapters, or rollout type hf, and report it with the log.",
+    ),
+    "SAMPLER_UNAVAILABLE": Reason(
+        "No server in `rollout.urls` can be reached.",
+        "Start them; look at the addresses in the recipe.",
     ),
     "SAMPLING_INVALID": Reason(
         "The settings of sampling are wrong.", "Correct them as the message says."
