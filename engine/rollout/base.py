@@ -48,6 +48,9 @@ class RolloutBackend(ABC):
     """Whether `sleep` frees device memory that the next update fills anyway. Then the owner puts
     the back end to sleep before its trainer computes, and wakes it for that update."""
 
+    takes_whole: bool = False
+    """Whether each of several ranks is handed whole weights, by Hugging Face name."""
+
     between_steps: Callable[[], None] | None = None
     """Called before each decoding step of a generation, on the compute thread. It may update the
     weights, on all ranks of a sampler before the same step; what it raises ends the generation."""

@@ -85,6 +85,8 @@ class VllmServerBackend(RolloutBackend):
         trajectories = list(backend.generate(requests, sampling))
     """
 
+    takes_whole = True
+
     def __init__(
         self,
         spec: VllmServerSpec,

@@ -57,6 +57,7 @@ class Resharder:
         dtype: DtypeName,
         *,
         keeper: KeepingSampler | None = None,
+        is_whole: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Plans, and connects the ranks.
@@ -67,6 +68,8 @@ class Resharder:
             keeper: The sampler, if it generates with whole parameters on each rank and keeps the
                 tensors that it is handed. None for vLLM, which has names and slices of its own, but
                 takes an adapter's factors whole.
+            is_whole: Whether each rank gets whole parameters by Hugging Face name, though there is
+                no keeper.
             timeout_s: Longest wait for one bucket.
 
         Raises:
@@ -79,7 +82,7 @@ class Resharder:
         self.plan = make_plan(
             train_layout(model.shape, layout.train, trained_only=True),
             generate_layout(model.shape, layout, dtype)
-            if keeper is None and model.shape.adapter is None
+            if keeper is None and model.shape.adapter is None and not is_whole
             else whole_layout(model.shape.trained_manifest(dtype), layout.world_size),
         )
         self._timeout_s = timeout_s

@@ -114,7 +114,8 @@ class ActorRole(ModelRole, SamplingRole):
             self._rest = before_each_pass(model, self._put_sampler_to_sleep)
         if mesh.world.size > 1:
             dtype = spec.dtype if adapter is None else "float32"
-            self._resharder = Resharder(model, dtype, keeper=keeper)
+            is_whole = self._backend.takes_whole
+            self._resharder = Resharder(model, dtype, keeper=keeper, is_whole=is_whole)
         elif keeper is not None:
             self._lent = LentWeights(model, keeper)
 

@@ -32,6 +32,9 @@ from rolemesh.engine.rollout.servers.weights import WeightBroadcast
 from rolemesh.engine.specs import AdapterSpec, VllmServerSpec
 from rolemesh.engine.transport.cuda_queue import CudaQueue
 
+_SHORT_S = 20.0
+"""Time for a sign of life."""
+
 
 class HeldWeights(ABC):
     """The newest weights, as servers hold them. Owner: the compute thread, with its loop.
@@ -182,7 +185,7 @@ class HeldWhole(HeldWeights):
             for _ in taken:
                 pass
             return
-        reached = await fleet.on_some(_itself)
+        reached = await fleet.on_some(_that_answers)
         # Versions may come again with other weights: no number does.
         version = f"{self._token}-v{policy_version}-{next(self._numbers)}"
         await self._broadcast.update([one.client for one in reached.values()], taken, version)
@@ -214,7 +217,8 @@ class HeldWhole(HeldWeights):
             self._broadcast.disconnect()
 
 
-async def _itself(server: Server) -> Server:
+async def _that_answers(server: Server) -> Server:
+    await server.client.get("/health", timeout_s=_SHORT_S)
     return server
 
 
