@@ -27,7 +27,7 @@ from rolemesh.engine.rollout.requests import (
     RolloutTrajectory,
     completion_budget,
 )
-from rolemesh.engine.rollout.servers.admission import ServerAdmission, ServerUnfitError
+from rolemesh.engine.rollout.servers.admission import ServerAdmission, check_distribution
 from rolemesh.engine.rollout.servers.client import SamplersUnavailableError, ServerRefusedError
 from rolemesh.engine.rollout.servers.fleet import Fleet, Server
 from rolemesh.engine.rollout.servers.held import HeldWeights, held_weights
@@ -74,9 +74,9 @@ class VllmServerBackend(RolloutBackend):
     changes no row. Owned by the rank's compute thread, on which its event loop runs, too, whenever
     a method waits.
 
-    Ranks know nothing of each other but the names of adapters: each sends its own rows, and hands
-    over the weights that it gets. That costs a file that is written twice, and no rank waits for
-    another in the middle of a generation.
+    Each rank sends its own rows. Each also hands over an adapter by itself, under a name that they
+    share, so that none waits for another in the middle of a generation; whole weights are sent by
+    the first.
 
     Example::
 
@@ -244,17 +244,9 @@ class VllmServerBackend(RolloutBackend):
 
     async def _draw(self, row: Row, sampling: SamplingSpec, policy_version: int) -> None:
         """Has a row drawn to its end."""
-        is_plain = sampling.greedy or (
-            sampling.temperature == 1.0 and sampling.top_p == 1.0 and sampling.top_k == -1
-        )
 
         async def at(server: Server) -> None:
-            if not is_plain and not server.is_processed:
-                raise ServerUnfitError(
-                    f"{server.url} gives log-probs of the model and not of the distribution that "
-                    "it draws from, which differ for this temperature, top_p or top_k: start it "
-                    "with --logprobs-mode processed_logprobs"
-                )
+            check_distribution(server, sampling)
             try:
                 await self._draw_at(server, row, sampling)
             except ServerRefusedError as error:

@@ -8,7 +8,6 @@ far. So what a row gets does not depend on which server drew it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import json
 import threading
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from support.toy_sampling import STOP, toy_logprob, toy_token
 
 BASE = "base-model"
-STOP = 2
 
 
 class Refusal(Exception):
@@ -397,25 +396,6 @@ class FakeVllm:
             },
             "finish_reason": reason,
         }
-
-
-def toy_logprob(before: int, token: int, scale: float) -> float:
-    return -0.5 - 0.01 * ((7 * before + 13 * token) % 50) - scale
-
-
-def toy_token(seed: int, position: int, before: int, vocab_size: int) -> int:
-    digest = hashlib.sha256(f"{seed}:{position}:{before}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big")
-    return STOP if number % 23 == 0 else 3 + number % (vocab_size - 3)
-
-
-def toy_tokens(seed: int, before: int, count: int, vocab_size: int) -> list[int]:
-    """So many tokens after one, also where one of them stops."""
-    tokens: list[int] = []
-    for position in range(count):
-        before = toy_token(seed, position, before, vocab_size)
-        tokens.append(before)
-    return tokens
 
 
 async def _send(writer: asyncio.StreamWriter, status: int, answer: Any) -> None:

@@ -28,7 +28,7 @@ from rolemesh.engine.rollout.servers.requests import (
     scores_of,
     scoring_body,
 )
-from rolemesh.engine.specs import VllmServerSpec
+from rolemesh.engine.specs import SamplingSpec, VllmServerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -162,3 +162,20 @@ class ServerAdmission:
     def _a_token(self) -> int:
         """Some token of the vocabulary."""
         return self._folder.stop_tokens[0]
+
+
+def check_distribution(server: Server, sampling: SamplingSpec) -> None:
+    """Refuses a server whose log-probs are not those of the distribution that is drawn from.
+
+    Raises:
+        ServerUnfitError: It gives the model's own, and they differ.
+    """
+    is_plain = sampling.greedy or (
+        sampling.temperature == 1.0 and sampling.top_p == 1.0 and sampling.top_k == -1
+    )
+    if not is_plain and not server.is_processed:
+        raise ServerUnfitError(
+            f"{server.url} gives log-probs of the model and not of the distribution that it draws "
+            "from, which differ for this temperature, top_p or top_k: start it with "
+            "--logprobs-mode processed_logprobs"
+        )

@@ -28,7 +28,7 @@ from rolemesh.engine.rollout.servers.client import (
 from rolemesh.engine.rollout.servers.fleet import Fleet, Server
 from rolemesh.engine.rollout.servers.requests import Served
 from rolemesh.engine.rollout.servers.senders import NcclSender, WeightSender
-from rolemesh.engine.rollout.servers.weights import WeightBroadcast
+from rolemesh.engine.rollout.servers.weights import WeightBroadcast, holds
 from rolemesh.engine.specs import AdapterSpec, VllmServerSpec
 from rolemesh.engine.transport.cuda_queue import CudaQueue
 
@@ -179,24 +179,25 @@ class HeldWhole(HeldWeights):
         return ((name, one.to(self._device, self._dtype)) for name, one in weights)
 
     async def send(self, fleet: Fleet, taken: Any, policy_version: int) -> None:
-        """Broadcasts them to those that are admitted."""
+        """Broadcasts them to those that answer; on other ranks than the first, only reads them."""
         self.served = Served(model=None)
+        # Versions may come again with other weights: no number does, and all ranks count alike.
+        version = f"{self._token}-v{policy_version}-{next(self._numbers)}"
         if self._broadcast is None:
             for _ in taken:
                 pass
-            return
-        reached = await fleet.on_some(_that_answers)
-        # Versions may come again with other weights: no number does.
-        version = f"{self._token}-v{policy_version}-{next(self._numbers)}"
-        await self._broadcast.update([one.client for one in reached.values()], taken, version)
+        else:
+            reached = await fleet.on_some(_that_answers)
+            await self._broadcast.update([one.client for one in reached.values()], taken, version)
         self.served = Served(model=None, salt=version)
 
     async def bring(self, server: Server) -> None:
         """Only looks: one server cannot have them by itself."""
-        if self._broadcast is None or self.served.salt is None:
+        if self.served.salt is None:
             return
-        if not await self._broadcast.holds(server.client, self.served.salt):
-            self._broadcast.disconnect()
+        if not await holds(server.client, self.served.salt, timeout_s=_SHORT_S):
+            if self._broadcast is not None:
+                self._broadcast.disconnect()
             raise ServerUnavailableError(
                 f"{server.url} was started anew, and gets weights with the next update"
             )

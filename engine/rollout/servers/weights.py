@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -89,13 +88,6 @@ class WeightBroadcast:
         except BaseException:
             self.disconnect()
             raise
-
-    async def holds(self, client: ServerClient, version: str) -> bool:
-        """Whether a server says that it holds an update; one that was started anew does not."""
-        answer = client.decoded(
-            await client.get("/weight_info", timeout_s=self._timeout_s), "/weight_info"
-        )
-        return isinstance(answer, dict) and answer.get("weight_version") == version
 
     async def _connect(self, clients: Sequence[ServerClient]) -> None:
         urls = tuple(client.url for client in clients)
@@ -193,11 +185,18 @@ class WeightBroadcast:
             raise ServerRefusedError(
                 f"{error}: {_REMEDY}", status=error.status, words=error.words
             ) from error
-        answer = json.loads(text) if text[:1] == b"{" else None
+        answer = client.decoded(text, route)
         size = answer.get("world_size") if isinstance(answer, dict) else None
         if type(size) is not int or not 1 <= size <= 2**16:
             raise AnswerInvalidError(f"{client.url}{route} answered {text[:100]!r}: no world_size")
         return size
+
+
+async def holds(client: ServerClient, version: str, *, timeout_s: float) -> bool:
+    """Whether a server says that it holds an update; one that was started anew does not."""
+    route = "/weight_info"
+    answer = client.decoded(await client.get(route, timeout_s=timeout_s), route)
+    return isinstance(answer, dict) and answer.get("weight_version") == version
 
 
 def _chunks(
