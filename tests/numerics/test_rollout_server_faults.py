@@ -173,6 +173,7 @@ def test_a_server_that_is_silent_is_left_for_another(make: Make, servers: list[F
         ("huge", "more than"),
         ("no_json", "no JSON"),
         (400, "a fault of the test"),
+        (500, "3 times: look into the server's log"),
         (302, "redirects are not followed"),
     ],
 )

@@ -26,6 +26,7 @@ from support.toy_sampling import STOP, toy_tokens
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.rollout.base import generated
+from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
@@ -121,6 +122,8 @@ def test_each_update_has_a_name_of_its_own_and_the_one_before_last_goes(
     backend.update_weights(factors(backend, 0.05), 3)
     asked = requests(4)
     check_logprobs(asked, sampled(backend, asked), lambda _: toy_scale(backend, 0.05))
+    checksums = {name: tensor_checksum(one) for name, one in factors(backend, 0.05)}
+    assert backend.weight_checksums() == checksums
     config = json.loads(
         (tmp_path / "shared" / servers[0].drawn()[-1]["model"] / "adapter_config.json").read_text()
     )

@@ -16,6 +16,7 @@ from rolemesh.engine.rollout.servers.client import (
     SamplersUnavailableError,
     ServerClient,
     ServerError,
+    ServerRefusedError,
     ServerUnavailableError,
     WeightsLostError,
 )
@@ -33,6 +34,11 @@ LONGEST_BACKOFF_S = 5.0
 
 LISTENING_S = 10.0
 """Longest wait at the start for all servers to listen, where some do."""
+
+INTERNAL_ERROR = 500
+MOST_FAULTS = 3
+"""Errors within servers, after which a request is taken to be what makes them. vLLM gives one to
+all that runs when its engine dies, and for log-probs that are NaN."""
 
 _REMEDY = (
     "start them again at the same addresses, or correct urls; the run goes on when one of them is "
@@ -149,7 +155,7 @@ class Fleet:
             ServerError: One refused, or answered with nonsense.
         """
         failed: Server | None = None
-        ends_at, num_failures = 0.0, 0
+        ends_at, num_failures, num_faults = 0.0, 0, 0
         while True:
             async with self._place(but=failed, ends_at=ends_at) as server:
                 try:
@@ -157,6 +163,13 @@ class Fleet:
                     answer = await work(server)
                 except ServerUnavailableError as error:
                     self._note(server, error)
+                    num_faults += error.status == INTERNAL_ERROR
+                    if num_faults == MOST_FAULTS:
+                        raise ServerRefusedError(
+                            f"{error}; so it was {num_faults} times: look into the server's log",
+                            status=INTERNAL_ERROR,
+                            words=str(error),
+                        ) from error
                 except ServerError:
                     # An answer, even a wrong one, is a sign of life.
                     server.breaker.succeeded()

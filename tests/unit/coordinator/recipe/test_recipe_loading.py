@@ -153,7 +153,7 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
         (
             "actor.rollout.type=vlm",
             "actor.rollout.type is 'vlm' (--set actor.rollout.type=vlm): "
-            "valid types are vllm, hf; did you mean 'vllm'?",
+            "valid types are vllm, hf, vllm_server; did you mean 'vllm'?",
         ),
         (
             "store.type=redis",
