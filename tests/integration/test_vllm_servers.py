@@ -12,17 +12,22 @@ import httpx
 import peft
 import pytest
 import torch
-from support.adapters import write_adapter
 from support.in_flight_checks import at_steps
 from support.learning_runs import learn, service_processes
 from support.learning_tasks import LIKED, OTHER, sampled_recipe, write_task
 from support.vllm_servers import VllmServer, vllm_servers
 from transformers import AutoModelForCausalLM
 
+from rolemesh.engine.layout.adapters import split_factor
+from rolemesh.engine.layout.manifest import Parameter
+from rolemesh.engine.models.adapter_files import adapter_config
+from rolemesh.engine.models.adapters import module_in_layer
 from rolemesh.engine.rollout.distribution import sampling_logprobs
+from rolemesh.engine.rollout.model_folder import expected_factors, read_model_folder
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm_server import VllmServerBackend
 from rolemesh.engine.specs import AdapterSpec, SamplingSpec, VllmServerSpec
+from rolemesh.engine.weights.export import write_adapter_folder
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +45,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(task: Path) -> Path:
-    """An adapter that PEFT saved."""
-    return write_adapter(task / "adapter", task / "model")
+    """An adapter as a run exports it."""
+    shapes = expected_factors(read_model_folder(task / "model", 64), ADAPTER).shapes
+    modules = [module for module, _ in filter(None, map(split_factor, shapes))]
+    targets = list(dict.fromkeys(map(module_in_layer, modules)))
+    write_adapter_folder(
+        task / "adapter",
+        config=adapter_config(ADAPTER, targets, task / "model", "CAUSAL_LM"),
+        manifest={name: Parameter(shape, "float32") for name, shape in shapes.items()},
+        parameters=random_factors(shapes, 99),
+        source=task / "model",
+    )
+    return task / "adapter"
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +79,15 @@ def backend(task: Path, servers: list[VllmServer], tmp_path: Path) -> Iterator[V
     backend.close()
 
 
-def factors(backend: VllmServerBackend, seed: int) -> list[tuple[str, torch.Tensor]]:
+def random_factors(
+    shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (name, 0.2 * torch.randn(shape, generator=generator))
-        for name, shape in backend._expected.shapes.items()
-    ]
+    return [(name, 0.2 * torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+
+
+def factors(backend: VllmServerBackend, seed: int) -> list[tuple[str, torch.Tensor]]:
+    return random_factors(backend._expected.shapes, seed)
 
 
 def merged(task: Path, folder: Path) -> Any:
@@ -156,7 +174,7 @@ def test_weights_in_the_middle_give_each_token_its_version(
     assert any(set(one.policy_versions) == {0, 1} for one in found)
 
 
-def test_a_folder_that_peft_saved_is_served_as_a_module_of_the_start(
+def test_a_folder_of_an_export_is_served_as_a_module_of_the_start(
     servers: list[VllmServer], task: Path, saved: Path
 ) -> None:
     body = {"model": "saved", "prompt": list(PROBE), "max_tokens": 1, "prompt_logprobs": 0}
