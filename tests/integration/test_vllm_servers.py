@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -238,10 +237,9 @@ async def test_a_rollout_service_samples_at_the_servers_while_the_actor_trains(
     assert len(run.records) == 3
 
 
-def test_a_server_that_is_killed_in_the_middle_loses_no_row(
+def test_a_server_that_is_killed_in_the_middle_loses_no_row_and_comes_back(
     backend: VllmServerBackend, servers: list[VllmServer], task: Path, tmp_path: Path
 ) -> None:
-    """The last test: one server is gone afterwards."""
     backend.update_weights(factors(backend, 20), 5)
     model = merged(task, newest(backend, tmp_path))
     sampling, asked = SamplingSpec(max_new_tokens=50), requests(48)
@@ -254,5 +252,10 @@ def test_a_server_that_is_killed_in_the_middle_loses_no_row(
     backend.update_weights(factors(backend, 21), 6)
     model = merged(task, newest(backend, tmp_path))
     check_rows(asked, list(backend.generate(asked, sampling)), {6: model}, sampling)
-    config = json.loads((newest(backend, tmp_path) / "adapter_config.json").read_text())
-    assert config["r"] == 4
+    # Back again it has nothing, and gets the newest adapter before it is asked.
+    servers[0].start()
+    servers[0].wait()
+    check_rows(asked, list(backend.generate(asked, sampling)), {6: model}, sampling)
+    cards = httpx.get(f"{servers[0].url}/v1/models", trust_env=False, timeout=60).json()["data"]
+    assert backend._held.served.model in {card["id"] for card in cards}
+    assert len(backend.score_each(PROBE)) == 2

@@ -309,3 +309,25 @@ def test_a_start_goes_on_without_a_server_that_is_absent(
     servers[0].kill()
     with pytest.raises(SamplersUnavailableError):
         make(deadline_s=0.5)
+
+
+def test_a_server_that_was_started_anew_between_two_updates_is_checked_anew(
+    make: Make, servers: list[FakeVllm]
+) -> None:
+    backend, sampling = make(), SamplingSpec(max_new_tokens=4, temperature=0.7)
+    backend.update_weights(factors(backend, 0.01), 0)
+    sampled(backend, requests(8), sampling)
+    # Nobody asks it anything meanwhile, and it has other flags now.
+    servers[1].kill()
+    servers[1].logprobs_mode = "raw_logprobs"
+    servers[1].start()
+    backend.update_weights(factors(backend, 0.02), 1)
+    with pytest.raises(ServerUnfitError, match="--logprobs-mode processed_logprobs"):
+        sampled(backend, requests(8), sampling)
+    # Both at once: an update waits until they have been admitted.
+    for server in servers:
+        server.kill()
+        server.logprobs_mode = "processed_logprobs"
+        server.start()
+    backend.update_weights(factors(backend, 0.03), 2)
+    sampled(backend, requests(8), sampling)

@@ -41,16 +41,21 @@ class VllmServer:
             self.port = int(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        with log.open("wb") as file:
+        self._command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "64"),
+            *("--max-num-seqs", "16", "--enable-lora", "--max-lora-rank", "8"),
+            *("--logprobs-mode", "processed_logprobs"),
+            *flags,
+        ]
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, also after it was killed: at the same address."""
+        with self.log.open("wb") as file:
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                    *("--model", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
-                    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "64"),
-                    *("--max-num-seqs", "16", "--enable-lora", "--max-lora-rank", "8"),
-                    *("--logprobs-mode", "processed_logprobs"),
-                    *flags,
-                ],
+                self._command,
                 env={**os.environ, **_ENVIRONMENT},
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -26,6 +27,7 @@ from rolemesh.engine.models.adapter_files import adapter_config, stored_name
 from rolemesh.engine.models.adapters import module_in_layer
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.servers.client import (
+    AnswerInvalidError,
     ServerClient,
     ServerError,
     ServerRefusedError,
@@ -206,6 +208,23 @@ def _not_loaded(error: Exception, status: int, found: str, path: str) -> ServerR
             "actor.model.adapter, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
         )
     return ServerRefusedError(f"{found}: {remedy}", status=status, words=found)
+
+
+async def names_at(client: ServerClient, *, timeout_s: float) -> set[str]:
+    """Names of what a server serves, adapters among them; raises ServerError."""
+    return {str(card.get("id")) for card in await models_at(client, timeout_s=timeout_s)}
+
+
+async def models_at(client: ServerClient, *, timeout_s: float) -> list[dict[str, Any]]:
+    """What a server says of each of its models and adapters; raises ServerError."""
+    route = "/v1/models"
+    answer = client.decoded(await client.get(route, timeout_s=timeout_s), route)
+    cards = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
+        raise AnswerInvalidError(
+            f"{client.url}{route} lists no models: give urls of vLLM servers, without /v1"
+        )
+    return cards
 
 
 async def unload(client: ServerClient, name: str) -> None:

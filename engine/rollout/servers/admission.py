@@ -9,6 +9,7 @@ from typing import Any
 
 from rolemesh.engine.rollout.model_folder import ModelFolder
 from rolemesh.engine.rollout.probe import FARTHEST, FARTHEST_EXACT
+from rolemesh.engine.rollout.servers.adapters import models_at
 from rolemesh.engine.rollout.servers.client import (
     AnswerInvalidError,
     ServerError,
@@ -84,14 +85,10 @@ class ServerAdmission:
         await self._check_scores(server)
 
     async def _check_model(self, server: Server) -> None:
-        text = await server.client.get("/v1/models", timeout_s=_SHORT_S)
-        answer = server.client.decoded(text, "/v1/models")
-        cards = answer.get("data") if isinstance(answer, dict) else None
-        own = [one for one in cards or [] if isinstance(one, dict) and not one.get("parent")]
+        cards = await models_at(server.client, timeout_s=_SHORT_S)
+        own = [card for card in cards if not card.get("parent")]
         if not own:
-            raise AnswerInvalidError(
-                f"{server.url}/v1/models names no model: give urls of vLLM servers, without /v1"
-            )
+            raise AnswerInvalidError(f"{server.url}/v1/models names no model beside adapters")
         server.name = str(own[0].get("id"))
         most = own[0].get("max_model_len")
         if type(most) is int and most < self._spec.max_model_len:

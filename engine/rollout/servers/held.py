@@ -17,6 +17,7 @@ from rolemesh.engine.rollout.servers.adapters import (
     AdapterFolders,
     WrittenAdapter,
     load,
+    names_at,
     unload,
 )
 from rolemesh.engine.rollout.servers.client import (
@@ -105,10 +106,20 @@ class HeldAdapter(HeldWeights):
     async def send(self, fleet: Fleet, taken: Any, policy_version: int) -> None:
         """Writes and has it loaded; drops what is older than the one before."""
         written = self._folders.write(taken, policy_version)
+        before = self._kept[-1:]
         # From here on, also where a server fails: what comes back is brought this one.
         self._kept = [*(one for one in self._kept if one.name != written.name), written]
         self.served = Served(model=written.name)
-        await fleet.on_some(self.bring)
+
+        async def renew(server: Server) -> None:
+            known = await names_at(server.client, timeout_s=_SHORT_S)
+            if written.name not in known:
+                if any(one.name not in known for one in before):
+                    # Started anew while nothing was asked of it: maybe with other flags.
+                    raise self._lost(server, before[0].name)
+                await self.bring(server)
+
+        await fleet.on_some(renew)
         dropped, self._kept = self._kept[:-KEPT], self._kept[-KEPT:]
         await self._drop(fleet, dropped)
 
@@ -131,12 +142,11 @@ class HeldAdapter(HeldWeights):
 
     def refusal(self, server: Server, error: ServerRefusedError) -> ServerError:
         """A server that does not know the adapter was started anew, and can have it again."""
-        if error.status != 404:
-            return error
+        return self._lost(server, self.served.model) if error.status == 404 else error
+
+    def _lost(self, server: Server, name: str | None) -> WeightsLostError:
         return WeightsLostError(
-            f"{server.url} has lost adapter {self.served.model!r}, as one that was started anew "
-            f"has ({error.words})",
-            status=404,
+            f"{server.url} has lost adapter {name!r}, as one that was started anew has", status=404
         )
 
     def checksums(self) -> Mapping[str, str]:
