@@ -22,6 +22,7 @@ from rolemesh.engine.layout.adapters import factor_name, split_factor
 from rolemesh.engine.models.sharded_loading import FolderTensors
 from rolemesh.engine.rollout.model_folder import ExpectedWeights, ModelFolder, expected_weights
 from rolemesh.engine.rollout.vllm_engine import FirstWeights
+from rolemesh.engine.rollout.vllm_held_engine import HeldEngine
 from rolemesh.engine.rollout.vllm_updates import load_whole
 from rolemesh.engine.specs import AdapterSpec, VllmSpec
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AdapterWay = Literal["slots", "merged"]
+
+_numbers = itertools.count(1)
+"""Ids of adapters; none is used twice in a process."""
 
 
 class ServedAdapter(ABC):
@@ -55,11 +59,11 @@ class ServedAdapter(ABC):
         """Raises ValueError where a new engine cannot serve the adapter."""
 
     @abstractmethod
-    def load(self, engine: Any, factors: Mapping[str, torch.Tensor]) -> None:
-        """Gives the engine another version of the adapter.
+    def load(self, held: HeldEngine, factors: Mapping[str, torch.Tensor]) -> None:
+        """Gives the engine another version of the adapter, whatever it had before.
 
         Args:
-            engine: VLLM's LLMEngine.
+            held: VLLM's engine.
             factors: From `own_copies`.
         """
 
@@ -82,8 +86,6 @@ class SlottedAdapter(ServedAdapter):
     def __init__(self, spec: AdapterSpec, expected: ExpectedWeights) -> None:
         self._spec = spec
         self._modules = _modules(expected.shapes)
-        # No id is used twice.
-        self._numbers = itertools.count(1)
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Slots beside the matrices that have an adapter, of the model's type.
@@ -108,12 +110,12 @@ class SlottedAdapter(ServedAdapter):
 
         engine.apply_model(lambda model: check_slots(model, self._modules))
 
-    def load(self, engine: Any, factors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, held: HeldEngine, factors: Mapping[str, torch.Tensor]) -> None:
         """Fills the slot under a new id."""
         from rolemesh.engine.rollout.vllm_slots import fill_slot, slot_request
 
-        request = slot_request(next(self._numbers))
-        engine.apply_model(lambda model: fill_slot(model, factors, request, self._spec.scale))
+        request = slot_request(next(_numbers))
+        held.engine.apply_model(lambda model: fill_slot(model, factors, request, self._spec.scale))
         self.request = request
 
     def redirect(self, engine: Any) -> None:
@@ -151,7 +153,6 @@ class MergedAdapter(ServedAdapter):
         self._shapes = expected_weights(folder).shapes
         self._adapted = [f"{module}.weight" for module in _modules(expected.shapes)]
         self._matrices: list[WrittenMatrix] | None = None
-        self._holds_base = False
         with FolderTensors(self._path) as tensors:
             missing = [name for name in self._shapes if tensors.stored_name(name) is None]
         if missing:
@@ -171,15 +172,15 @@ class MergedAdapter(ServedAdapter):
         if self._matrices is None:
             logger.info("each update of the adapter loads every weight of the engine")
 
-    def load(self, engine: Any, factors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, held: HeldEngine, factors: Mapping[str, torch.Tensor]) -> None:
         """Writes the sums, and the base where the engine does not hold it."""
-        holds_base, self._holds_base = self._holds_base, False
+        holds_base, held.holds_base = held.holds_base, False
         if holds_base and self._matrices is not None:
-            self._write(engine, self._matrices, factors)
+            self._write(held.engine, self._matrices, factors)
         else:
-            load_whole(engine, self.weights(factors))
+            load_whole(held.engine, self.weights(factors))
         # Not after a failure, which leaves some of this version and some of another.
-        self._holds_base = True
+        held.holds_base = True
 
     def redirect(self, engine: Any) -> None:
         """Does nothing: requests know of no adapter."""

@@ -27,7 +27,6 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.rollout import vllm_adapters
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.vllm import VllmBackend
-from rolemesh.engine.rollout.vllm_adapters import MergedAdapter
 from rolemesh.engine.specs import SamplingSpec
 
 SAMPLING = SamplingSpec(max_new_tokens=20)
@@ -70,8 +69,7 @@ def test_an_update_writes_the_bits_that_loading_every_weight_does(
     whole = []
     for model in models:
         # What a new engine, or one after a failure, begins with.
-        assert isinstance(backend._served, MergedAdapter)
-        backend._served._holds_base = False
+        backend._held.holds_base = False
         whole.append(bring(model))
     assert whole[0][0] != whole[1][0]
     with monkeypatch.context() as patch:

@@ -98,9 +98,9 @@ class Sampler(Trained):
 
 
 @contextmanager
-def made_sampler(case: Case, directory: Path) -> Iterator[Sampler]:
-    """A sampler of a base in a folder that is made."""
-    folder = case.folder(directory)
+def made_sampler(case: Case, directory: Path, *, shares_engine: bool = False) -> Iterator[Sampler]:
+    """A sampler of a base in a folder that is made, unless it is there."""
+    folder = directory if directory.exists() else case.folder(directory)
     spec = VllmSpec.model_validate(
         {
             "dtype": case.dtype,
@@ -109,10 +109,11 @@ def made_sampler(case: Case, directory: Path) -> Iterator[Sampler]:
             "adapters": case.way,
         }
     )
-    backend = make_backend(spec, folder, adapter=case.adapter)
+    backend = make_backend(spec, folder, adapter=case.adapter, shares_engine=shares_engine)
     assert isinstance(backend, VllmBackend)
-    yield Sampler(case, folder, backend)
-    backend.close()
+    made = Sampler(case, folder, backend)
+    yield made
+    made.backend.close()
 
 
 def factors(model: CausalLm) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.errors import InternalError, PreconditionError, UnavailableError
 from rolemesh.services.runtime.calls.call import Call
-from rolemesh.services.runtime.calls.compute import ComputeThread
+from rolemesh.services.runtime.calls.compute import RunCompute
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
@@ -51,7 +51,7 @@ class RunHold:
     def __init__(
         self,
         role: Role,
-        compute: ComputeThread,
+        compute: RunCompute,
         store: ExperienceStore,
         ledger: OperationLedger,
         close: Callable[[], None],
