@@ -14,7 +14,7 @@ from support.services import ToyRole, operation_key, serving
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.errors import PreconditionError
+from rolemesh.rpc.errors import PreconditionError, UnsupportedError
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.services.runtime.server.config import ConfigError, load_config
 from rolemesh.services.runtime.service_server import ServiceServer
@@ -146,6 +146,17 @@ async def test_what_concerns_the_process_reaches_all_runs(
     assert not server.tenants.of("one").ledger.running()
     await slow
     assert server.process.exit_requested.is_set()
+
+
+async def test_a_shared_service_does_not_sleep_for_one_run(
+    shared: tuple[ServiceServer, MeshChannel],
+) -> None:
+    _, channel = shared
+    await begin(channel, "one")
+    request = worker_pb2.SleepRequest(key=operation_key("sleep", run_id="one"))
+    with pytest.raises(UnsupportedError, match=r"may serve 2 runs.*leave pools\.\*\.sleep out"):
+        await worker_pb2_grpc.WorkerServiceStub(channel).Sleep(request)
+    assert (await status(channel, "one")).state == worker_pb2.WORKER_STATE_READY
 
 
 async def test_an_operator_drains_all_runs(shared: tuple[ServiceServer, MeshChannel]) -> None:

@@ -19,7 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rolemesh.engine.devices import be_deterministic
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
-from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, UnsupportedError
 from rolemesh.rpc.tensors import ITEM_BYTES
 from rolemesh.services.runtime.calls.hold import HeldPart
 from rolemesh.services.runtime.calls.role import InitializeResult
@@ -159,6 +159,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.SleepResponse:
         """Moves weights and optimizer to host memory."""
         runtime = self._runtime
+        if runtime.process.config.runs > 1:
+            raise UnsupportedError(
+                f"the {runtime.role.name} may serve {runtime.process.config.runs} runs at once, "
+                "which have one base: it does not sleep for one of them; leave pools.*.sleep out, "
+                "or give the run a service of its own"
+            )
 
         async def work(call: Call) -> worker_pb2.SleepResponse:
             # Set before: what is begun meanwhile would find the weights gone.
