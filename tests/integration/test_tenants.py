@@ -16,7 +16,6 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import PreconditionError, UnsupportedError
 from rolemesh.rpc.service_client import ServiceClient
-from rolemesh.services.runtime.server.config import ConfigError, load_config
 from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
@@ -165,8 +164,3 @@ async def test_an_operator_drains_all_runs(shared: tuple[ServiceServer, MeshChan
     await begin(channel, "two")
     await ServiceClient(channel).drain("", 0)
     assert [runtime.hold.run_id for runtime in server.tenants.runtimes] == ["", ""]
-
-
-def test_several_runs_share_services_of_one_rank_alone() -> None:
-    with pytest.raises(ConfigError, match="runs is 2, but the layout has 2 ranks"):
-        load_config("actor", ["--runs", "2", "--layout", "tp=2"], {})

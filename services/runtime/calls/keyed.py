@@ -108,9 +108,9 @@ class KeyedCalls:
         """
         return [] if self.process.face is None else await self.process.face.tell(request)
 
-    async def _give_back_others(self) -> None:
+    async def _give_back_others(self, run_id: str) -> None:
         if self.process.face is not None:
-            await self.process.face.give_back()
+            await self.process.face.give_back(run_id, self.ledger.newest_epoch(run_id))
 
     async def attach_others(self, request: worker_pb2.AttachRequest) -> None:
         """Has the other ranks of this service attach, while calls in progress still need them."""

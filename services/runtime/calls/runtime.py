@@ -99,8 +99,7 @@ class Runtime(KeyedCalls):
                 reason="LAYOUT_MISMATCH",
             )
         self.layout = layout
-        if self.process.meeting is not None:
-            self.mesh = self.process.meeting.connect(layout)
+        self.mesh = self.process.join_ranks(layout)
         return self.mesh
 
     def sleep_role(self) -> int:
@@ -117,7 +116,8 @@ class Runtime(KeyedCalls):
     def close_role(self) -> None:
         """Frees what Initialize made. On the compute thread."""
         self.role.close()
-        self.mesh.close()
+        if self.mesh.world.size > 1:
+            self.process.leave_ranks()
         self.mesh = RankMesh.single()
 
     def forget_role(self) -> None:

@@ -8,8 +8,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from rolemesh.engine.layout.ranks import HybridLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
+from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.limits import MAX_PEERS
 from rolemesh.services.runtime.calls.compute import ComputeThread
@@ -50,6 +53,8 @@ class ServiceProcess:
         """Where each rank of the service answers; empty where there is one."""
         self.face: Face | None = None
         """On rank 0 of several: passes calls on to all ranks."""
+        self._mesh: RankMesh | None = None
+        self._num_meshes = 0
         self.holds: list[RunHold] = []
         """Of the runs that it may serve at once."""
         self._channels: OrderedDict[str, MeshChannel] = OrderedDict()
@@ -59,6 +64,37 @@ class ServiceProcess:
     def is_face(self) -> bool:
         """Whether this rank speaks for the service."""
         return self.config.rank == 0
+
+    def join_ranks(self, layout: HybridLayout) -> RankMesh:
+        """The process groups of all ranks, made or had already for another run.
+
+        Every rank calls it together, on the compute thread, and `leave_ranks` once for each time.
+
+        Raises:
+            InvalidRequestError: LAYOUT_MISMATCH: the run beside has another layout.
+        """
+        if self.meeting is None:
+            return RankMesh.single()
+        if self._mesh is None:
+            self._mesh = self.meeting.connect(layout)
+        elif self._mesh.layout != layout:
+            raise InvalidRequestError(
+                f"generate is tp={layout.generate.tp},pp={layout.generate.pp}, but a run beside, "
+                f"which shares the service, has tp={self._mesh.layout.generate.tp},"
+                f"pp={self._mesh.layout.generate.pp}: give the same, or another service",
+                reason="LAYOUT_MISMATCH",
+            )
+        self._num_meshes += 1
+        return self._mesh
+
+    def leave_ranks(self) -> None:
+        """Ends a use of the groups, and the groups with the last one."""
+        if self._mesh is None:
+            return
+        self._num_meshes -= 1
+        if not self._num_meshes:
+            self._mesh.close()
+            self._mesh = None
 
     def peer(self, address: str) -> MeshChannel:
         """The channel to a peer, opened on first use; MAX_PEERS are kept, those used last."""

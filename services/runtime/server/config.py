@@ -132,11 +132,6 @@ class ServiceConfig(BaseModel):
                 f"rank is {self.rank}, but the layout has {self.world_size} ranks: leave rank to "
                 "the agent, which counts from 0"
             )
-        if self.runs > 1 and self.world_size > 1:
-            raise ValueError(
-                f"runs is {self.runs}, but the layout has {self.world_size} ranks: several runs "
-                "share services of one rank alone; leave runs out, or layout"
-            )
         self._check_hosts()
         self._check_registering()
         if not self.is_loopback and not self.allow_remote and self.identity is None:
