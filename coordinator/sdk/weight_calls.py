@@ -26,7 +26,8 @@ class WeightCalls(ServiceCalls):
 
     async def get_manifest(self) -> Manifest:
         """Every parameter of its model."""
-        return from_message(Manifest, await self._call(self._client.get_manifest))
+        answer = await self._call(self._client.get_manifest, self._mesh.run_id)
+        return from_message(Manifest, answer)
 
     async def get_checksums(self, holder: str = "trainer") -> Checksums:
         """Hashes of the weights that its "trainer" or its "sampler" holds.
@@ -37,7 +38,8 @@ class WeightCalls(ServiceCalls):
         name = f"WEIGHTS_HOLDER_{holder.upper()}"
         if name not in weights_pb2.WeightsHolder.keys()[1:]:
             raise ValueError(f"holder is {holder!r}: give trainer or sampler")
-        answer = await self._call(self._client.get_checksums, weights_pb2.WeightsHolder.Value(name))
+        asked = weights_pb2.WeightsHolder.Value(name)
+        answer = await self._call(self._client.get_checksums, asked, self._mesh.run_id)
         ranks = (answer, *answer.other_ranks)
         return Checksums(
             answer.policy_version, tuple(MappingProxyType(dict(one.checksums)) for one in ranks)

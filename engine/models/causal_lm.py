@@ -68,7 +68,7 @@ class CausalLm(Decoder):
             # sampler's activations are bfloat16 there too.
             self._round_layers(trainable, narrow_gradients=True)
             self.autocasts = False
-        self.freeze(trainable=trainable)
+        self.settle(trainable=trainable)
 
     @property
     def vocabulary_VD(self) -> torch.Tensor:

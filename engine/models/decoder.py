@@ -31,6 +31,7 @@ from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.rounding import narrow_layers, round_for_good, round_weights
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of, no_mask
+from rolemesh.engine.models.shared_base import share_base
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.packing.tree_packing import SharingCost
 from rolemesh.engine.parallel.agreement import Peers
@@ -168,11 +169,6 @@ class Decoder(nn.Module):
             self.lm.set_attn_implementation(SHARING_ATTENTION)
         self.sharing: SharingCost | None = None
         """What forward passes cost where rows may share their beginnings; None: they never do."""
-        if maker_without_values() is None:
-            # Parameters that the data axis will cut stay on the meta device until then.
-            self._apply(  # type: ignore[no-untyped-call]
-                lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
-            )
 
     def _room_bytes(self) -> int | None:
         """What the GPU has left for passes, beside this rank's weights, gradients and moments.
@@ -348,10 +344,29 @@ class Decoder(nn.Module):
         found = (split_factor(name) for name, _ in self.named_weights())
         return tuple(dict.fromkeys(module_in_layer(one[0]) for one in found if one is not None))
 
-    def freeze(self, *, trainable: bool) -> None:
-        """Says of which parameters gradients are asked: of none, or of the trained ones."""
+    def settle(self, *, trainable: bool) -> None:
+        """Ends the loading: moves all to the device, and says of what gradients are asked.
+
+        Frozen ones lie where an earlier model of the process has the same values, if one has them.
+
+        Args:
+            trainable: Whether gradients are asked of the parameters that training changes, else of
+                none.
+        """
         for name, weight in self.named_weights():
             weight.requires_grad_(trainable and self.trains(name))
+        if maker_without_values() is not None:
+            return
+        if self.mesh.fsdp.size == 1:
+            frozen = [(name, one) for name, one in self.named_weights() if not one.requires_grad]
+            if shared := share_base(frozen, self.device):
+                logger.info(
+                    "%s: %d bytes are shared with other models", type(self).__name__, shared
+                )
+        # Parameters that the data axis will cut stay on the meta device until then.
+        self._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
+        )
 
     def partial_gradients(self) -> dict[str, int]:
         """Weights whose gradient is this slice's share of a sum; see `tensor_parallel`."""

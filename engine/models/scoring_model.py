@@ -119,7 +119,7 @@ class ScoringModel(Decoder):
             trainable=trainable,
         )
         self.head_spec = head
-        self.freeze(trainable=trainable)
+        self.settle(trainable=trainable)
         if head.per == "token":
             self.share_prefixes()
         if not self.mesh.pp.is_last:

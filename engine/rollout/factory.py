@@ -20,6 +20,7 @@ def make_backend(
     numerics: Numerics = "exact",
     updates_between_steps: bool = False,
     adapter: AdapterSpec | None = None,
+    shares_engine: bool = False,
 ) -> RolloutBackend:
     """Makes a back end without weights: send them before the first generation.
 
@@ -37,6 +38,8 @@ def make_backend(
         updates_between_steps: Whether new weights may come between two tokens.
         adapter: What the trainer trains beside the folder's own weights; the back end then loads
             those, and updates bring the adapter's factors alone. None: updates bring all weights.
+        shares_engine: Whether other back ends of the process, each with an adapter on the same
+            base, are to use the same engine of vLLM. That of hf shares the base in any case.
 
     Raises:
         LayoutError: The back end cannot generate in that layout.
@@ -53,6 +56,7 @@ def make_backend(
             numerics=numerics,
             updates_between_steps=updates_between_steps,
             adapter=adapter,
+            shares_engine=shares_engine,
         )
     if isinstance(spec, VllmServerSpec):
         from rolemesh.engine.rollout.vllm_server import VllmServerBackend

@@ -20,6 +20,7 @@ from rolemesh.engine.devices import current_device, sent
 from rolemesh.engine.layout.ranks import LayoutError
 from rolemesh.engine.models.adapters import attach
 from rolemesh.engine.models.folder import load_model
+from rolemesh.engine.models.shared_base import share_base
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
@@ -104,7 +105,13 @@ class HfBackend(RolloutBackend):
         }
         """Those that come in updates."""
         self._empty()
-        self._model = model.to(self._device).eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        # The base of an adapter is the trainer's, too.
+        base = [
+            (name, one) for name, one in model.named_parameters() if name not in self._parameters
+        ]
+        share_base(base, self._device)
+        self._model = model.to(self._device)
 
     def _base(self) -> Any:
         from transformers import AutoModelForCausalLM

@@ -29,6 +29,7 @@ from rolemesh.engine.rollout.requests import (
 )
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, served_adapter
 from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
+from rolemesh.engine.rollout.vllm_held_engine import HeldEngine, joined, settings_of, share
 from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.rollout.vllm_process import (
     own_random_state,
@@ -39,14 +40,12 @@ from rolemesh.engine.rollout.vllm_ranks import (
     check_allocator,
     check_generate_layout,
     check_groups,
-    end_engine,
     engine_start,
     leave_groups,
-    wake_to_end,
 )
 from rolemesh.engine.rollout.vllm_updates import load_whole, place_parts
 from rolemesh.engine.specs import AdapterSpec, Numerics, SamplingSpec, VllmSpec
-from rolemesh.engine.specs.by_device import described, sampler_choices
+from rolemesh.engine.specs.by_device import Choices, described, sampler_choices
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,8 @@ class VllmBackend(RolloutBackend):
     Where the trainer trains an adapter, updates bring its factors alone, whole on every rank, and
     `sampler_choices` says in which of two ways they are added (`vllm_adapters`).
 
-    One engine lives in a process at a time; `close` makes room for the next.
+    One engine lives in a process at a time; `close` makes room for the next. With `shares_engine`
+    several back ends of the process have the same one, each with an adapter of its own.
 
     With several ranks every rank has an engine. Those of all ranks are made together, and closed
     before the mesh. The ranks of one generation replica (`mesh.generate_tp`) are one sampler:
@@ -92,8 +92,9 @@ class VllmBackend(RolloutBackend):
         numerics: Numerics = "exact",
         updates_between_steps: bool = False,
         adapter: AdapterSpec | None = None,
+        shares_engine: bool = False,
     ) -> None:
-        """Loads the engine; see `factory.make_backend`.
+        """Loads the engine, or joins that of the process; see `factory.make_backend`.
 
         With a `folder_version`, which is the policy_version of the folder's own weights, vLLM loads
         them in its own way (on a CPU without rounding them); None starts without weights. With an
@@ -119,6 +120,12 @@ class VllmBackend(RolloutBackend):
         )
         if adapter is not None and folder_version is not None:
             raise ValueError("folder_version is given with an adapter, which the folder lacks")
+        if shares_engine and adapter is None:
+            raise ValueError(
+                "rollout.type is 'vllm' without model.adapter, but several runs share this "
+                "service, and an engine has one set of weights: train adapters, give rollout type "
+                "hf, or a service of its own"
+            )
         super().__init__(spec, model_path, adapter)
         self._device = device
         self._num_slices = mesh.generate_tp.size
@@ -126,31 +133,26 @@ class VllmBackend(RolloutBackend):
         if self._device.type == "cpu" and choices["activations"].value == "float32":
             self.rounds_to = spec.dtype
         self._request_numbers = itertools.count()
-        self._are_weights_asleep = False
-        self._kv_cache_asleep = False
         first_weights: FirstWeights = "none" if folder_version is None else "folder"
+        slots: Mapping[str, Any] = {}
         if adapter is not None:
             way = choices["adapters"].value
             self._served = served_adapter(way, adapter, spec, self._folder, self._expected)
-            first_weights = self._served.first_weights
-        self._world_is_ours = not (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
+            first_weights, slots = self._served.first_weights, self._served.engine_arguments()
+        settings = settings_of(
+            spec,
+            self._folder.path,
+            **{f"rollout.{name}": choice.value for name, choice in choices.items()},
+            device=str(device),
+            adapter_slots=sorted(slots.items()),
+            adapter_matrices=sorted(self._expected.shapes),
         )
-        prepare_environment(spec.kv_cache_gib)
-        try:
-            with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
-                slots = {} if self._served is None else self._served.engine_arguments()
-                self._engine = make_engine(
-                    spec,
-                    choices,
-                    self._folder,
-                    {**rank_arguments, **slots},
-                    weights=first_weights,
-                )
-            check_groups(mesh)
-        except BaseException:
-            leave_groups(world_is_ours=self._world_is_ours)
-            raise
+        held = joined(settings) if shares_engine else None
+        if held is None:
+            held = self._made(spec, mesh, choices, slots, first_weights, settings)
+            if shares_engine:
+                share(held)
+        self._held = held
         if self._served is not None:
             try:
                 self._served.check(self._engine)
@@ -159,8 +161,49 @@ class VllmBackend(RolloutBackend):
                 raise
         if folder_version is not None:
             self.policy_version = folder_version
+            self._held.user = self
         for line in described(choices):
             logger.info("rollout.%s", line)
+
+    def _made(
+        self,
+        spec: VllmSpec,
+        mesh: RankMesh,
+        choices: Choices,
+        slots: Mapping[str, Any],
+        weights: FirstWeights,
+        settings: Mapping[str, str],
+    ) -> HeldEngine:
+        world_is_ours = not (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        )
+        prepare_environment(spec.kv_cache_gib)
+        try:
+            with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
+                arguments = {**rank_arguments, **slots}
+                engine = make_engine(spec, choices, self._folder, arguments, weights=weights)
+            check_groups(mesh)
+        except BaseException:
+            leave_groups(world_is_ours=world_is_ours)
+            raise
+        return HeldEngine(engine, world_is_ours=world_is_ours, settings=settings)
+
+    @property
+    def _engine(self) -> Any:
+        """VLLM's LLMEngine."""
+        return self._held.engine
+
+    def _take_engine(self) -> None:
+        """Gives the engine this back end's weights where another one has used it since."""
+        held = self._held
+        if held.user is self:
+            return
+        if self._served is None:
+            raise RuntimeError("another back end uses the engine of a whole model")
+        held.user = None
+        self._served.load(held, self._factors)
+        self._begin_anew()
+        held.user = self
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
@@ -191,6 +234,7 @@ class VllmBackend(RolloutBackend):
         watched: dict[str, Drawn] = {}
         # For each request: how many tokens it had when a version of the weights came, and which.
         versions: dict[str, list[tuple[int, int]]] = {}
+        self._take_engine()
         if self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
             # Rows that share no keys with an earlier generation have the same bits when a call is
             # made again by a service that was started anew. On a GPU later turns use the keys,
@@ -243,6 +287,7 @@ class VllmBackend(RolloutBackend):
         from rolemesh.engine.rollout.vllm_scoring import score_row
 
         self._check_ready()
+        self._take_engine()
         with own_random_state(), self._threads():
             return score_row(
                 self._engine,
@@ -295,8 +340,10 @@ class VllmBackend(RolloutBackend):
                 load_whole(self._engine, map(self._rounded, checked))
             else:
                 self._factors = own_copies(checked)
-                self._served.load(self._engine, self._factors)
+                self._held.user = None
+                self._served.load(self._held, self._factors)
             self._begin_anew()
+            self._held.user = self
 
     def update_shard(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
@@ -316,6 +363,7 @@ class VllmBackend(RolloutBackend):
             with self._update(policy_version):
                 place_parts(self._engine, map(self._rounded, tensors))
                 self._begin_anew()
+                self._held.user = self
         finally:
             if isinstance(tensors, Generator):
                 tensors.close()
@@ -327,9 +375,7 @@ class VllmBackend(RolloutBackend):
 
     def _begin_anew(self) -> None:
         """Lets no keys and values of old weights outlive them."""
-        if self._kv_cache_asleep:
-            self._engine.wake_up(["kv_cache"])
-            self._kv_cache_asleep = False
+        self._held.wake_cache()
         # Requests that run are put back to the queue, which frees theirs: they begin again from all
         # their tokens so far.
         self._forget_keys("of the old weights", puts_back=self._is_generating)
@@ -356,7 +402,7 @@ class VllmBackend(RolloutBackend):
         if self._served is not None:
             self._check_whole()
             return {name: tensor_checksum(factor) for name, factor in self._factors.items()}
-        if self._are_weights_asleep:
+        if self._held.are_weights_asleep:
             self._check_whole()
         checksums: dict[str, str]
         (checksums,) = self._engine.apply_model(model_checksums)
@@ -369,7 +415,7 @@ class VllmBackend(RolloutBackend):
         the base is copied to the host, and waking brings it back; the adapter is to be sent all the
         same. All ranks of a replica call it. Not verified on a GPU.
         """
-        if not self.yields_to_training or self._are_weights_asleep:
+        if not self.yields_to_training or self._held.are_weights_asleep:
             return 0
         if self._is_generating:
             raise RuntimeError("sleep came during a generation: finish or close it first")
@@ -377,9 +423,8 @@ class VllmBackend(RolloutBackend):
         give_back_memory(self._device)
         before = free_bytes(self._device)
         # Level 2 keeps no host copy: weights come whole again, from the trainer or the folder.
-        self._engine.sleep(level=2 if self._served is None else self._served.sleep_level)
+        self._held.sleep(2 if self._served is None else self._served.sleep_level)
         self._hold_nothing("the engine slept and was sent no weights since")
-        self._are_weights_asleep = self._kv_cache_asleep = True
         return max(0, free_bytes(self._device) - before)
 
     def wake(self) -> int:
@@ -388,21 +433,16 @@ class VllmBackend(RolloutBackend):
         Both at once would stand beside the trainer's copies at the peak. All ranks of a replica
         call it. Not verified on a GPU.
         """
-        if not self._are_weights_asleep:
+        if not self._held.are_weights_asleep:
             return 0
         before = free_bytes(self._device)
-        self._engine.wake_up(["weights"])
-        self._are_weights_asleep = False
+        self._held.wake_weights()
         return max(0, before - free_bytes(self._device))
 
     def close(self) -> None:
-        """Ends the engine and the process groups that vLLM made. Every rank calls it.
+        """Ends the engine and the process groups that vLLM made, unless others use them.
 
-        A sleeping engine wakes for it, which takes its memory once more: vLLM 0.32 gives memory
-        back to the driver when it falls asleep and again when it is freed, and the second time
-        leaves an error behind that the next engine's first allocation would report.
+        Every rank calls it.
         """
-        if self._kv_cache_asleep:
-            wake_to_end(self._engine)
-        end_engine(self._engine, world_is_ours=self._world_is_ours)
-        del self._engine
+        self._held.let_go(self)
+        del self._held

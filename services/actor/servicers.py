@@ -108,6 +108,7 @@ class ActorRole(ModelRole, SamplingRole):
             device=rank_device(),
             numerics=numerics,
             adapter=adapter,
+            shares_engine=self.is_shared,
         )
         keeper = self._backend if isinstance(self._backend, HfBackend) else None
         if self._backend.yields_to_training:

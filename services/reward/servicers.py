@@ -126,7 +126,7 @@ class RewardRole(ModelRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rewards, training, weights and data; without a trainer only rewards are served."""
-        self._observer = runtime.metrics
+        self._observer = runtime.process.metrics
         return add_servicers(
             server,
             RewardServicer(self, runtime),

@@ -112,6 +112,7 @@ class RolloutRole(Role, SamplingRole):
             # Which schedule the run has, only the coordinator knows: weights may come at any time.
             updates_between_steps=True,
             adapter=adapter,
+            shares_engine=self.is_shared,
         )
         self._deliveries = Deliveries(self._backend, mesh, are_shards=self._takes_shards)
         progress("ready", 2, 2)

@@ -81,7 +81,7 @@ class WeightUpdates:
             RolemeshError: As UpdateWeights says.
         """
         async with self._turn:
-            face = self._runtime.face
+            face = self._runtime.process.face
             if face is None:
                 result = await self._alone(request, call)
             else:
@@ -244,7 +244,9 @@ class WeightUpdates:
             except TransferMismatchError as error:
                 logger.warning("exchange %s: nothing was received: %s", request.exchange, error)
             except TransferFailedError as error:
-                failure = f"rank {self._runtime.config.rank} of the rollout service: {error}"
+                failure = (
+                    f"rank {self._runtime.process.config.rank} of the rollout service: {error}"
+                )
                 logger.warning("exchange %s has ended: %s", request.exchange, error)
             except Exception as error:
                 return Delivery(version, error=error)
@@ -300,13 +302,13 @@ class WeightUpdates:
             nonlocal done
             address = ref.addresses[source]
             found = await fetch_boxes(
-                self._runtime.peer(address),
+                self._runtime.process.peer(address),
                 ref,
                 source,
                 taking.copies[source],
-                self._runtime.host_id,
+                self._runtime.process.host_id,
             )
-            self._runtime.count_pulled(address, found.transport, found.num_bytes)
+            self._runtime.process.count_pulled(address, found.transport, found.num_bytes)
             done += 1
             call.progress("fetch weights", done, len(taking.copies))
             return found

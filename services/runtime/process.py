@@ -24,7 +24,6 @@ from rolemesh.engine.transport.slot_files import KEPT_UNHELD_S
 from rolemesh.engine.transport.slots import remove_old_slots
 from rolemesh.rpc import tracing
 from rolemesh.services.runtime.calls.role import Role
-from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.hosts.interfaces import keep_to_interface, of_this_host
 from rolemesh.services.runtime.ranks.agent import as_rank, run_ranks
 from rolemesh.services.runtime.ranks.loopback import stay_on_loopback
@@ -93,7 +92,7 @@ def run_service(
         return run_ranks(config)
     try:
         with tracing.from_environment(f"rolemesh-{config.role}", os.environ):
-            is_finished = asyncio.run(_serve(_made(make_role), config))
+            is_finished = asyncio.run(_serve(_made(make_role, config.runs), config))
     except tracing.TracingError as error:
         logger.error("%s", error)
         return EXIT_USAGE
@@ -112,21 +111,21 @@ def run_service(
     os._exit(EXIT_FAILED)
 
 
-def _made(make_role: Callable[[], Role]) -> Role:
-    """The role, with all that it imports outside of what the garbage collector looks at.
+def _made(make_role: Callable[[], Role], runs: int) -> list[Role]:
+    """A role for each run, with all that they import outside of what is looked at for garbage.
 
     To look at it takes a third of a second each time, once at the end of each run and now and then
     while calls are answered; while it is imported, a tenth of the time goes there.
     """
     gc.disable()
     try:
-        return make_role()
+        return [make_role() for _ in range(runs)]
     finally:
         gc.freeze()
         gc.enable()
 
 
-async def _serve(role: Role, config: ServiceConfig) -> bool:
+async def _serve(roles: Sequence[Role], config: ServiceConfig) -> bool:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
     if not config.is_loopback and config.identity is None:
@@ -142,13 +141,13 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
         logger.info(
             "removed the cut %s of run %r: no process holds it, and it is old", name, run_id
         )
-    service = ServiceServer(role, config)
-    runtime = service.runtime
-    atexit.register(runtime.store.close)
-    request_exit = _exit_on_signal(runtime)
+    service = ServiceServer(roles[0], config, *roles[1:])
+    process = service.process
+    atexit.register(service.close_stores)
+    request_exit = _exit_on_signal(service)
     if config.parent_pid is not None:
         follow_parent(
-            config.parent_pid, config.drain_timeout_s + 2 * STOP_GRACE_S, runtime.store.close
+            config.parent_pid, config.drain_timeout_s + 2 * STOP_GRACE_S, service.close_stores
         )
         # Ctrl-C reaches the whole process group; the parent decides when we end.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -156,14 +155,14 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
         loop.add_signal_handler(signal.SIGINT, request_exit)
     loop.add_signal_handler(signal.SIGTERM, request_exit)
     address = await service.start()
-    logger.info("serving %s at %s", role.name, address)
+    logger.info("serving %s at %s", config.role, address)
     if config.announce is not None:
         write_announcement(config.announce, service.announcement())
     registering = None
-    if config.register_at is not None and runtime.identity is not None:
-        registering = Registering(config, address, runtime.identity, runtime.exit_requested.set)
+    if config.register_at is not None and process.identity is not None:
+        registering = Registering(config, address, process.identity, process.exit_requested.set)
     try:
-        await runtime.exit_requested.wait()
+        await process.exit_requested.wait()
         logger.info("draining")
         started = time.monotonic()
         if registering is not None:
@@ -180,7 +179,7 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
             config.announce.unlink(missing_ok=True)
 
 
-def _exit_on_signal(runtime: Runtime) -> Callable[[], None]:
+def _exit_on_signal(service: ServiceServer) -> Callable[[], None]:
     """Handler of the signals that end a service: the first one drains it, a later one ends it."""
     asked_at: float | None = None
 
@@ -189,10 +188,10 @@ def _exit_on_signal(runtime: Runtime) -> Callable[[], None]:
         now = time.monotonic()
         if asked_at is None:
             asked_at = now
-            runtime.exit_requested.set()
+            service.process.exit_requested.set()
         elif now - asked_at >= SAME_END_S:
             logger.warning("told to end a second time: leaving at once")
-            runtime.store.close()
+            service.close_stores()
             logging.shutdown()
             os._exit(EXIT_FAILED)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import logging
 import os
 import socket
@@ -22,18 +21,15 @@ from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.identity import Identity, server_credentials
 from rolemesh.rpc.limits import MAX_CALLS, REQUEST_S
-from rolemesh.services.runtime.calls.role import Role, add_servicers
-from rolemesh.services.runtime.calls.runtime import Runtime
-from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
-from rolemesh.services.runtime.experience.fetch import ExperienceServicer
+from rolemesh.services.runtime.calls.role import Role
+from rolemesh.services.runtime.calls.service_process import ServiceProcess
 from rolemesh.services.runtime.ranks.device import select_device
 from rolemesh.services.runtime.ranks.face import Face
 from rolemesh.services.runtime.ranks.meeting import Meeting, store_of_ranks
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.services.runtime.server.interceptor import ServiceInterceptor
 from rolemesh.services.runtime.server.metrics import MetricsPage
-from rolemesh.services.runtime.servicers.put import put_experience
-from rolemesh.services.runtime.servicers.worker import WorkerServicer
+from rolemesh.services.runtime.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +62,20 @@ class ServiceServer:
         await server.stop()
     """
 
-    def __init__(self, role: Role, config: ServiceConfig) -> None:
+    def __init__(self, role: Role, config: ServiceConfig, *more_roles: Role) -> None:
+        """Prepares.
+
+        Args:
+            role: That it plays.
+            config: Of the process.
+            more_roles: Of the same kind, one for each run that it serves beside the first.
+        """
         self.config = config
-        self.runtime = Runtime(role, config)
-        self.metrics = self.runtime.metrics
+        self.process = ServiceProcess(role.name, config)
+        self.tenants = Tenants((role, *more_roles), self.process)
+        self.runtime = self.tenants.runtimes[0]
+        """Of the run that it serves; of several, the first."""
+        self.metrics = self.process.metrics
         self.metrics_page: MetricsPage | None = None
         self._health = health_aio.HealthServicer()
         self._background: list[asyncio.Task[None]] = []
@@ -86,19 +92,20 @@ class ServiceServer:
         try:
             return await self._start()
         except BaseException:
-            self.runtime.compute.close(0.0)
+            self.process.compute.close(0.0)
             raise
 
     async def _start(self) -> str:
-        config, runtime = self.config, self.runtime
+        config, process = self.config, self.process
         try:
-            runtime.identity = None if config.identity is None else Identity.read(config.identity)
-            runtime.role.sandbox = await asyncio.to_thread(
-                find_sandbox, config.sandbox, config.code_roots
-            )
+            process.identity = None if config.identity is None else Identity.read(config.identity)
+            sandbox = await asyncio.to_thread(find_sandbox, config.sandbox, config.code_roots)
+            for runtime in self.tenants.runtimes:
+                runtime.role.sandbox = sandbox
+                runtime.role.is_shared = config.runs > 1
             # Before anything else touches CUDA: the loop's thread and the one that computes.
             device = select_device()
-            await runtime.compute.run(select_device)
+            await process.compute.run(select_device)
         except ValueError as error:  # also of the identity
             raise ServiceStartError(str(error)) from error
         logger.info("computes on %s", device)
@@ -107,70 +114,62 @@ class ServiceServer:
         server = grpc.aio.server(
             interceptors=[
                 ServiceInterceptor(
-                    runtime.role.name,
+                    self.runtime.role.name,
                     config.rank,
                     self.metrics,
-                    has_identity=runtime.identity is not None,
+                    has_identity=process.identity is not None,
                     request_s=REQUEST_S,
                 )
             ],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        ExperienceServicer(
-            runtime.store,
-            runtime.ledger,
-            runtime.host_id,
-            runtime.release_others,
-            functools.partial(put_experience, runtime),
-        ).add_to(server)
-        runtime.services[:] = [
-            *add_servicers(server, WorkerServicer(runtime)),
-            EXPERIENCE_SERVICE,
-            *runtime.role.register(server, runtime),
-        ]
+        process.services[:] = self.tenants.register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         standard = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)
         reflection.enable_server_reflection(
-            (*runtime.services, *standard, reflection.SERVICE_NAME), server
+            (*process.services, *standard, reflection.SERVICE_NAME), server
         )
         port = self._bind(server)
-        runtime.address = config.peer_address(port)
+        process.address = config.peer_address(port)
         if config.metrics_port is not None:
             listener = _listen(config.host, config.metrics_port, "metrics_port")
             self.metrics_page = MetricsPage(self.metrics, listener)
             self.metrics_page.start()
-        self.metrics.experience_bytes.set_function(lambda: runtime.store.held_bytes)
-        self.metrics.policy_version.set_function(runtime.role.policy_version)
+        runtimes = self.tenants.runtimes
+        self.metrics.experience_bytes.set_function(
+            lambda: sum(runtime.store.held_bytes for runtime in runtimes)
+        )
+        self.metrics.policy_version.set_function(self.runtime.role.policy_version)
         # Each thread of Python has its own setting in OpenMP, and threads of its own to go with it.
         # The loop needs none, and libgomp's wait awake for a moment only while the process has no
         # more of them than cores.
         threads = config.threads or torch.get_num_threads()
         torch.set_num_threads(1)
-        await runtime.compute.run(torch.set_num_threads, threads)
+        await process.compute.run(torch.set_num_threads, threads)
         self._background.append(asyncio.create_task(self.metrics.watch_loop()))
         # The standard servicer begins by saying that all is well.
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
         self._server = server
         if config.rank_store is not None and not await self._meet_ranks():
-            return runtime.address
-        for name in ("", LIVENESS, READINESS, *runtime.services):
+            return process.address
+        for name in ("", LIVENESS, READINESS, *process.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return runtime.address
+        return process.address
 
     async def _meet_ranks(self) -> bool:
         """Returns once all ranks have met; False where this one is told to end before."""
-        config, runtime = self.config, self.runtime
-        store = store_of_ranks(config, runtime.identity)
-        runtime.meeting = Meeting(store, config.rank, config.world_size)
-        addresses = await runtime.meeting.exchange(runtime.address, runtime.exit_requested.is_set)
+        config, process = self.config, self.process
+        store = store_of_ranks(config, process.identity)
+        process.meeting = Meeting(store, config.rank, config.world_size)
+        addresses = await process.meeting.exchange(process.address, process.exit_requested.is_set)
         if addresses is None:
             return False
-        runtime.rank_addresses = addresses
-        if runtime.is_face:
-            peers = [runtime.peer(address) for address in addresses[1:]]
-            runtime.face = Face(config.role, peers, self._ranks_diverged)
+        process.rank_addresses = addresses
+        if process.is_face:
+            peers = [process.peer(address) for address in addresses[1:]]
+            process.face = Face(config.role, peers, self._ranks_diverged)
         return True
 
     def _ranks_diverged(self, why: str) -> None:
@@ -183,7 +182,7 @@ class ServiceServer:
         asyncio.get_running_loop().call_later(FAREWELL_S, self._leave_at_once)
 
     def _leave_at_once(self) -> None:
-        self.runtime.store.close()
+        self.close_stores()
         logging.shutdown()
         os._exit(EXIT_FAILED)
 
@@ -199,33 +198,42 @@ class ServiceServer:
         return await asyncio.shield(self._stopping)
 
     async def _stop(self, work_timeout_s: float | None) -> bool:
-        runtime = self.runtime
-        runtime.hold.is_draining = True
+        process, runtimes = self.process, self.tenants.runtimes
+        for runtime in runtimes:
+            runtime.hold.is_draining = True
         timeout_s = self.config.drain_timeout_s if work_timeout_s is None else work_timeout_s
-        for name in ("", READINESS, *runtime.services):
+        for name in ("", READINESS, *process.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        is_finished = await runtime.hold.finish_work(timeout_s)
-        if runtime.face is not None:
+        is_finished = all(
+            await asyncio.gather(*(runtime.hold.finish_work(timeout_s) for runtime in runtimes))
+        )
+        if process.face is not None:
             # Until now they were needed: work in progress takes all ranks.
-            is_finished = await runtime.face.leave() and is_finished
+            is_finished = await process.face.leave() and is_finished
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         if is_finished:
-            await runtime.compute.run(runtime.close_role)
-        is_finished = runtime.compute.close(STOP_GRACE_S) and is_finished
+            for runtime in runtimes:
+                await runtime.compute.run(runtime.close_role)
+        is_finished = process.compute.close(STOP_GRACE_S) and is_finished
         if self.metrics_page is not None:
             await self.metrics_page.stop()
-        await runtime.close_channels()
+        await process.close_channels()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        runtime.store.close()
+        self.close_stores()
         return is_finished
+
+    def close_stores(self) -> None:
+        """Frees all experience, at once."""
+        for runtime in self.tenants.runtimes:
+            runtime.store.close()
 
     def announcement(self) -> dict[str, Any]:
         """What the announce file says."""
         announced: dict[str, Any] = {
-            "address": self.runtime.address,
+            "address": self.process.address,
             "pid": os.getpid(),
             "role": self.runtime.role.name,
             "rank": self.config.rank,

@@ -51,7 +51,7 @@ async def fetch(
     reference = server.runtime.publish(operation_key(), batch)
     names = list(batch.columns) if columns is None else columns
     start, stop = (0, batch.num_rows) if rows is None else rows
-    host_id = server.runtime.host_id if transport == "shm" else ""
+    host_id = server.runtime.process.host_id if transport == "shm" else ""
     async with open_channel(server.runtime.address) as channel:
         return await fetch_rows(
             channel, reference.groups[0].shards[0], names, range(start, stop), host_id
@@ -320,7 +320,7 @@ async def test_what_is_large_comes_over_connections_of_its_own(
         with caplog.at_level("INFO"):
             for _ in range(2):
                 pulled = await consumer.runtime.pull(ref, names, call, rows=rows)  # type: ignore[arg-type]
-        counted = generate_latest(consumer.runtime.metrics.registry).decode()
+        counted = generate_latest(consumer.runtime.process.metrics.registry).decode()
     expected = batch.select(torch.tensor([*rows]))
     assert_same(pulled, expected)
     way = pull.grpc_over(pull.MAX_CONNECTIONS)
@@ -391,7 +391,7 @@ async def test_many_pulls_at_once_get_their_own_rows(producer: ServiceServer) ->
                     shard,
                     names,
                     range(start, start + 8),
-                    producer.runtime.host_id if start % 16 else "",
+                    producer.runtime.process.host_id if start % 16 else "",
                 )
                 for start in range(0, 64, 8)
             )

@@ -81,7 +81,7 @@ async def served(kind: str, place: Path) -> AsyncIterator[tuple[str, Sequence[st
         await door.close()
         return
     async with serving(ROLES[kind](), identity=place) as service:
-        yield service.runtime.address, service.runtime.services
+        yield service.runtime.address, service.runtime.process.services
 
 
 def is_admitted(method: MethodDescriptor, member: str, kind: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.learning_tasks import (
     sampled_recipe,
     write_task,
 )
+from support.run_results import learnt, written
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
@@ -44,9 +46,10 @@ ADAPTER = {"rank": 4, "alpha": 8}
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Addresses of services that outlive the runs; none is a reference."""
+    """Addresses of services that outlive the runs, two at a time; none is a reference."""
     roles = ("actor", "critic", "reward", "cost", "rollout")
-    with service_processes(tmp_path_factory.mktemp("services"), roles) as addresses:
+    folder = tmp_path_factory.mktemp("services")
+    with service_processes(folder, roles, "--runs", "2") as addresses:
         yield addresses
 
 
@@ -111,6 +114,38 @@ async def test_every_algorithm_starts_and_ends_with_an_adapter(
         served = [(one["role"], one["method"]) for one in json.loads(line)["nodes"]]
         assert ("actor", "compute_reference_logprobs") in served
         assert not any(role == "reference" for role, _ in served)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+async def test_two_runs_that_share_services_learn_what_each_learns_alone(
+    name: str, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    def recipe(seed: int) -> dict[str, Any]:
+        made = _recipe(name, task, tmp_path)
+        made["run"] = {**made["run"], "seed": seed, "name": f"seed-{seed}", "steps": 3}
+        return made
+
+    async def made(seed: int, folder: str) -> tuple[list[dict[str, float]], dict[str, str]]:
+        """What is learnt and written: weights, moments, generators."""
+        directory = tmp_path / folder / str(seed)
+        used = {role: services[role] for role in recipe(seed) if role in services}
+        await learn(recipe(seed), used, directory)
+        return learnt(directory), written(directory)
+
+    alone = [await made(seed, "alone") for seed in (1, 2)]
+    together = await asyncio.gather(*(made(seed, "together") for seed in (1, 2)))
+    assert list(together) == alone
+    assert alone[0][1] != alone[1][1]
+    # They did run at once: each began before the other one ended.
+    moments = [_moments(tmp_path / "together" / str(seed)) for seed in (1, 2)]
+    assert max(first for first, _ in moments) < min(last for _, last in moments)
+
+
+def _moments(directory: Path) -> tuple[float, float]:
+    """When the first call of a run's steps began, and when the last one ended."""
+    lines = (directory / "dataflow.jsonl").read_text().splitlines()
+    nodes = [node for line in lines for node in json.loads(line)["nodes"]]
+    return min(node["started_at"] for node in nodes), max(node["ended_at"] for node in nodes)
 
 
 async def test_the_actors_base_is_the_reference_bit_by_bit(

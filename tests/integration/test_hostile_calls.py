@@ -26,7 +26,7 @@ from rolemesh.rpc.errors import (
     PreconditionError,
     RolemeshError,
 )
-from rolemesh.services.runtime.calls import runtime as runtime_module
+from rolemesh.services.runtime.calls import service_process
 from rolemesh.services.runtime.server import operations
 from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.services.runtime.servicers import put as put_module
@@ -295,10 +295,10 @@ async def test_more_operations_than_a_service_works_on_are_refused_as_load(
 async def test_channels_to_peers_do_not_pile_up(
     server: ServiceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "MAX_PEERS", 2)
-    runtime = server.runtime
-    first, second = runtime.peer("127.0.0.1:1"), runtime.peer("127.0.0.1:2")
-    assert runtime.peer("127.0.0.1:1") is first
-    runtime.peer("127.0.0.1:3")
-    assert runtime.peer("127.0.0.1:1") is first
-    assert runtime.peer("127.0.0.1:2") is not second
+    monkeypatch.setattr(service_process, "MAX_PEERS", 2)
+    process = server.process
+    first, second = process.peer("127.0.0.1:1"), process.peer("127.0.0.1:2")
+    assert process.peer("127.0.0.1:1") is first
+    process.peer("127.0.0.1:3")
+    assert process.peer("127.0.0.1:1") is first
+    assert process.peer("127.0.0.1:2") is not second

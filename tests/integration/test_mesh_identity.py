@@ -108,7 +108,7 @@ async def test_a_member_may_not_call_what_is_for_others(member: str, tmp_path: P
             await worker.Drain(worker_pb2.DrainRequest(exit=True))
         assert caught.value.reason == "CALLER_DENIED"
         assert caught.value.metadata["caller"] == member
-        assert not server.runtime.exit_requested.is_set()
+        assert not server.runtime.process.exit_requested.is_set()
 
 
 async def test_the_coordinator_may_call_what_a_reader_may_not(tmp_path: Path) -> None:

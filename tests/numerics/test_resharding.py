@@ -30,6 +30,7 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm_held_engine import HeldEngine
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SamplingSpec, VllmSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport import process_memory, selection, shm_ring
@@ -76,8 +77,7 @@ def make_sampler() -> tuple[VllmBackend, WeightTaker]:
         _spec=VllmSpec(dtype="float32"),
         _stale_reason="no weights were sent yet",
         _is_generating=False,
-        _kv_cache_asleep=False,
-        _engine=engine,
+        _held=HeldEngine(engine, world_is_ours=True, settings={}),
     )
     return backend, engine
 

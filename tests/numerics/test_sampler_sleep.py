@@ -25,6 +25,7 @@ from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm_held_engine import HeldEngine
 from rolemesh.engine.rollout.vllm_process import has_expandable_segments
 from rolemesh.engine.rollout.vllm_ranks import check_allocator, engine_start, launched_rank
 from rolemesh.engine.specs import ActorSpec, HfSpec, ModelSpec, SamplingSpec, SftLossSpec, VllmSpec
@@ -213,10 +214,7 @@ def backend(cuda: FakeCuda) -> VllmBackend:
         yields_to_training=True,
         _device=torch.device("cuda", 1),
         _spec=VllmSpec(dtype="float32"),
-        _are_weights_asleep=False,
-        _kv_cache_asleep=False,
-        _world_is_ours=True,
-        _engine=Engine(cuda),
+        _held=HeldEngine(Engine(cuda), world_is_ours=True, settings={}),
     )
     cuda.events.clear()
     return made
@@ -248,7 +246,7 @@ def test_a_sleeping_engine_wakes_to_be_ended(
 ) -> None:
     ended: list[set[str]] = []
     monkeypatch.setattr(
-        "rolemesh.engine.rollout.vllm.end_engine",
+        "rolemesh.engine.rollout.vllm_held_engine.end_engine",
         lambda engine, *, world_is_ours: ended.append(set(engine.awake)),
     )
     backend.sleep()
@@ -261,7 +259,9 @@ def test_an_engine_that_had_no_room_to_wake_is_ended_and_no_other_is_made(
     cuda: FakeCuda, backend: VllmBackend, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_ranks, "_spoilt_by", "")
-    monkeypatch.setattr("rolemesh.engine.rollout.vllm.end_engine", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "rolemesh.engine.rollout.vllm_held_engine.end_engine", lambda *_, **__: None
+    )
     backend.sleep()
     backend._engine.has_room = False
     backend.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,35 @@ class LearnedRun:
         return sum(self.curve(metric)[-number:]) / number
 
 
+class ServiceOfRole:
+    """A process that serves a role, and outlives runs."""
+
+    def __init__(self, role: str, directory: Path, *flags: str) -> None:
+        """Begins to start it; its log and announcement are in the directory."""
+        self._announce = directory / f"{role}.json"
+        self._announce.unlink(missing_ok=True)
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", f"rolemesh.services.{role}", "--threads", "1", *flags),
+                *("--folder", "/", "--announce", str(self._announce)),
+                *("--log-directory", str(directory), "--parent-pid", str(os.getpid())),
+            ],
+            env={**os.environ, **warm_processes.services(), "OMP_WAIT_POLICY": "PASSIVE"},
+            stderr=subprocess.DEVNULL,
+        )
+
+    def announced(self) -> dict[str, Any]:
+        """Address and pid, once it serves."""
+        return wait_for_announcement(self._process, self._announce, timeout_s=START_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """Ends the service itself, at once."""
+        if self._announce.is_file() and self._process.poll() is None:
+            os.kill(self.announced()["pid"], signal.SIGKILL)
+        self._process.kill()
+        self._process.wait(30)
+
+
 @contextmanager
 def service_processes(
     directory: Path, roles: Sequence[str] = ROLES, *flags: str
@@ -56,30 +86,14 @@ def service_processes(
     One loop for all of them would do without processes, but transformers loads one model at a time:
     two threads of a process that load at once spoil each other's weights.
     """
-    started: dict[str, subprocess.Popen[bytes]] = {}
+    started: dict[str, ServiceOfRole] = {}
     try:
         for role in roles:
-            started[role] = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", f"rolemesh.services.{role}", "--threads", "1", *flags),
-                    *("--folder", "/", "--announce", str(directory / f"{role}.json")),
-                    *("--log-directory", str(directory), "--parent-pid", str(os.getpid())),
-                ],
-                env={**os.environ, **warm_processes.services(), "OMP_WAIT_POLICY": "PASSIVE"},
-                stderr=subprocess.DEVNULL,
-            )
-        addresses = {}
-        for role, process in started.items():
-            announced = wait_for_announcement(
-                process, directory / f"{role}.json", timeout_s=START_TIMEOUT_S
-            )
-            addresses[role] = str(announced["address"])
-        yield addresses
+            started[role] = ServiceOfRole(role, directory, *flags)
+        yield {role: str(one.announced()["address"]) for role, one in started.items()}
     finally:
-        for process in started.values():
-            process.kill()
-        for process in started.values():
-            process.wait(30)
+        for one in started.values():
+            one.kill()
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -205,11 +205,14 @@ def operation_key(
 
 
 @asynccontextmanager
-async def serving(role: Role | None = None, **settings: Any) -> AsyncIterator[ServiceServer]:
-    """A role on the test's own loop; drained afterwards."""
+async def serving(
+    role: Role | None = None, *more_roles: Role, **settings: Any
+) -> AsyncIterator[ServiceServer]:
+    """A role on the test's own loop, or several for as many runs; drained afterwards."""
     role = ToyRole() if role is None else role
-    everything = {"folders": ["/"], "code_roots": ["/"]}
-    server = ServiceServer(role, ServiceConfig(role=role.name, **(everything | settings)))
+    everything = {"folders": ["/"], "code_roots": ["/"], "runs": 1 + len(more_roles)}
+    config = ServiceConfig(role=role.name, **(everything | settings))
+    server = ServiceServer(role, config, *more_roles)
     await server.start()
     try:
         yield server

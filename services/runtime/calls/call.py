@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from rolemesh.engine.memory import PhaseMemory
 from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import UnavailableError
-from rolemesh.services.runtime.calls.compute import ComputeThread
+from rolemesh.services.runtime.calls.compute import Computes
 from rolemesh.services.runtime.server.operations import Operation
 from rolemesh.v1 import experience_pb2
 
@@ -63,7 +63,7 @@ class Call:
     def __init__(
         self,
         operation: Operation,
-        compute: ComputeThread,
+        compute: Computes,
         *,
         rank: int = 0,
         device: str = "cpu",

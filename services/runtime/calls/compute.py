@@ -8,11 +8,20 @@ import contextvars
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from rolemesh.engine.train.randomness import capture_random_state, restore_random_state
 
 Result = TypeVar("Result")
 
 _Job = tuple[Callable[[], Any], "concurrent.futures.Future[Any]"]
+
+
+class Computes(Protocol):
+    """What functions are run by: a compute thread, or a run's share of one."""
+
+    async def run(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Runs fn(*args, **kwargs) and returns what it returns."""
 
 
 class ComputeThread:
@@ -63,3 +72,34 @@ class ComputeThread:
             finally:
                 # An idle thread must not keep a batch or a traceback alive.
                 del job, function, future
+
+
+class RunCompute:
+    """A run's share of the compute thread.
+
+    Where several runs share it, each has the state of the process's random generators by itself:
+    functions of the others do not move it, so that a run draws what it would draw alone.
+    """
+
+    def __init__(self, thread: ComputeThread, *, has_own_generators: bool) -> None:
+        """Takes the thread; `has_own_generators` where other runs use it, too."""
+        self._thread = thread
+        self._has_own_generators = has_own_generators
+        self._generators: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """Their state after the run's last function; None before the first."""
+
+    async def run(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """As `ComputeThread.run`."""
+        if self._has_own_generators:
+            return await self._thread.run(self._with_own_generators, fn, args, kwargs)
+        return await self._thread.run(fn, *args, **kwargs)
+
+    def _with_own_generators(
+        self, fn: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Result:
+        if self._generators is not None:
+            restore_random_state(*self._generators)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self._generators = capture_random_state()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.errors import InternalError, PreconditionError, UnavailableError
 from rolemesh.services.runtime.calls.call import Call
-from rolemesh.services.runtime.calls.compute import ComputeThread
+from rolemesh.services.runtime.calls.compute import RunCompute
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
@@ -51,11 +51,11 @@ class RunHold:
     def __init__(
         self,
         role: Role,
-        compute: ComputeThread,
+        compute: RunCompute,
         store: ExperienceStore,
         ledger: OperationLedger,
         close: Callable[[], None],
-        give_back_others: Callable[[], Awaitable[None]],
+        give_back_others: Callable[[str], Awaitable[None]],
     ) -> None:
         """Prepares.
 
@@ -65,7 +65,8 @@ class RunHold:
             store: Experience held.
             ledger: Operations in progress.
             close: Frees what Initialize made; run on the compute thread.
-            give_back_others: Has the other ranks of the service give up their work and the run.
+            give_back_others: Has the other ranks of the service give up their work and the run,
+                whose id it is given.
         """
         self.run_id = ""
         """Run that holds the service, empty when none does."""
@@ -358,7 +359,7 @@ class RunHold:
         holder = self.run_id
         await self.finish_work(timeout_s, run_id)
         # New work is refused all the while, so that it reaches the other ranks after this.
-        await self._give_back_others()
+        await self._give_back_others(holder)
         # Given up, but on the compute thread until its next sign of progress.
         while running := self._running_of(run_id):
             await asyncio.wait({one.task for one in running})

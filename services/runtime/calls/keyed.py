@@ -15,13 +15,13 @@ from google.protobuf.message import Message
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
 from rolemesh.rpc.references import shards_of
 from rolemesh.services.runtime.calls.call import Call
-from rolemesh.services.runtime.calls.compute import ComputeThread
+from rolemesh.services.runtime.calls.compute import RunCompute
 from rolemesh.services.runtime.calls.hold import RunHold
 from rolemesh.services.runtime.calls.role import Role
+from rolemesh.services.runtime.calls.service_process import ServiceProcess
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.ranks.face import Face, join_answers
-from rolemesh.services.runtime.server.config import ServiceConfig
+from rolemesh.services.runtime.ranks.face import join_answers
 from rolemesh.services.runtime.server.operations import Operation, OperationLedger, Payload
 from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
 
@@ -61,13 +61,16 @@ class KeyedCalls:
     `Runtime` is one, and adds what the work of a call needs.
     """
 
-    def __init__(self, role: Role, config: ServiceConfig, forget_role: Callable[[], None]) -> None:
+    def __init__(
+        self, role: Role, process: ServiceProcess, forget_role: Callable[[], None]
+    ) -> None:
         """Prepares; `forget_role` frees what Initialize made, on the compute thread."""
+        config = process.config
         self.role = role
-        self.config = config
-        self.compute = ComputeThread()
+        self.process = process
+        self.compute = RunCompute(process.compute, has_own_generators=config.runs > 1)
         self.store = ExperienceStore(
-            config.experience_capacity_bytes,
+            config.experience_capacity_bytes // config.runs,
             shared_memory=config.shared_memory,
             shared_memory_threshold_bytes=config.shared_memory_threshold_bytes,
             given_share=config.put_share,
@@ -76,8 +79,7 @@ class KeyedCalls:
         self.hold = RunHold(
             role, self.compute, self.store, self.ledger, forget_role, self._give_back_others
         )
-        self.face: Face | None = None
-        """On rank 0 of several: passes calls on to all ranks."""
+        process.holds.append(self.hold)
 
     @functools.cached_property
     def measured_device(self) -> str:
@@ -87,13 +89,14 @@ class KeyedCalls:
     @property
     def is_face(self) -> bool:
         """Whether this rank speaks for the service."""
-        return self.config.rank == 0
+        return self.process.is_face
 
     def _check_ranks_have_met(self) -> None:
         """Raises UnavailableError (RANKS_STARTING) where the face cannot reach its ranks yet."""
-        if self.is_face and self.face is None and self.config.world_size > 1:
+        process = self.process
+        if process.is_face and process.face is None and process.config.world_size > 1:
             raise UnavailableError(
-                f"the {self.config.world_size} ranks of the {self.role.name} have not met yet: "
+                f"the {process.config.world_size} ranks of the {self.role.name} have not met yet: "
                 "wait until the service is healthy, or see the log of the rank that does not come",
                 reason="RANKS_STARTING",
             )
@@ -103,16 +106,16 @@ class KeyedCalls:
 
         Returns their answers by rank; nothing on any rank but the face.
         """
-        return [] if self.face is None else await self.face.tell(request)
+        return [] if self.process.face is None else await self.process.face.tell(request)
 
-    async def _give_back_others(self) -> None:
-        if self.face is not None:
-            await self.face.give_back()
+    async def _give_back_others(self, run_id: str) -> None:
+        if self.process.face is not None:
+            await self.process.face.give_back(run_id, self.ledger.newest_epoch(run_id))
 
     async def attach_others(self, request: worker_pb2.AttachRequest) -> None:
         """Has the other ranks of this service attach, while calls in progress still need them."""
-        if self.face is not None:
-            await self.face.meanwhile(request)
+        if self.process.face is not None:
+            await self.process.face.meanwhile(request)
 
     async def release_others(self, request: experience_pb2.ReleaseRequest) -> int:
         """Drops experience that the other ranks of this service hold. Returns bytes freed.
@@ -247,12 +250,14 @@ class KeyedCalls:
         join_events: Callable[[], JoinEvents] | None = None,
     ) -> Answer:
         """Has every rank do its part of a request; returns the joined answer."""
-        if self.face is None:
+        if self.process.face is None:
             return await work(call)
         message = cast(Message, request)
         if join_events is not None:
             call.join_events(join_events())
-        return join_answers(await self.face.everywhere(message, lambda: work(call), call.tell))
+        return join_answers(
+            await self.process.face.everywhere(message, lambda: work(call), call.tell)
+        )
 
     def _begin(
         self,
@@ -282,7 +287,9 @@ class KeyedCalls:
             self.ledger.heed(request.key.run_id, request.key.fencing_epoch)
 
         async def run(operation: Operation) -> Message:
-            call = Call(operation, self.compute, rank=self.config.rank, device=self.measured_device)
+            call = Call(
+                operation, self.compute, rank=self.process.config.rank, device=self.measured_device
+            )
             self.hold.calls[operation] = call
             try:
                 return await work(call)

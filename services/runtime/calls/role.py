@@ -55,6 +55,9 @@ class Role(ABC):
     sandbox = Sandbox(kind="none", lacks="no service has found one")
     """Where code of users runs; set by the service before it is bound."""
 
+    is_shared = False
+    """Whether its process serves other runs as well, by other roles of this kind; set likewise."""
+
     @abstractmethod
     def initialize(
         self, spec: Any, run_seed: int, progress: ProgressCallback, mesh: RankMesh

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,22 +15,16 @@ from rolemesh.engine.experience import Experience, payload_layout, read_payload
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transfer_protocols import protocol
-from rolemesh.engine.transport.shm import host_identity
-from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.identity import Identity
-from rolemesh.rpc.limits import MAX_PEERS
 from rolemesh.rpc.payload import layout_without_rows, schemas_of
 from rolemesh.rpc.references import TOKENS, by_group, is_consecutive, order_of, place
 from rolemesh.rpc.together import together
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.keyed import Context, KeyedCalls
 from rolemesh.services.runtime.calls.role import Role
+from rolemesh.services.runtime.calls.service_process import ServiceProcess
 from rolemesh.services.runtime.experience.fetch import fetch_rows, take_rows
 from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.ranks.meeting import Meeting
-from rolemesh.services.runtime.server.config import ServiceConfig
-from rolemesh.services.runtime.server.metrics import ServiceMetrics
 from rolemesh.v1 import experience_pb2, operation_pb2
 
 __all__ = ["Call", "Context", "RoleServicer", "Runtime"]
@@ -40,9 +32,6 @@ __all__ = ["Call", "Context", "RoleServicer", "Runtime"]
 logger = logging.getLogger(__name__)
 
 RoleT = TypeVar("RoleT")
-
-LAST_CALLS_S = 120.0
-"""How long calls in progress may take on a channel that is given up for others: as a Fetch may."""
 
 LOCAL_TRANSPORT = "local"
 """Name under which bytes are counted that this rank held itself and did not copy."""
@@ -69,7 +58,10 @@ class Share:
 
 
 class Runtime(KeyedCalls):
-    """State of one service process that all its servicers share. Owner: the loop.
+    """State of one run at a service, which all servicers of its role share. Owner: the loop.
+
+    Most services have one. Where several runs share a service (`Tenants`), each has its own role,
+    hold, ledger and experience; the process they share.
 
     Example::
 
@@ -78,32 +70,19 @@ class Runtime(KeyedCalls):
             return self._runtime.keyed(request, ComputeValuesResponse, work)
     """
 
-    def __init__(self, role: Role, config: ServiceConfig) -> None:
-        super().__init__(role, config, self.forget_role)
-        self.started_at = time.time()
-        self.host_id = host_identity() if config.shared_memory else ""
-        self.traffic = ChannelTraffic()
-        self.metrics = ServiceMetrics(role.name, config.rank)
-        self.identity: Identity | None = None
-        """Of this service; None where it speaks in clear. Set before the server is bound."""
-        self.address = ""
-        """host:port under which peers reach this process; set when the server is bound."""
-        self.services: list[str] = []
-        """Full names of the services of this process."""
-        self.exit_requested = asyncio.Event()
-        """Set when the process shall end."""
-        self.meeting: Meeting | None = None
-        """Where the ranks of this service meet; None where there is one."""
+    def __init__(self, role: Role, process: ServiceProcess) -> None:
+        super().__init__(role, process, self.forget_role)
         self.mesh = RankMesh.single()
         """Process groups of the run that holds the service."""
         self.layout = self.mesh.layout
         """Ranks of the run that holds the service."""
-        self.rank_addresses: Sequence[str] = ()
-        """Where each rank of the service answers; empty where there is one."""
         self.repeated_puts = asyncio.Lock()
         """Held while a put is received that was answered before: its bytes are not counted."""
-        self._channels: OrderedDict[str, MeshChannel] = OrderedDict()
-        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """host:port under which peers reach this process."""
+        return self.process.address
 
     def join_ranks(self, layout: HybridLayout) -> RankMesh:
         """Makes the process groups of a run; every rank does. On the compute thread.
@@ -111,7 +90,7 @@ class Runtime(KeyedCalls):
         Raises:
             InvalidRequestError: LAYOUT_MISMATCH: the service was started for another layout.
         """
-        own = self.config.layout.layout()
+        own = self.process.config.layout.layout()
         if layout.train != own:
             raise InvalidRequestError(
                 f"the run asks the {self.role.name} for the layout {layout.train.flag()}, "
@@ -120,8 +99,7 @@ class Runtime(KeyedCalls):
                 reason="LAYOUT_MISMATCH",
             )
         self.layout = layout
-        if self.meeting is not None:
-            self.mesh = self.meeting.connect(layout)
+        self.mesh = self.process.join_ranks(layout)
         return self.mesh
 
     def sleep_role(self) -> int:
@@ -138,7 +116,8 @@ class Runtime(KeyedCalls):
     def close_role(self) -> None:
         """Frees what Initialize made. On the compute thread."""
         self.role.close()
-        self.mesh.close()
+        if self.mesh.world.size > 1:
+            self.process.leave_ranks()
         self.mesh = RankMesh.single()
 
     def forget_role(self) -> None:
@@ -158,8 +137,8 @@ class Runtime(KeyedCalls):
             lengths: Tokens of each row.
         """
         chosen = protocol(protocol_name)
-        rows = chosen.distribute(self.layout, lengths)[self.config.rank]
-        counts = self.config.rank in chosen.collect(self.layout)
+        rows = chosen.distribute(self.layout, lengths)[self.process.config.rank]
+        counts = self.process.config.rank in chosen.collect(self.layout)
         return Share(rows=rows, num_rows=len(lengths), counts=counts and bool(rows))
 
     # --- experience -----------------------------------------------------------------------
@@ -235,9 +214,11 @@ class Runtime(KeyedCalls):
             rows = take_rows(held.experience.require(names), positions)
             call.add_fetched(LOCAL_TRANSPORT, rows.num_bytes)
             return rows
-        fetched = await fetch_rows(self.peer(shard.address), shard, names, positions, self.host_id)
+        process = self.process
+        peer = process.peer(shard.address)
+        fetched = await fetch_rows(peer, shard, names, positions, process.host_id)
         call.add_fetched(fetched.transport, fetched.num_bytes)
-        self.count_pulled(shard.address, fetched.transport, fetched.num_bytes)
+        process.count_pulled(shard.address, fetched.transport, fetched.num_bytes)
         return fetched.experience
 
     def publish(
@@ -276,7 +257,7 @@ class Runtime(KeyedCalls):
             num_rows=experience.num_rows,
             address=self.address,
             role=self.role.name,
-            rank=self.config.rank,
+            rank=self.process.config.rank,
             num_bytes=held.num_bytes,
             rows=() if is_consecutive(rows) else rows,
         )
@@ -288,35 +269,6 @@ class Runtime(KeyedCalls):
             num_rows=experience.num_rows if share is None else share.num_rows,
             groups=[experience_pb2.ColumnGroup(columns=schemas, shards=[shard])],
         )
-
-    def peer(self, address: str) -> MeshChannel:
-        """The channel to a peer, opened on first use; MAX_PEERS are kept, those used last."""
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = open_channel(
-                address, traffic=self.traffic, identity=self.identity
-            )
-        self._channels.move_to_end(address)
-        if len(self._channels) > MAX_PEERS:
-            gone, unused = self._channels.popitem(last=False)
-            self.metrics.forget_peer(gone)
-            closing = asyncio.create_task(unused.close(LAST_CALLS_S))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        return channel
-
-    def count_pulled(self, address: str, way: str, num_bytes: int) -> None:
-        """Counts bytes that a peer gave, and logs each way between the two once."""
-        if self.metrics.pulled(address, way, num_bytes):
-            logger.info("bytes of %s come by %s", address, way)
-
-    async def close_channels(self) -> None:
-        """Closes the channels to peers."""
-        channels, self._channels = self._channels, OrderedDict()
-        for channel in channels.values():
-            await channel.close()
-        for closing in tuple(self._closing):
-            closing.cancel()
 
 
 class RoleServicer(Generic[RoleT]):

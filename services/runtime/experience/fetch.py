@@ -100,6 +100,7 @@ class ExperienceServicer:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
         )
+        server.add_registered_method_handlers(SERVICE_NAME, handlers)
 
     async def fetch(
         self, request: experience_pb2.FetchRequest, context: object

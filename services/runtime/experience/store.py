@@ -140,6 +140,11 @@ class ExperienceStore:
             self._held_bytes -= num_bytes
             self._given_bytes -= num_bytes if is_given else 0
 
+    def has(self, experience_id: str) -> bool:
+        """Whether it holds the experience of that id."""
+        with self._lock:
+            return experience_id in self._held
+
     def get(self, experience_id: str) -> Held:
         """The experience of that id.
 

@@ -185,15 +185,21 @@ class Face:
         """
         return await asyncio.gather(*self._asks(request, timeout_s=timeout_s))
 
-    async def give_back(self) -> None:
+    async def give_back(self, run_id: str, epoch: int) -> None:
         """Makes every other rank give up its work and forget the run, as the face itself does.
+
+        Args:
+            run_id: Of the run; empty where none holds the service.
+            epoch: The newest that has spoken for it.
 
         Raises:
             RolemeshError: A rank cannot, which is a divergence.
         """
+        if not run_id:
+            return
         try:
             with _without_deadline():
-                await self.tell(worker_pb2.DrainRequest())
+                await self.tell(worker_pb2.DrainRequest(run_id=run_id, fencing_epoch=epoch))
         except RolemeshError as error:
             self._diverge(f"a rank still holds the run: {error.message}")
             raise

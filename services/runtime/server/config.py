@@ -57,6 +57,9 @@ class ServiceConfig(BaseModel):
     layout: LayoutSpec = LayoutSpec()
     """How the role's model is spread, e.g. tp=2,dp=2: one rank is started for each of its parts. A
     run's recipe must ask for the same layout."""
+    runs: int = Field(default=1, ge=1, le=64)
+    """Most runs that share the service at once, each with an adapter of its own on one base that is
+    held once; they compute in turns. Another run is refused while so many hold it."""
     hosts: int = Field(default=1, ge=1)
     """Hosts over which the ranks are spread, in equal blocks; on each of them one such command runs
     with the same settings but for its own host_rank, host and interface."""

@@ -193,6 +193,10 @@ class OperationLedger:
         while len(self._highest_epochs) > self._capacity:
             self._highest_epochs.popitem(last=False)
 
+    def newest_epoch(self, run_id: str) -> int:
+        """The newest epoch that has spoken for a run; 0 where none has."""
+        return self._highest_epochs.get(run_id, 0)
+
     def forget_epoch(self, run_id: str) -> None:
         """Forgets who spoke for a run: its Initialize has failed, and it never had the service."""
         self._highest_epochs.pop(run_id, None)

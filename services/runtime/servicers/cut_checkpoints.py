@@ -22,7 +22,7 @@ _METHOD = "rolemesh.v1.SaveCheckpoint"
 
 def owner_of_cuts(role: ModelRole, runtime: Runtime, run_id: str) -> SlotOwner:
     """This rank in a run."""
-    config = runtime.config
+    config = runtime.process.config
     return SlotOwner(run_id, role.name, config.rank, config.world_size)
 
 
@@ -60,8 +60,10 @@ async def write_cut(
     # Before the slot is held: where there is no thread, no reader would ever let it go.
     thread = ComputeThread("checkpoint")
     others = None
-    if runtime.face is not None:
-        others = functools.partial(_ask_others, runtime.face, key, asyncio.get_running_loop())
+    if runtime.process.face is not None:
+        others = functools.partial(
+            _ask_others, runtime.process.face, key, asyncio.get_running_loop()
+        )
 
     def write(held: HeldCut) -> None:
         if runtime.is_face:

@@ -69,7 +69,7 @@ class CutServicer(RoleServicer[ModelRole], cuts_pb2_grpc.CutServiceServicer):
         """See cuts.proto."""
         _check_run(request.run_id)
         runtime = self._runtime
-        layout = runtime.config.layout.layout().flag()
+        layout = runtime.process.config.layout.layout().flag()
 
         def find() -> list[CutHeader]:
             self._role.settle_cut()

@@ -53,7 +53,9 @@ class ExchangeServicer(RoleServicer[ExchangingRole], exchange_pb2_grpc.ExchangeS
 
         def make(device: torch.device) -> ExchangeEnd:
             plan = self._role.plan_exchange(peer, dtype)
-            return ExchangeEnd(plan, self._first_rank(plan) + self._runtime.config.rank, device)
+            return ExchangeEnd(
+                plan, self._first_rank(plan) + self._runtime.process.config.rank, device
+            )
 
         async def own() -> exchange_pb2.OfferExchangeResponse:
             end = await self._role.exchanges.offer(request.exchange, make)
@@ -111,7 +113,7 @@ class ExchangeServicer(RoleServicer[ExchangingRole], exchange_pb2_grpc.ExchangeS
 
     async def _on_all_ranks(self, request: Message, own: Awaitable[Any]) -> Sequence[Any]:
         """Answers by rank, once all ranks have ended it. Beside calls, which may take minutes."""
-        face = self._runtime.face
+        face = self._runtime.process.face
         if face is None:
             return [await own]
         mine, others = await all_ended([own, face.beside(request)])
@@ -149,7 +151,7 @@ class GivingExchangeServicer(ExchangeServicer):
             )
 
         async def work(call: Call) -> exchange_pb2.SendWeightsResult:
-            face = self._runtime.face
+            face = self._runtime.process.face
             answers = (
                 [await own(call)]
                 if face is None
@@ -175,7 +177,9 @@ class GivingExchangeServicer(ExchangeServicer):
         num_bytes = 0
         for name, end in ends.items():
             if end is None:
-                failures[name] = f"rank {self._runtime.config.rank} of the actor is not in it"
+                failures[name] = (
+                    f"rank {self._runtime.process.config.rank} of the actor is not in it"
+                )
                 continue
             before = end.sent_bytes
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 import torch
@@ -23,7 +23,7 @@ _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 async def put_experience(
-    runtime: Runtime, messages: AsyncIterator[bytes], context: Context
+    runtime_of: Callable[[str], Runtime], messages: AsyncIterator[bytes], context: Context
 ) -> experience_pb2.PutResponse:
     """Takes the stream of a put; see experience.proto.
 
@@ -31,7 +31,7 @@ async def put_experience(
     hold the rows: consumers pull their shares from it as from every producer.
 
     Args:
-        runtime: Of the rank that will hold them.
+        runtime_of: Gives the runtime of a run, on the rank that will hold them.
         messages: Serialized PutRequests.
         context: Of the call.
 
@@ -42,8 +42,9 @@ async def put_experience(
         PreconditionError: Not initialised, or a stale epoch.
     """
     messages = _punctual(messages)
-    store, opening = runtime.store, checked(await _opening(messages))
-    header = opening.header
+    opening = checked(await _opening(messages))
+    runtime = runtime_of(opening.key.run_id)
+    store, header = runtime.store, opening.header
     identity = runtime.ledger.check_epoch(opening.key)
     runtime.hold.check_initialized(opening.key.run_id)
     if header.HasField("shared_memory_name"):

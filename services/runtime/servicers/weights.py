@@ -96,12 +96,13 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
             call.progress("publish weights")
             with call.phase("publish"):
                 publication, probe = await call.compute(self._publish, request.key.run_id, dtype)
+            process = self._runtime.process
             return weights_pb2.PublishWeightsResult(
                 weights=reference_to(
                     publication,
                     request.key.run_id,
                     self._role.trainer.mesh.layout.train,
-                    self._runtime.rank_addresses or [self._runtime.address],
+                    process.rank_addresses or [process.address],
                     probe,
                 ),
                 report=call.report({"published_bytes": publication.num_bytes}, 0),
@@ -114,7 +115,7 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
         probe = self._role.probe_scores()
         trainer = self._role.trainer
         weights = dict(trainer.named_weights())
-        shares_memory = self._runtime.config.shared_memory
+        shares_memory = self._runtime.process.config.shared_memory
         # Before the next copy is made: two at once would take twice the memory, and no caller may
         # begin to fetch the old one any more in any case.
         self._role.published.close()
@@ -141,7 +142,7 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
     ) -> AsyncIterator[bytes]:
         """See weights.proto; in messages that are serialized already, without protobuf's copies."""
         publication = self._role.published.get(request.run_id, request.policy_version)
-        async for message in answer_fetch(publication, request, self._runtime.host_id):
+        async for message in answer_fetch(publication, request, self._runtime.process.host_id):
             yield message
 
     def SaveCheckpoint(
@@ -215,7 +216,7 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
                 f"directory is {directory!r}: give an absolute path on the service's host",
                 reason="PATH_INVALID",
             )
-        return self._runtime.config.grant.folder(directory, "directory", writes=writes)
+        return self._runtime.process.config.grant.folder(directory, "directory", writes=writes)
 
     def _result(self, directory: Path, call: Call) -> weights_pb2.CheckpointResult:
         manifest = directory / MANIFEST_FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.metadata
 import json
@@ -11,13 +12,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
+import torch
 from google.protobuf import json_format, struct_pb2
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rolemesh.engine.devices import be_deterministic
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
-from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, UnsupportedError
 from rolemesh.rpc.tensors import ITEM_BYTES
 from rolemesh.services.runtime.calls.hold import HeldPart
 from rolemesh.services.runtime.calls.role import InitializeResult
@@ -42,7 +44,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._devices = ServiceDevices(runtime.config.rank)
+        self._devices = ServiceDevices(runtime.process.config.rank)
 
     async def GetCapabilities(
         self, request: worker_pb2.GetCapabilitiesRequest, context: Context
@@ -51,18 +53,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         runtime = self._runtime
         return worker_pb2.GetCapabilitiesResponse(
             role=runtime.role.name,
-            services=runtime.services,
-            world_size=runtime.config.world_size,
-            rank=runtime.config.rank,
-            host_id=runtime.host_id,
+            services=runtime.process.services,
+            world_size=runtime.process.config.world_size,
+            rank=runtime.process.config.rank,
+            host_id=runtime.process.host_id,
             chunk_bytes=CHUNK_BYTES,
-            experience_capacity_bytes=runtime.config.experience_capacity_bytes,
+            experience_capacity_bytes=runtime.process.config.experience_capacity_bytes,
             dtypes=ITEM_BYTES,
             accepts_references=True,
             spec_schema_json=_schema_json(runtime.role.spec_class),
             versions=_versions(),
             pid=os.getpid(),
             devices=runtime.role.devices(),
+            max_runs=runtime.process.config.runs,
         )
 
     def Initialize(
@@ -79,6 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             try:
                 spec = _spec_of(runtime, request)
                 check_device(request.device_type)
+                _check_same_bits(runtime, request)
                 be_deterministic(rank_device(), request.deterministic)
                 result = await call.compute(load, spec)
             except BaseException as error:
@@ -135,7 +139,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         runtime.hold.hear(request.run_id)
         running = runtime.ledger.running()
         started_at = Timestamp()
-        started_at.FromNanoseconds(int(runtime.started_at * 1e9))
+        started_at.FromNanoseconds(int(runtime.process.started_at * 1e9))
         return worker_pb2.GetStatusResponse(
             state=runtime.hold.state,
             failure=runtime.hold.failure,
@@ -146,7 +150,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             resident_bytes=psutil.Process().memory_info().rss,
             experience_bytes=runtime.store.held_bytes,
             started_at=started_at,
-            devices=self._devices.look(runtime.face),
+            devices=self._devices.look(runtime.process.face),
+            run_ids=[hold.run_id for hold in runtime.process.holds if hold.run_id],
         )
 
     async def Sleep(
@@ -154,6 +159,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.SleepResponse:
         """Moves weights and optimizer to host memory."""
         runtime = self._runtime
+        if runtime.process.config.runs > 1:
+            raise UnsupportedError(
+                f"the {runtime.role.name} may serve {runtime.process.config.runs} runs at once, "
+                "which have one base: it does not sleep for one of them; leave pools.*.sleep out, "
+                "or give the run a service of its own"
+            )
 
         async def work(call: Call) -> worker_pb2.SleepResponse:
             # Set before: what is begun meanwhile would find the weights gone.
@@ -195,14 +206,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if not runtime.is_face:
             # What the face still wanted of this rank, it has waited for.
             timeout_s = 0.0
+        process = runtime.process
         if request.exit:
-            runtime.hold.is_draining = True
+            for hold in process.holds:
+                hold.is_draining = True
             try:
-                await runtime.hold.finish_work(timeout_s)
+                await asyncio.gather(*(hold.finish_work(timeout_s) for hold in process.holds))
             finally:
-                runtime.exit_requested.set()
+                process.exit_requested.set()
         else:
-            await runtime.hold.give_back(timeout_s)
+            holds = [runtime.hold] if request.run_id else process.holds
+            await asyncio.gather(*(hold.give_back(timeout_s) for hold in holds))
         call = current_call()
         logger.info("drained by request %s", call.request_id if call is not None else "?")
         return worker_pb2.DrainResponse()
@@ -224,8 +238,28 @@ def _spec_of(
             reason="SPEC_INVALID",
         )
     spec = parse_spec(runtime.role.spec_class, request.spec)
-    runtime.config.grant.check(spec, f"{runtime.role.name}.")
+    runtime.process.config.grant.check(spec, f"{runtime.role.name}.")
     return spec
+
+
+def _check_same_bits(runtime: Runtime, request: worker_pb2.InitializeRequest) -> None:
+    """Refuses a run that wants the process to compute otherwise than the runs beside it.
+
+    Raises:
+        PreconditionError: DETERMINISM_DIFFERS.
+    """
+    own, device = runtime.hold, rank_device()
+    others = [hold for hold in runtime.process.holds if hold is not own and hold.part is not None]
+    if not others or device.type != "cuda":
+        return
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if is_deterministic != request.deterministic:
+        raise PreconditionError(
+            f"run.deterministic is {str(request.deterministic).lower()}, but run "
+            f"{others[0].run_id!r}, which shares the {runtime.role.name}, has "
+            f"{str(is_deterministic).lower()}: give the same, or another service",
+            reason="DETERMINISM_DIFFERS",
+        )
 
 
 def _message_of(result: InitializeResult) -> worker_pb2.InitializeResult:

@@ -106,6 +106,10 @@ REASONS: Mapping[str, Reason] = {
         "Read the log of the service. Give a longer deadline if it only was slow.",
     ),
     "DEADLINE_MISSING": Reason("The call carries no deadline.", "Set a timeout of the call."),
+    "DETERMINISM_DIFFERS": Reason(
+        "A run that shares the service wants its GPU to sum in another way.",
+        "Give `run.deterministic` as the other run has it, or another service.",
+    ),
     "DEVICE_MISSING": Reason(
         "The recipe's pool names GPUs, and the service sees none.",
         "Give the service a GPU, as the message says, or name `devices: [cpu]` in the pool.",
@@ -322,6 +326,9 @@ REASONS: Mapping[str, Reason] = {
     "RUN_NOT_FOUND": Reason("There is no such run.", "List the runs; look at the store's URL."),
     "RUN_NOT_READY": Reason(
         "The services of the run cannot be had yet, or no longer.", "Wait until it is running."
+    ),
+    "RUN_UNNAMED": Reason(
+        "Several runs hold the service, and the request names none.", "Name the run."
     ),
     "SAMPLER_ANSWER_INVALID": Reason(
         "A server in `rollout.urls` answered with something else than was asked for.",

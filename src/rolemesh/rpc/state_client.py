@@ -47,16 +47,19 @@ class StateClient:
 
     # --- WeightsService ---
 
-    async def get_manifest(self) -> weights_pb2.GetManifestResponse:
-        """Asks for the parameters of the model."""
-        request = weights_pb2.GetManifestRequest()
+    async def get_manifest(self, run_id: str = "") -> weights_pb2.GetManifestResponse:
+        """Asks for the parameters of the model, of a run where several hold the service."""
+        request = weights_pb2.GetManifestRequest(run_id=run_id)
         return await self._weights.GetManifest(request, timeout=self._timeout_s)
 
     async def get_checksums(
-        self, holder: weights_pb2.WeightsHolder.ValueType
+        self, holder: weights_pb2.WeightsHolder.ValueType, run_id: str = ""
     ) -> weights_pb2.GetChecksumsResponse:
-        """Asks for hashes of the weights as the trainer or the sampler holds them."""
-        request = weights_pb2.GetChecksumsRequest(holder=holder)
+        """Asks for hashes of the weights as the trainer or the sampler holds them.
+
+        Of a run where several hold the service.
+        """
+        request = weights_pb2.GetChecksumsRequest(holder=holder, run_id=run_id)
         return await self._weights.GetChecksums(request, timeout=self._timeout_s)
 
     def publish_weights(

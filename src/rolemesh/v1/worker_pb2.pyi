@@ -131,6 +131,7 @@ class GetCapabilitiesResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    MAX_RUNS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Role, e.g. "actor"."""
     world_size: _builtins.int
@@ -151,6 +152,8 @@ class GetCapabilitiesResponse(_message.Message):
     """JSON Schema of Initialize's spec; empty when the service takes none."""
     pid: _builtins.int
     """Process id, for messages to people."""
+    max_runs: _builtins.int
+    """Most runs that share the service at once, 1 for most services; 0 means 1."""
     @_builtins.property
     def services(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Full names of the services that this process serves, e.g. "rolemesh.v1.TrainerService"."""
@@ -183,10 +186,11 @@ class GetCapabilitiesResponse(_message.Message):
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pid: _builtins.int = ...,
         devices: _abc.Iterable[_builtins.str] | None = ...,
+        max_runs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_references", b"accepts_references", "chunk_bytes", b"chunk_bytes", "devices", b"devices", "dtypes", b"dtypes", "experience_capacity_bytes", b"experience_capacity_bytes", "host_id", b"host_id", "pid", b"pid", "rank", b"rank", "role", b"role", "services", b"services", "spec_schema_json", b"spec_schema_json", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_references", b"accepts_references", "chunk_bytes", b"chunk_bytes", "devices", b"devices", "dtypes", b"dtypes", "experience_capacity_bytes", b"experience_capacity_bytes", "host_id", b"host_id", "max_runs", b"max_runs", "pid", b"pid", "rank", b"rank", "role", b"role", "services", b"services", "spec_schema_json", b"spec_schema_json", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,6 +426,7 @@ class GetStatusResponse(_message.Message):
     STARTED_AT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    RUN_IDS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     """State of the service."""
     run_id: _builtins.str
@@ -448,6 +453,10 @@ class GetStatusResponse(_message.Message):
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceUse]:
         """How busy the devices of all its ranks are."""
 
+    @_builtins.property
+    def run_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All runs that hold the service, where several may."""
+
     def __init__(
         self,
         *,
@@ -461,10 +470,11 @@ class GetStatusResponse(_message.Message):
         started_at: _timestamp_pb2.Timestamp | None = ...,
         failure: _builtins.str = ...,
         devices: _abc.Iterable[Global___DeviceUse] | None = ...,
+        run_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "experience_bytes", b"experience_bytes", "failure", b"failure", "operation", b"operation", "policy_version", b"policy_version", "progress", b"progress", "resident_bytes", b"resident_bytes", "run_id", b"run_id", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "experience_bytes", b"experience_bytes", "failure", b"failure", "operation", b"operation", "policy_version", b"policy_version", "progress", b"progress", "resident_bytes", b"resident_bytes", "run_id", b"run_id", "run_ids", b"run_ids", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

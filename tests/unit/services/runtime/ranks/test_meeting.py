@@ -46,7 +46,7 @@ async def test_a_rank_that_waits_for_others_ends_when_it_is_told_to(tmp_path: Pa
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(start), 0.5)
     assert not start.done()
-    server.runtime.exit_requested.set()
+    server.runtime.process.exit_requested.set()
     # Much less than the agent's patience, which is 30 s.
     async with asyncio.timeout(5):
         await start
