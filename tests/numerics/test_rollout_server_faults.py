@@ -165,6 +165,7 @@ def test_a_server_that_is_silent_is_left_for_another(make: Make, servers: list[F
     [
         ("nan", "NaN in its weights"),
         ("floor", "NaN in its weights"),
+        ("not_finite", "NaN or infinite.*start it anew"),
         ("short_logprobs", "one a token"),
         ("too_many", "at most 12 tokens"),
         ("outside", "token ids below 512"),

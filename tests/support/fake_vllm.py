@@ -295,6 +295,9 @@ class FakeVllm:
         fault = self.faults.pop(0) if self.faults else self.always
         if isinstance(fault, int):
             raise Refusal(fault, "a fault of the test")
+        if fault == "not_finite":
+            # As vLLM 0.32 answers.
+            raise Refusal(400, "Out of range float values are not JSON compliant")
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

@@ -30,6 +30,10 @@ _MAY_PASS = frozenset({408, 425, 429, 500, 502, 503, 504})
 """500 too: vLLM gives it to all that runs when its engine dies, and ends then."""
 
 
+_NOT_FINITE = "not JSON compliant"
+"""In what vLLM says where a log-prob cannot be told in JSON, with status 400."""
+
+
 class ServerError(RuntimeError):
     """What a server was asked for could not be had from it."""
 
@@ -241,6 +245,11 @@ class ServerClient:
         if answer.is_redirect:
             found += (
                 f"; redirects are not followed: give the URL {answer.headers.get('Location')!r}"
+            )
+        elif _NOT_FINITE in words:
+            found += (
+                "; its log-probs are NaN or infinite: look for that in the weights, and start it "
+                "anew, for such numbers stay in its cache of keys and values"
             )
         elif answer.status_code in (401, 403):
             found += "; put its --api-key into the variable that token_variable names"
