@@ -332,3 +332,16 @@ def test_a_server_that_was_started_anew_between_two_updates_is_checked_anew(
         server.start()
     backend.update_weights(factors(backend, 0.03), 2)
     sampled(backend, requests(8), sampling)
+
+
+def test_factors_that_are_not_finite_do_not_reach_the_servers(
+    make: Make, servers: list[FakeVllm]
+) -> None:
+    backend = make()
+    with pytest.raises(WeightsStaleError, match="NaN or infinite values"):
+        backend.update_weights(factors(backend, float("nan")), 0)
+    with pytest.raises(WeightsStaleError):
+        backend.generate(requests(1), SAMPLING)
+    assert not any(server.adapters for server in servers)
+    backend.update_weights(factors(backend, 0.01), 0)
+    sampled(backend, requests(2))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.servers.adapters import (
     KEPT,
     AdapterFolders,
@@ -97,11 +98,23 @@ class HeldAdapter(HeldWeights):
         self._is_written = False
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Copies of the factors, float32 on the host."""
-        return {
+        """Copies of the factors, float32 on the host.
+
+        Raises:
+            WeightsStaleError: One is not finite. A server that has computed with NaN gives NaN for
+                other adapters, too, until it is started anew (vLLM 0.32 on a CPU).
+        """
+        taken = {
             name: tensor.to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
             for name, tensor in weights
         }
+        for name, tensor in taken.items():
+            if not torch.isfinite(tensor).all():
+                raise WeightsStaleError(
+                    f"weight update has {name!r} with NaN or infinite values, which the servers "
+                    "would not get rid of: look at the step before, e.g. at its learning rate"
+                )
+        return taken
 
     async def send(self, fleet: Fleet, taken: Any, policy_version: int) -> None:
         """Writes and has it loaded; drops what is older than the one before."""
