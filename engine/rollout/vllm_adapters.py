@@ -1,8 +1,8 @@
 """Two ways in which a vLLM engine serves a policy whose trainer trains a LoRA adapter.
 
 "slots": the engine holds the base, and adds the adapter in layers of its own. "merged": the engine
-knows of no adapter; an update gives it every weight, those with an adapter summed up. Imports no
-vLLM, which is imported late.
+knows of no adapter; an update gives it the sums of the two. Imports no vLLM, which is imported
+late.
 
 Shape letters: I inputs, O outputs, R rank.
 """
@@ -10,10 +10,11 @@ Shape letters: I inputs, O outputs, R rank.
 from __future__ import annotations
 
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -23,6 +24,11 @@ from rolemesh.engine.rollout.model_folder import ExpectedWeights, ModelFolder, e
 from rolemesh.engine.rollout.vllm_engine import FirstWeights
 from rolemesh.engine.rollout.vllm_updates import load_whole
 from rolemesh.engine.specs import AdapterSpec, VllmSpec
+
+if TYPE_CHECKING:
+    from rolemesh.engine.rollout.vllm_merging import WrittenMatrix
+
+logger = logging.getLogger(__name__)
 
 AdapterWay = Literal["slots", "merged"]
 
@@ -118,16 +124,22 @@ class SlottedAdapter(ServedAdapter):
 
 
 class MergedAdapter(ServedAdapter):
-    """Summed up with the base, W + scale * B A in float32, through an update of all weights.
+    """Summed up with the base, W + scale * B A in float32.
 
-    The base is read from the folder again each time, so that no error adds up. With several slices
-    each rank sums up whole matrices, and vLLM's loaders cut them.
+    The first update, and one after a failure, loads every weight through vLLM's own loaders. Later
+    ones write the matrices that have an adapter, to the same bits, where the engine holds them as
+    `vllm_merging` can write them: on one slice on a CPU. With several slices each update loads
+    every weight: each rank sums up whole matrices, and vLLM's loaders cut them.
+
+    The base is read from the folder again each time, so that no error adds up and no copy is kept.
     """
 
     first_weights = "none"
     sleep_level = 2
 
-    def __init__(self, spec: AdapterSpec, rollout: VllmSpec, folder: ModelFolder) -> None:
+    def __init__(
+        self, spec: AdapterSpec, rollout: VllmSpec, folder: ModelFolder, expected: ExpectedWeights
+    ) -> None:
         """Reads which tensors the folder has.
 
         Raises:
@@ -137,6 +149,9 @@ class MergedAdapter(ServedAdapter):
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._path: Path = folder.path
         self._shapes = expected_weights(folder).shapes
+        self._adapted = [f"{module}.weight" for module in _modules(expected.shapes)]
+        self._matrices: list[WrittenMatrix] | None = None
+        self._holds_base = False
         with FolderTensors(self._path) as tensors:
             missing = [name for name in self._shapes if tensors.stored_name(name) is None]
         if missing:
@@ -147,14 +162,40 @@ class MergedAdapter(ServedAdapter):
             )
 
     def check(self, engine: Any) -> None:
-        """Does nothing: each update is checked to have reached every parameter."""
+        """Finds out what later updates write; raises nothing: the first reaches all or fails."""
+        from rolemesh.engine.rollout.vllm_merging import written_matrices
+
+        (self._matrices,) = engine.apply_model(
+            lambda model: written_matrices(model, self._shapes, self._adapted)
+        )
+        if self._matrices is None:
+            logger.info("each update of the adapter loads every weight of the engine")
 
     def load(self, engine: Any, factors: Mapping[str, torch.Tensor]) -> None:
-        """Loads every weight, through vLLM's own loaders."""
-        load_whole(engine, self.weights(factors))
+        """Writes the sums, and the base where the engine does not hold it."""
+        holds_base, self._holds_base = self._holds_base, False
+        if holds_base and self._matrices is not None:
+            self._write(engine, self._matrices, factors)
+        else:
+            load_whole(engine, self.weights(factors))
+        # Not after a failure, which leaves some of this version and some of another.
+        self._holds_base = True
 
     def redirect(self, engine: Any) -> None:
         """Does nothing: requests know of no adapter."""
+
+    def _write(
+        self, engine: Any, matrices: list[WrittenMatrix], factors: Mapping[str, torch.Tensor]
+    ) -> None:
+        from rolemesh.engine.rollout.vllm_merging import write_matrices
+
+        with FolderTensors(self._path) as tensors:
+
+            def fill(name: str, matrix_OI: torch.Tensor) -> None:
+                matrix_OI.copy_(self._base(tensors, name))
+                self._add(matrix_OI, name, factors)
+
+            engine.apply_model(lambda model: write_matrices(model, matrices, fill))
 
     @torch.no_grad()
     def weights(self, factors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,19 +208,28 @@ class MergedAdapter(ServedAdapter):
             (Hugging Face name, [global shape]): float32 where there is an adapter, otherwise of the
             spec's type.
         """
+        adapted = set(self._adapted)
         with FolderTensors(self._path) as tensors:
-            for name, shape in self._shapes.items():
-                key = tensors.stored_name(name)
-                assert key is not None  # as __init__ has seen
-                base = tensors.stored(key, tuple((0, size) for size in shape)).to(self._dtype)
-                module = name.removesuffix(".weight")
-                a_RI = factors.get(factor_name(module, "A"))
-                if a_RI is None or module == name:
-                    yield name, base
-                else:
-                    b_OR = factors[factor_name(module, "B")]
-                    merged = base.to(torch.float32, copy=True)
-                    yield name, merged.addmm_(b_OR, a_RI, alpha=self._scale)
+            for name in self._shapes:
+                base = self._base(tensors, name)
+                if name in adapted:
+                    base = base.to(torch.float32, copy=True)
+                    self._add(base, name, factors)
+                yield name, base
+
+    def _base(self, tensors: FolderTensors, name: str) -> torch.Tensor:
+        """A parameter of the base, rounded to the spec's type, [global shape]; maybe mapped."""
+        key = tensors.stored_name(name)
+        assert key is not None  # as __init__ has seen
+        box = tuple((0, size) for size in self._shapes[name])
+        return tensors.stored(key, box).to(self._dtype)
+
+    def _add(self, matrix_OI: torch.Tensor, name: str, factors: Mapping[str, torch.Tensor]) -> None:
+        """Adds scale * B A in place, if the matrix has an adapter. Float32."""
+        module = name.removesuffix(".weight")
+        a_RI = factors.get(factor_name(module, "A"))
+        if a_RI is not None:
+            matrix_OI.addmm_(factors[factor_name(module, "B")], a_RI, alpha=self._scale)
 
 
 def served_adapter(
@@ -203,7 +253,7 @@ def served_adapter(
     """
     if way == "slots":
         return SlottedAdapter(spec, expected)
-    return MergedAdapter(spec, rollout, folder)
+    return MergedAdapter(spec, rollout, folder, expected)
 
 
 def own_copies(factors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

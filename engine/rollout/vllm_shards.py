@@ -8,7 +8,8 @@ parameter empty); on a GPU it is written in place, which is not verified on one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from rolemesh.engine.rollout.model_folder import WeightsStaleError, refuse_missi
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Where a tensor goes."""
 
     module: Any
@@ -51,7 +52,7 @@ def place_shards(
         WeightsStaleError: At a tensor that is unknown, repeated or of another shape, and at the
             end when one is missing. What came before it has been placed.
     """
-    places = _places(model, dtype)
+    places = weight_places(model, dtype)
     missing = dict.fromkeys(places)
     for name, tensor in tensors:
         place = places.get(name)
@@ -76,7 +77,13 @@ def place_shards(
     refuse_missing("shard update", list(missing), len(places))
 
 
-def _places(model: nn.Module, dtype: torch.dtype) -> dict[str, _Place]:
+def weight_places(model: nn.Module, dtype: torch.dtype) -> dict[str, Place]:
+    """Where each parameter goes, by vLLM's name.
+
+    Args:
+        model: VLLM's.
+        dtype: Of the model.
+    """
     places = {}
     for name, parameter in model.named_parameters():
         prefix, _, own_name = name.rpartition(".")
@@ -84,7 +91,7 @@ def _places(model: nn.Module, dtype: torch.dtype) -> dict[str, _Place]:
         # What vLLM recorded before it packed; of biases it records nothing, and never empties one,
         # but may hold it wider than the model.
         recorded = get_layerwise_info(module).restore_metadata[0].get(own_name)
-        places[name] = _Place(
+        places[name] = Place(
             module,
             own_name,
             tuple(parameter.shape if recorded is None else recorded.shape),
@@ -93,22 +100,38 @@ def _places(model: nn.Module, dtype: torch.dtype) -> dict[str, _Place]:
     return places
 
 
-def _place(place: _Place, tensor: torch.Tensor) -> None:
-    module, parameter = place.module, getattr(place.module, place.own_name)
-    if parameter.shape != place.shape:
+def _place(place: Place, tensor: torch.Tensor) -> None:
+    with rewritten(place) as parameter:
+        parameter.copy_(tensor.detach().to(place.dtype))
+        if isinstance(place.module, VocabParallelEmbedding):
+            parameter[place.module.shard_indices.num_org_elements :] = 0
+
+
+@contextmanager
+def rewritten(place: Place) -> Iterator[torch.Tensor]:
+    """The parameter of a place, to be written as a whole, and packed for the kernels at the end.
+
+    Yields:
+        [shape of the place]; holds anything.
+    """
+    before: torch.Tensor = getattr(place.module, place.own_name)
+    parameter = before
+    if before.shape != place.shape:
         # Emptied by packing. The kernel may keep what it is given, so it gets a copy of its own.
         parameter = nn.Parameter(
-            torch.empty(place.shape, dtype=place.dtype, device=parameter.device),
-            requires_grad=False,
+            torch.empty(place.shape, dtype=place.dtype, device=before.device), requires_grad=False
         )
-        setattr(module, place.own_name, parameter)
-    parameter.copy_(tensor.detach().to(place.dtype))
-    if isinstance(module, VocabParallelEmbedding):
-        parameter[module.shard_indices.num_org_elements :] = 0
-    method = getattr(module, "quant_method", None)
+    yield parameter
+    setattr(place.module, place.own_name, parameter)
+    method = getattr(place.module, "quant_method", None)
     if (
         place.own_name == "weight"
         and parameter.device.type == "cpu"
         and isinstance(method, QuantizeMethodBase)
     ):
-        method.process_weights_after_loading(module)
+        try:
+            method.process_weights_after_loading(place.module)
+        except BaseException:
+            # A load of every weight, which may follow, takes an emptied parameter for granted.
+            setattr(place.module, place.own_name, before)
+            raise

@@ -167,14 +167,34 @@ def _module_weights(
         if isinstance(module, VocabParallelEmbedding):
             # vLLM pads the vocabulary; the rows beyond it are no weights.
             tensor = tensor[: module.shard_indices.num_org_elements]
-        parent, _, leaf = prefix.rpartition(".")
-        parts = getattr(model, "packed_modules_mapping", {}).get(leaf, ())
-        sizes = getattr(module, "output_partition_sizes", ())
-        if len(parts) > 1 and len(parts) == len(sizes):
-            for part, piece in zip(parts, torch.split(tensor, list(sizes)), strict=True):
-                yield f"{parent}.{part}.{own_name}" if parent else f"{part}.{own_name}", piece
+        parts = fused_parts(model, prefix, module)
+        if parts:
+            pieces = torch.split(tensor, list(parts.values()))
+            for part, piece in zip(parts, pieces, strict=True):
+                yield f"{part}.{own_name}", piece
         else:
             yield f"{prefix}.{own_name}" if prefix else own_name, tensor
+
+
+def fused_parts(model: nn.Module, prefix: str, module: nn.Module) -> dict[str, int]:
+    """Of a layer that vLLM has fused, rows on this rank by Hugging Face module, from the top.
+
+    Args:
+        model: VLLM's.
+        prefix: Name of the layer in it.
+        module: The layer.
+
+    Returns:
+        E.g. of "model.layers.0.mlp.gate_up_proj" {"model.layers.0.mlp.gate_proj": 96, ...}; empty
+        where nothing is fused.
+    """
+    parent, _, leaf = prefix.rpartition(".")
+    parts = getattr(model, "packed_modules_mapping", {}).get(leaf, ())
+    sizes = getattr(module, "output_partition_sizes", ())
+    if len(parts) < 2 or len(parts) != len(sizes):
+        return {}
+    names = (f"{parent}.{part}" if parent else part for part in parts)
+    return dict(zip(names, sizes, strict=True))
 
 
 def _as_the_kernels_read(module: nn.Module, own_name: str, parameter: torch.Tensor) -> torch.Tensor:
