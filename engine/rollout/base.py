@@ -18,7 +18,12 @@ from rolemesh.engine.rollout.model_folder import (
     expected_weights,
     read_model_folder,
 )
-from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory, check_requests
+from rolemesh.engine.rollout.requests import (
+    LaterRequests,
+    RolloutRequest,
+    RolloutTrajectory,
+    check_requests,
+)
 from rolemesh.engine.specs import AdapterSpec, RolloutSpec, SamplingSpec
 
 
@@ -57,13 +62,21 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None = None,
     ) -> Iterator[RolloutTrajectory]:
         """Samples one completion a request, yielding each as it finishes.
 
+        Args:
+            requests: Those that are there.
+            sampling: How to draw.
+            later: Is asked before each step for more; the generation lasts until none will come.
+
         Raises:
             PromptTooLongError: A prompt leaves no room for one token within max_model_len;
-                raised by this call, before anything is sampled.
+                raised by this call, before anything is sampled, or by the step that takes it.
             WeightsStaleError: The back end holds no whole set of weights.
             ValueError: A request is out of range.
         """
@@ -171,6 +184,9 @@ class RolloutBackend(ABC):
     def _check_asked(self, requests: Sequence[RolloutRequest]) -> None:
         """Raises what `generate` documents, unless these requests can be sampled now."""
         self._check_ready()
+        self._check_requests(requests)
+
+    def _check_requests(self, requests: Sequence[RolloutRequest]) -> None:
         check_requests(
             requests, max_model_len=self._spec.max_model_len, vocab_size=self._folder.vocab_size
         )
@@ -277,14 +293,17 @@ class RolloutBackend(ABC):
 
 @contextmanager
 def generated(
-    backend: RolloutBackend, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+    backend: RolloutBackend,
+    requests: Sequence[RolloutRequest],
+    sampling: SamplingSpec,
+    later: LaterRequests | None = None,
 ) -> Iterator[Iterator[RolloutTrajectory]]:
     """The completions of a generation, which is over when the block is left, also by an error.
 
     Otherwise it would be under way until the garbage collector finds it, and keep the next one
     away.
     """
-    trajectories = backend.generate(requests, sampling)
+    trajectories = backend.generate(requests, sampling, later)
     try:
         yield trajectories
     finally:

@@ -6,14 +6,14 @@ alone (text as it is, messages as the chat template renders them), put behind th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
+from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.engine.environments.base import (
     Environment,
@@ -27,14 +27,13 @@ from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout.base import RolloutBackend, generated
+from rolemesh.engine.rollout.environment_calls import EnvironmentCalls
+from rolemesh.engine.rollout.episode_texts import EpisodeTexts
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.seeds import derive_seed
-from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
+from rolemesh.engine.specs import EnvironmentSpec, PythonEnvironmentSpec, SamplingSpec
 from rolemesh.engine.specs.environments import TurnLimits
-
-STOP_WINDOW_TOKENS = 8
-"""Tokens without text that may stand inside a stop text while it is looked for as tokens come."""
 
 _CPU = torch.device("cpu")
 
@@ -92,15 +91,35 @@ class _Running:
     budget: int
     """Tokens that the whole completion may have."""
     episode: Episode
+    has_begun: bool = False
+    """Whether reset has answered."""
+    turn: list[int] = field(default_factory=list)
+    """Tokens of the last turn."""
+    end: TurnEnd = "end_token"
+    """Why it ended."""
 
     @property
     def room(self) -> int:
         """Tokens that the completion may still have."""
         return self.budget - len(self.episode.completion_tokens)
 
+    def put_in(self, tokens: Sequence[int], version: int) -> bool:
+        """Appends what the environment says, masked; False when no token could follow it."""
+        if len(tokens) >= self.room:
+            return False
+        episode = self.episode
+        episode.completion_tokens += tokens
+        episode.loss_mask += [False] * len(tokens)
+        episode.logprobs += [0.0] * len(tokens)
+        episode.policy_versions += [version] * len(tokens)
+        return True
+
 
 class EpisodeRunner:
-    """Plays episodes over a rollout back end, all running ones turn by turn.
+    """Plays episodes over a rollout back end, each going on by itself.
+
+    Environments are asked beside the sampler: while one computes, waits or is slow, the turns of
+    the others are sampled.
 
     The budget of a row, `sampling.max_new_tokens` and what the model's length leaves, counts all
     tokens of its completion, those of the environment included: it bounds what a trainer has to
@@ -142,13 +161,20 @@ class EpisodeRunner:
         Raises:
             UserCodeError: A user's class cannot be loaded.
         """
-        self._group = group if group is not None and group.size > 1 else None
-        self._device = device
+        self.group = group if group is not None and group.size > 1 else None
+        """Ranks that sample the same rows; None where there is one."""
+        self.device = device
+        self.texts = EpisodeTexts(tokenizer, spec.max_observation_tokens)
+        self.answers_at_once = not isinstance(spec, PythonEnvironmentSpec)
+        """Whether environments answer without waiting for anything, and so where they are asked."""
+        is_confined = sandbox is not None and sandbox.is_there
+        # A process of their own keeps to the bound by itself.
+        self.call_timeout_s: float | None = None
+        if isinstance(spec, PythonEnvironmentSpec) and not is_confined:
+            self.call_timeout_s = spec.timeout_s
         self._spec = spec
         self._turn_limit = spec.max_turn_tokens if isinstance(spec, TurnLimits) else None
-        self._renderer = Renderer(tokenizer)
         self._make = environment_maker(spec, sandbox)
-        self._tokenizer = tokenizer
         self._max_model_len = max_model_len
 
     def run(
@@ -170,32 +196,25 @@ class EpisodeRunner:
             EnvironmentFailedError: Names prompt and turn.
             PromptTooLongError: As the back end raises it, before anything is sampled.
         """
-        running = [
-            self._begin(request, prompt, sampling, backend.policy_version)
-            for request, prompt in zip(requests, prompts, strict=True)
-        ]
-        while running:
-            by_row = {one.request.row: one for one in running}
-            turns = [self._turn(one) for one in running]
-            going_on: list[_Running] = []
-            with generated(backend, turns, sampling) as trajectories:
-                for trajectory in trajectories:
-                    one = by_row.pop(trajectory.row)
-                    if self._take(one, trajectory, backend.policy_version):
-                        yield one.episode
-                    else:
-                        going_on.append(one)
-            if by_row:
-                raise RuntimeError(
-                    f"the rollout back end left {len(by_row)} of {len(turns)} turns unfinished"
-                )
-            # What a turn is asked with must not depend on the order in which others ended.
-            running = sorted(going_on, key=lambda one: one.request.row)
+        turns = _Turns(self, backend)
+        for request, prompt in zip(requests, prompts, strict=True):
+            turns.begin(self._opened(request, prompt, sampling))
+        first = turns.take(is_idle=True)
+        while first is not None and not first:
+            first = turns.take(is_idle=True)
+        with generated(backend, first or (), sampling, turns) as trajectories:
+            for trajectory in trajectories:
+                turns.end(trajectory)
+                yield from turns.ended()
+        yield from turns.ended()
+        if turns.num_open:
+            raise RuntimeError(
+                f"the rollout back end left {turns.num_open} of {len(requests)} episodes unfinished"
+            )
 
-    def _begin(
-        self, request: RolloutRequest, prompt: Prompt, sampling: SamplingSpec, version: int
-    ) -> _Running:
+    def _opened(self, request: RolloutRequest, prompt: Prompt, sampling: SamplingSpec) -> _Running:
         try:
+            # On the thread of the sampler, with which a process of environments ends.
             environment = self._make()
         except _USER_ERRORS as error:
             raise _failure("the environment", prompt, request.row, 0, raised(error)) from error
@@ -205,7 +224,7 @@ class EpisodeRunner:
             kind = type(environment).__name__
             what = f"stop is {stop!r}: give a tuple of texts that are not empty"
             raise _failure(kind, prompt, request.row, 0, what)
-        one = _Running(
+        return _Running(
             request=request,
             prompt=prompt,
             environment=environment,
@@ -215,17 +234,8 @@ class EpisodeRunner:
             episode=Episode(row=request.row),
         )
 
-        text = self._heard(one, lambda: opening_of(environment, prompt))
-        if text and not self._put_in(one, self._encoded(text), version):
-            raise _failed(
-                one,
-                f"the text of reset leaves no room for a turn within {one.budget} tokens: raise "
-                "max_new_tokens and rollout.max_model_len, or lower "
-                "environment.max_observation_tokens",
-            )
-        return one
-
-    def _turn(self, one: _Running) -> RolloutRequest:
+    def turn(self, one: _Running) -> RolloutRequest:
+        """The next turn of an episode, to be sampled."""
         seed, number = one.request.seed, one.episode.num_turns
         return RolloutRequest(
             row=one.request.row,
@@ -234,136 +244,173 @@ class EpisodeRunner:
             max_new_tokens=one.room
             if self._turn_limit is None
             else min(one.room, self._turn_limit),
-            is_complete=self._stop_check(one.stop),
+            is_complete=self.texts.stop_check(one.stop),
         )
 
-    def _take(self, one: _Running, trajectory: RolloutTrajectory, version: int) -> bool:
-        """Adds a turn and what the environment says to it; True when that was the last one."""
+    def opens(self, one: _Running, text: str | None, version: int) -> None:
+        """Puts in what reset has said.
+
+        Raises:
+            EnvironmentFailedError: It leaves no room.
+        """
+        if text and not one.put_in(self.texts.encoded(text), version):
+            raise _failed(
+                one,
+                f"the text of reset leaves no room for a turn within {one.budget} tokens: raise "
+                "max_new_tokens and rollout.max_model_len, or lower "
+                "environment.max_observation_tokens",
+            )
+
+    def adds(self, one: _Running, trajectory: RolloutTrajectory) -> None:
+        """Adds a turn, of which the environment has not heard yet."""
         episode, tokens = one.episode, list(trajectory.completion_tokens)
-        cut_at = self.turn_end(tokens, one.stop)
-        end: TurnEnd = "length" if trajectory.finish_reason == "length" else "end_token"
+        cut_at = self.texts.turn_end(tokens, one.stop)
+        one.end = "length" if trajectory.finish_reason == "length" else "end_token"
         if cut_at is not None:
-            end, tokens = "stop_text", tokens[:cut_at]
+            one.end, tokens = "stop_text", tokens[:cut_at]
+        one.turn = tokens
         episode.completion_tokens += tokens
         episode.loss_mask += [True] * len(tokens)
         episode.logprobs += trajectory.logprobs[: len(tokens)]
         episode.policy_versions += trajectory.policy_versions[: len(tokens)]
 
+    def goes_on(self, one: _Running, said: Sequence[Any], version: int) -> bool:
+        """Adds what the environment has said to a turn; False when that was the last one."""
+        text, messages, reward, is_done = said
+        episode = one.episode
+        episode.num_turns += 1
+        episode.reward += reward
+        is_cut = one.end == "length"
+        # A turn that its own limit cut is answered; if there is no more room, that shows below.
+        is_over = is_cut and (self._turn_limit is None or len(one.turn) < self._turn_limit)
+        if is_over or is_done or episode.num_turns == self._spec.max_turns:
+            episode.finish_reason = "length" if is_cut else "stop"
+            return False
+        tokens = self.texts.encoded(text)
+        if messages:
+            closed_by = one.turn[-1] if one.end == "end_token" else None
+            try:
+                tokens = self.texts.rendered(messages, closed_by)
+            except DataInvalidError as error:
+                raise _failed(one, str(error)) from error
+        if not one.put_in(tokens, version):
+            episode.finish_reason = "length"
+            return False
+        return True
+
+
+class _Turns:
+    """The episodes of one generation, whose environments are asked beside it.
+
+    Its next turns are the back end's later requests. All ranks of a replica have the same; the
+    first alone asks the environments, and tells the others what has come.
+    """
+
+    def __init__(self, runner: EpisodeRunner, backend: RolloutBackend) -> None:
+        self._runner = runner
+        self._backend = backend
+        self._open: dict[int, _Running] = {}
+        self._asked: set[int] = set()
+        """Rows whose environment has not answered yet."""
+        self._calls = EnvironmentCalls(
+            are_at_once=runner.answers_at_once, timeout_s=runner.call_timeout_s
+        )
+        self._next: list[RolloutRequest] = []
+        self._ended: list[Episode] = []
+
+    @property
+    def num_open(self) -> int:
+        """Episodes that have not ended."""
+        return len(self._open)
+
+    def begin(self, one: _Running) -> None:
+        """Has the environment of an episode begin."""
+        self._open[one.request.row] = one
+        self._ask(one, lambda: opening_of(one.environment, one.prompt))
+
+    def end(self, trajectory: RolloutTrajectory) -> None:
+        """Takes a turn, and has its environment answer."""
+        one = self._open[trajectory.row]
+        runner = self._runner
+        runner.adds(one, trajectory)
+
         def step() -> tuple[str, list[dict[str, Any]], float, bool]:
-            said = observation_of(one.environment, self._text(tokens), end)
+            said = observation_of(one.environment, runner.texts.text(one.turn), one.end)
             messages = [dict(message) for message in said.messages]
             return said.text, messages, float(said.reward), bool(said.done)
 
-        text, messages, reward, is_done = self._heard(one, step)
-        episode.num_turns += 1
-        episode.reward += reward
-        is_cut = end == "length"
-        # A turn that its own limit cut is answered; if there is no more room, that shows below.
-        is_over = is_cut and (self._turn_limit is None or len(tokens) < self._turn_limit)
-        if is_over or is_done or episode.num_turns == self._spec.max_turns:
-            episode.finish_reason = "length" if is_cut else "stop"
-            return True
-        closed_by = tokens[-1] if end == "end_token" else None
-        said = self._rendered(one, messages, closed_by) if messages else self._encoded(text)
-        if not self._put_in(one, said, version):
-            episode.finish_reason = "length"
-            return True
-        return False
+        self._ask(one, step)
+        if runner.answers_at_once and runner.group is None:
+            # What ends here is given before the next step.
+            self._next += self._heard(is_idle=False)
 
-    def _encoded(self, text: str) -> list[int]:
-        """The first tokens of a text of the environment, as many as one observation may have."""
-        return self._renderer.tokens(text)[: self._spec.max_observation_tokens] if text else []
+    def ended(self) -> Iterator[Episode]:
+        """The episodes that have ended since."""
+        ended, self._ended = self._ended, []
+        yield from ended
 
-    def _rendered(
-        self, one: _Running, messages: Sequence[Mapping[str, Any]], closed_by: int | None
-    ) -> list[int]:
-        """Messages as the chat template continues the turn with them, their contents shortened."""
-        left, shown = self._spec.max_observation_tokens, []
-        for message in messages:
-            tokens = self._renderer.tokens(message["content"])
-            kept, content = tokens[:left], message["content"]
-            if len(kept) < len(tokens):
-                # The cut may go through a character.
-                content = self._tokenizer.decode(kept).rstrip("\N{REPLACEMENT CHARACTER}")
-            shown.append({**message, "content": content})
-            left -= len(kept)
-        try:
-            return self._renderer.continuation(shown, end_token=closed_by)
-        except DataInvalidError as error:
-            raise _failed(one, str(error)) from error
+    def take(self, *, is_idle: bool) -> Sequence[RolloutRequest] | None:
+        """See `LaterRequests`."""
+        ready, self._next = self._next, []
+        if self._asked:
+            ready += self._heard(is_idle=is_idle and not ready)
+        elif is_idle and self._open and not ready:
+            raise RuntimeError(
+                f"the rollout back end has left {self.num_open} turns unfinished: rows "
+                f"{sorted(self._open)[:8]}"
+            )
+        # What a turn is asked with must not depend on the order in which others ended.
+        ready.sort(key=lambda request: request.row)
+        return ready if ready or self._open else None
 
-    def _put_in(self, one: _Running, tokens: Sequence[int], version: int) -> bool:
-        """Appends what the environment says, masked; False when no token could follow it."""
-        if len(tokens) >= one.room:
-            return False
-        episode = one.episode
-        episode.completion_tokens += tokens
-        episode.loss_mask += [False] * len(tokens)
-        episode.logprobs += [0.0] * len(tokens)
-        episode.policy_versions += [version] * len(tokens)
-        return True
+    def _ask(self, one: _Running, ask: Callable[[], Any]) -> None:
+        row = one.request.row
+        self._asked.add(row)
+        group = self._runner.group
+        if group is None or group.index == 0:
+            self._calls.begin(row, ask)
 
-    def turn_end(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
-        """Number of the first tokens whose text holds a stop text; None when it never does.
+    def _heard(self, *, is_idle: bool) -> list[RolloutRequest]:
+        """The next turns of episodes whose environments have answered."""
+        version, runner, ready = self._backend.policy_version, self._runner, []
+        for fact in self._facts(is_idle=is_idle):
+            one = self._open[fact["row"]]
+            self._asked.remove(fact["row"])
+            if "error" in fact:
+                raise EnvironmentFailedError(fact["error"])
+            if not one.has_begun:
+                one.has_begun = True
+                runner.opens(one, fact["said"], version)
+            elif not runner.goes_on(one, fact["said"], version):
+                del self._open[one.request.row]
+                self._ended.append(one.episode)
+                continue
+            ready.append(runner.turn(one))
+        return ready
 
-        Text only grows at its end, so once it holds one it goes on holding it: halving finds it.
-        """
-        if not stop or not self._holds(tokens, stop):
-            return None
-        low, high = 1, len(tokens)
-        while low < high:
-            middle = (low + high) // 2
-            if self._holds(tokens[:middle], stop):
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-    def _stop_check(self, stop: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-        """Tells a back end when to stop, looking at the last tokens alone: it is asked often.
-
-        Where it misses one, `turn_end` finds it.
-        """
-        if not stop:
-            return None
-        # A token that has text has a byte of it at least.
-        window = max(len(text.encode()) for text in stop) + STOP_WINDOW_TOKENS
-
-        def is_complete(tokens: Sequence[int]) -> bool:
-            return self._holds(tokens[-window:], stop) and self._holds(tokens, stop)
-
-        return is_complete
-
-    def _holds(self, tokens: Sequence[int], texts: Sequence[str]) -> bool:
-        decoded = self._text(tokens)
-        return any(text in decoded for text in texts)
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def _heard(self, one: _Running, ask: Callable[[], Any]) -> Any:
-        """What the environment says, asked here or by the first rank of the replica. JSON-able."""
-        if self._group is None:
-            return _asked(one, ask)
-        facts: dict[str, Any] = {}
-        if self._group.index == 0:
-            try:
-                facts = {"said": _asked(one, ask)}
-            except EnvironmentFailedError as error:
-                gather_facts({"error": str(error)}, self._group, self._device)
-                raise
-        told = gather_facts(facts, self._group, self._device)[0]
-        if "error" in told:
-            raise EnvironmentFailedError(told["error"])
-        return told["said"]
-
-
-def _asked(one: _Running, ask: Callable[[], Any]) -> Any:
-    try:
-        return ask()
-    except _USER_ERRORS as error:
-        # Whatever it raises is told with the row that it happened to.
-        raise _failed(one, raised(error)) from error
+    def _facts(self, *, is_idle: bool) -> Sequence[Mapping[str, Any]]:
+        """What has come, the same on all ranks. JSON-able."""
+        group = self._runner.group
+        if group is not None and group.index > 0:
+            told: Sequence[Mapping[str, Any]] = gather_facts([], group, self._runner.device)[0]
+            return told
+        answers = self._calls.answers(is_idle=is_idle)
+        facts = []
+        failure: EnvironmentFailedError | None = None
+        for answer in answers:
+            if answer.error is None:
+                facts.append({"row": answer.row, "said": answer.said})
+                continue
+            # Whatever it raises is told with the row that it happened to.
+            failed = _failed(self._open[answer.row], raised(answer.error))
+            failed.__cause__ = answer.error
+            failure = failure or failed
+            facts.append({"row": answer.row, "error": str(failed)})
+        if group is not None:
+            gather_facts(facts, group, self._runner.device)
+        if failure is not None:
+            raise failure
+        return facts
 
 
 def _failed(one: _Running, what: str) -> EnvironmentFailedError:

@@ -7,6 +7,7 @@ the wave, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.distribution import sampling_logprobs
 from rolemesh.engine.rollout.noise import exponential_noise, stream_starts
 from rolemesh.engine.rollout.requests import (
+    LaterRequests,
     RolloutRequest,
     RolloutTrajectory,
     completion_budget,
@@ -46,6 +48,31 @@ class _RunningRow:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+
+
+class _Waiting:
+    """Requests of a generation that no wave has begun yet."""
+
+    def __init__(self, requests: Sequence[RolloutRequest], later: LaterRequests | None) -> None:
+        self._waiting = deque(requests)
+        self._later = later
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none waits, and none will come."""
+        return not self._waiting and self._later is None
+
+    def hear(self, *, is_idle: bool) -> Sequence[RolloutRequest]:
+        """Those that have come since, which wait from now on."""
+        came = None if self._later is None else self._later.take(is_idle=is_idle)
+        if came is None:
+            self._later = None
+        self._waiting.extend(came or ())
+        return came or ()
+
+    def next(self, number: int) -> list[RolloutRequest]:
+        """Takes as many as that, at most, in their order."""
+        return [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
 
 
 class HfBackend(RolloutBackend):
@@ -131,30 +158,43 @@ class HfBackend(RolloutBackend):
         return model.to(getattr(torch, self._spec.dtype))
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None = None,
     ) -> Iterator[RolloutTrajectory]:
-        """Samples one completion a request, yielding each as it finishes within its wave."""
+        """Samples one completion a request, yielding each as it finishes within its wave.
+
+        Those that come later join the wave that is decoded, which then begins anew from all its
+        tokens.
+        """
         self._check_asked(requests)
-        return self._alone(self._generate(requests, sampling))
+        return self._alone(self._generate(requests, sampling, later))
 
     def _generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None,
     ) -> Iterator[RolloutTrajectory]:
-        for start in range(0, len(requests), self._wave_rows):
-            wave = [
-                _RunningRow(
-                    request=request,
-                    budget=completion_budget(
-                        request, sampling, max_model_len=self._spec.max_model_len
-                    ),
-                    generator=torch.Generator().manual_seed(request.seed),
-                )
-                for request in requests[start : start + self._wave_rows]
-            ]
-            yield from self._decode(wave, sampling)
+        waiting = _Waiting(requests, later)
+        while not waiting.is_over:
+            wave = [self._row(request, sampling) for request in waiting.next(self._wave_rows)]
+            if wave:
+                yield from self._decode(wave, sampling, waiting)
+            else:
+                self._pause()
+                self._check_requests(waiting.hear(is_idle=True))
+
+    def _row(self, request: RolloutRequest, sampling: SamplingSpec) -> _RunningRow:
+        return _RunningRow(
+            request=request,
+            budget=completion_budget(request, sampling, max_model_len=self._spec.max_model_len),
+            generator=torch.Generator().manual_seed(request.seed),
+        )
 
     def _decode(
-        self, wave: list[_RunningRow], sampling: SamplingSpec
+        self, wave: list[_RunningRow], sampling: SamplingSpec, waiting: _Waiting
     ) -> Iterator[RolloutTrajectory]:
         inputs, attention_mask, positions, places = self._begin(wave)
         cache: Any = None
@@ -199,6 +239,14 @@ class HfBackend(RolloutBackend):
                         policy_versions=row.policy_versions,
                     )
             wave = [wave[index] for index in running]
+            came = waiting.hear(is_idle=False)
+            self._check_requests(came)
+            if came and wave and len(wave) < self._wave_rows:
+                joining = waiting.next(self._wave_rows - len(wave))
+                wave += [self._row(request, sampling) for request in joining]
+                inputs, attention_mask, positions, places = self._begin(wave)
+                cache = None
+                continue
             staying = [places[index] for index in running]
             kept = torch.tensor(staying, dtype=torch.int64, device=self._device)
             if staying != list(range(len(inputs))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.specs import SamplingSpec
@@ -27,6 +27,23 @@ class RolloutRequest:
     is_complete: Callable[[Sequence[int]], bool] | None = None
     """Asked after each sampled token with all of them so far; True ends the completion, like a stop
     token. It must depend on the tokens alone: ranks that sample together ask each for itself."""
+
+
+class LaterRequests(Protocol):
+    """Requests that come while others are sampled: next turns, after what an environment said.
+
+    All ranks of a generation replica ask at the same moments, and get the same.
+    """
+
+    def take(self, *, is_idle: bool) -> Sequence[RolloutRequest] | None:
+        """Those that have come since the last call; a row may come again once it has ended.
+
+        Args:
+            is_idle: Whether nothing is being sampled, so that there is time to wait for a moment.
+
+        Returns:
+            The requests, maybe none; None where no more will come.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

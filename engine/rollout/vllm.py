@@ -23,14 +23,10 @@ from rolemesh.engine.devices import current_device, device_of, free_bytes, give_
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
-from rolemesh.engine.rollout.requests import (
-    RolloutRequest,
-    RolloutTrajectory,
-)
+from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, served_adapter
 from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine, joined, settings_of, share
-from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.rollout.vllm_process import (
     own_random_state,
     prepare_environment,
@@ -43,6 +39,7 @@ from rolemesh.engine.rollout.vllm_ranks import (
     engine_start,
     leave_groups,
 )
+from rolemesh.engine.rollout.vllm_running import RunningRequests
 from rolemesh.engine.rollout.vllm_updates import load_whole, place_parts
 from rolemesh.engine.specs import AdapterSpec, Numerics, SamplingSpec, VllmSpec
 from rolemesh.engine.specs.by_device import Choices, described, sampler_choices
@@ -206,7 +203,10 @@ class VllmBackend(RolloutBackend):
         held.user = self
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None = None,
     ) -> Iterator[RolloutTrajectory]:
         """Samples one completion a request, yielding each as it finishes.
 
@@ -219,68 +219,47 @@ class VllmBackend(RolloutBackend):
                 f"sampling.temperature is {sampling.temperature}, below vLLM's least of "
                 f"{_MIN_TEMPERATURE}: raise it, or set sampling.greedy"
             )
-        return self._alone(self._generate(requests, sampling))
+        return self._alone(self._generate(requests, sampling, later))
 
     def _generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None,
     ) -> Iterator[RolloutTrajectory]:
-        from vllm.inputs.engine import tokens_input
-
-        from rolemesh.engine.rollout.vllm_requests import sampling_params
-
-        asked: dict[str, RolloutRequest] = {}
-        engine_ids: dict[str, str] = {}
-        # Tokens so far of each request whose caller decides after each token whether it ends.
-        watched: dict[str, Drawn] = {}
-        # For each request: how many tokens it had when a version of the weights came, and which.
-        versions: dict[str, list[tuple[int, int]]] = {}
         self._take_engine()
         if self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
             # Rows that share no keys with an earlier generation have the same bits when a call is
-            # made again by a service that was started anew. On a GPU later turns use the keys,
+            # made again by a service that was started anew. On a GPU the next generation uses them,
             # unless the run asks for the same bits.
             self._forget_keys("of an earlier generation")
+        running = RunningRequests(
+            self._engine,
+            sampling,
+            max_model_len=self._spec.max_model_len,
+            stop_tokens=self._folder.stop_tokens,
+        )
         try:
-            for request in requests:
-                request_id = str(next(self._request_numbers))
-                asked[request_id] = request
-                if request.is_complete is not None:
-                    watched[request_id] = Drawn()
-                versions[request_id] = [(0, self.policy_version)]
-                engine_ids[request_id] = self._engine.add_request(
-                    request_id,
-                    tokens_input(list(request.prompt_tokens)),
-                    sampling_params(
+            more: Sequence[RolloutRequest] | None = requests
+            while running or more is not None:
+                for request in more or ():
+                    running.add(
+                        str(next(self._request_numbers)),
                         request,
-                        sampling,
-                        max_model_len=self._spec.max_model_len,
-                        stop_tokens=self._folder.stop_tokens,
-                    ),
-                    lora_request=self._lora_request,
-                )
-            while engine_ids:
+                        policy_version=self.policy_version,
+                        lora_request=self._lora_request,
+                    )
                 if self._pause():
-                    for request_id, engine_id in engine_ids.items():
-                        versions[request_id].append(
-                            (self._num_sampled(engine_id), self.policy_version)
-                        )
-                with own_random_state(), self._threads():
-                    outputs = self._engine.step()
-                for output in outputs:
-                    request_id = output.request_id
-                    request = asked[request_id]
-                    drawn = drawn_from(output, request.row, watched.get(request_id))
-                    if request.is_complete is not None and request.is_complete(drawn.tokens):
-                        drawn.reason = "stop"
-                        if not output.finished:
-                            self._engine.abort_request([engine_ids[request_id]], internal=True)
-                    if drawn.reason is not None:
-                        del engine_ids[request_id]
-                        yield trajectory_of(drawn, request.row, versions[request_id])
+                    running.note_version(self.policy_version)
+                if running:
+                    with own_random_state(), self._threads():
+                        outputs = self._engine.step()
+                    yield from running.taken(outputs)
+                more = None if later is None else later.take(is_idle=not running)
+                self._check_requests(more or ())
         finally:
             # Also when the caller stopped early or a step raised: the engine must be left empty.
-            if engine_ids:
-                self._engine.abort_request(list(engine_ids.values()), internal=True)
+            running.abort()
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs of all tokens but the first; see `RolloutBackend.score`."""
@@ -295,10 +274,6 @@ class VllmBackend(RolloutBackend):
                 tokens,
                 lora_request=self._lora_request,
             )
-
-    def _num_sampled(self, engine_id: str) -> int:
-        """Tokens that a running request has by now."""
-        return int(self._scheduled[engine_id].num_output_tokens)
 
     def _threads(self) -> AbstractContextManager[None]:
         """Computes the engine's next step with the threads that it is worth."""

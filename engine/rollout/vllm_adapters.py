@@ -193,7 +193,7 @@ class MergedAdapter(ServedAdapter):
         with FolderTensors(self._path) as tensors:
 
             def fill(name: str, matrix_OI: torch.Tensor) -> None:
-                matrix_OI.copy_(self._base(tensors, name))
+                matrix_OI.copy_(self._rounded(self._stored(tensors, name)))
                 self._add(matrix_OI, name, factors)
 
             engine.apply_model(lambda model: write_matrices(model, matrices, fill))
@@ -207,23 +207,26 @@ class MergedAdapter(ServedAdapter):
 
         Returns:
             (Hugging Face name, [global shape]): float32 where there is an adapter, otherwise of the
-            spec's type.
+            spec's type or, where that is float32, of the folder's.
         """
         adapted = set(self._adapted)
         with FolderTensors(self._path) as tensors:
             for name in self._shapes:
-                base = self._base(tensors, name)
+                base = self._rounded(self._stored(tensors, name))
                 if name in adapted:
                     base = base.to(torch.float32, copy=True)
                     self._add(base, name, factors)
                 yield name, base
 
-    def _base(self, tensors: FolderTensors, name: str) -> torch.Tensor:
-        """A parameter of the base, rounded to the spec's type, [global shape]; maybe mapped."""
+    def _stored(self, tensors: FolderTensors, name: str) -> torch.Tensor:
+        """A parameter of the base as the folder has it, [global shape]; it may be mapped."""
         key = tensors.stored_name(name)
         assert key is not None  # as __init__ has seen
-        box = tuple((0, size) for size in self._shapes[name])
-        return tensors.stored(key, box).to(self._dtype)
+        return tensors.stored(key, tuple((0, size) for size in self._shapes[name]))
+
+    def _rounded(self, stored: torch.Tensor) -> torch.Tensor:
+        """With the spec's values; not widened, since what reads it is float32."""
+        return stored if self._dtype == torch.float32 else stored.to(self._dtype)
 
     def _add(self, matrix_OI: torch.Tensor, name: str, factors: Mapping[str, torch.Tensor]) -> None:
         """Adds scale * B A in place, if the matrix has an adapter. Float32."""

@@ -23,6 +23,7 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import (
+    LaterRequests,
     RolloutRequest,
     RolloutTrajectory,
     completion_budget,
@@ -33,12 +34,12 @@ from rolemesh.engine.rollout.servers.fleet import Fleet, Server
 from rolemesh.engine.rollout.servers.held import HeldWeights, held_weights
 from rolemesh.engine.rollout.servers.requests import (
     COMPLETIONS,
-    MIN_TEMPERATURE,
     Row,
     Segment,
     add_answer,
     body_of,
     check_end,
+    check_temperature,
     most_bytes,
     scores_of,
     scoring_body,
@@ -53,8 +54,8 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 """Where messages of the ranks lie."""
 
-_LOOK_S = 0.05
-"""How often the owner may act while no token comes."""
+_LOOK_S = 0.02
+"""How often the owner may act, and is asked for more, while no row ends."""
 
 _CLOSING_S = 10.0
 """Most seconds for telling servers to forget."""
@@ -71,8 +72,7 @@ class VllmServerBackend(RolloutBackend):
     request names the weights that it wants, and what it brings is theirs. Where weights come in the
     middle of a generation, what runs is aborted and asked for again, from all tokens so far. A
     request that fails is asked again from where it began, with its seed, so that a server that dies
-    changes no row. Owned by the rank's compute thread, on which its event loop runs, too, whenever
-    a method waits.
+    changes no row. Owned by the rank's compute thread, on which its event loop runs.
 
     Each rank sends its own rows. Each also hands over an adapter by itself, under a name that they
     share, so that none waits for another in the middle of a generation; whole weights are sent by
@@ -160,46 +160,53 @@ class VllmServerBackend(RolloutBackend):
             raise
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None = None,
     ) -> Iterator[RolloutTrajectory]:
         """Samples one completion a request, yielding each as it finishes.
 
-        Closing the iterator early aborts what is left. Besides what `RolloutBackend` says, a
-        temperature that vLLM does not take raises ValueError; servers that cannot be reached within
-        deadline_s raise SamplersUnavailableError, and what a server refuses or answers with
-        nonsense ServerError.
+        Besides what `RolloutBackend` says, a temperature that vLLM does not take raises ValueError;
+        servers that cannot be reached within deadline_s raise SamplersUnavailableError, and what a
+        server refuses or answers with nonsense ServerError.
         """
         self._check_asked(requests)
-        if not sampling.greedy and sampling.temperature < MIN_TEMPERATURE:
-            raise ValueError(
-                f"sampling.temperature is {sampling.temperature}, below vLLM's least of "
-                f"{MIN_TEMPERATURE}: raise it, or set sampling.greedy"
-            )
-        return self._alone(self._generate(requests, sampling))
+        check_temperature(sampling)
+        return self._alone(self._generate(requests, sampling, later))
 
     def _generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None,
     ) -> Iterator[RolloutTrajectory]:
-        rows = [
-            Row(one, completion_budget(one, sampling, max_model_len=self._spec.max_model_len))
-            for one in requests
-        ]
         self._ended.clear()
         self._halted.clear()
+        more: Sequence[RolloutRequest] | None = requests
         try:
             self._run(self._held.look(self._fleet))
-            self._begin(rows, sampling)
-            while self._running or self._ended:
+            while self._running or self._ended or more is not None:
+                self._begin([self._row(one, sampling) for one in more or ()], sampling)
                 if self._pause():
                     halted, self._halted = self._halted, []
                     self._begin(halted, sampling)
                 while self._ended:
                     yield self._ended.popleft().trajectory()
                 if self._running:
-                    self._run(self._wait())
+                    looks = self.between_steps is not None or later is not None
+                    self._run(self._wait(_LOOK_S if looks else None))
+                is_idle = not self._running and not self._ended
+                more = None if later is None else later.take(is_idle=is_idle)
+                later = None if more is None else later
+                self._check_requests(more or ())
         finally:
             # Also when the caller stopped early or a request failed.
             self._abort()
+
+    def _row(self, request: RolloutRequest, sampling: SamplingSpec) -> Row:
+        longest = self._spec.max_model_len
+        return Row(request, completion_budget(request, sampling, max_model_len=longest))
 
     def _begin(self, rows: Iterable[Row], sampling: SamplingSpec) -> None:
         """Sends what these rows still need."""
@@ -232,9 +239,8 @@ class VllmServerBackend(RolloutBackend):
         ended = self._run(asyncio.gather(*running, return_exceptions=True))
         return list(zip(running.values(), ended, strict=True))
 
-    async def _wait(self) -> None:
+    async def _wait(self, timeout_s: float | None) -> None:
         """Waits until a row has ended or a little has passed; raises what kept one from it."""
-        timeout_s = None if self.between_steps is None else _LOOK_S
         done, _ = await asyncio.wait(
             self._running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )

@@ -5,9 +5,11 @@ Pure functions without torch, for the planner and for settings that the device d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from rolemesh.engine.layout.adapters import chosen_targets
 
 Arithmetic = Literal["autocast", "bfloat16", "float32"]
 """How the layers compute: a float32 stream and bfloat16 products; bfloat16 from end to end; or
@@ -23,6 +25,14 @@ keeps whole, and of norms and residuals, of which it keeps its share where slice
 
 _QK_NORM_BYTES: Mapping[Arithmetic, int] = {"autocast": 6, "bfloat16": 6, "float32": 8}
 """Bytes a token and number of queries and keys that are normed."""
+
+_ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
+_MATRICES = (*_ATTENTION_INPUTS, "self_attn.o_proj", *_MLP_INPUTS, "mlp.down_proj")
+"""Of a layer, by their names in it."""
+
+_NORM_BYTES = 4
+"""Bytes a token and number that is normed above a frozen norm: its float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +108,72 @@ def layer_bytes(
         inside += _QK_NORM_BYTES[arithmetic] * heads
     rounded = 0 if arithmetic == "float32" else 2 * widths.weights
     return tokens * (stream + inside / num_slices) + rounded / num_slices
+
+
+def adapted_layer_bytes(
+    widths: LayerWidths,
+    tokens: int,
+    arithmetic: Arithmetic,
+    *,
+    rank: int,
+    targets: Literal["all_linear"] | Sequence[str],
+    frozen_bytes: int = 2,
+    num_slices: int = 1,
+    shares_tokens: bool = False,
+) -> float:
+    """Bytes that one layer with an adapter keeps of a micro-batch, without recomputation.
+
+    A frozen matrix or norm keeps no input for a gradient of its own. Attention and the gated MLP
+    keep what their own products need, and each factor A the input of its matrix: under autocast a
+    rounded copy each, else one that neighbours share. Within 1 % of what `rolemesh fit` counts
+    (tests/numerics/test_fit.py).
+
+    Args:
+        widths: Of the whole layer.
+        tokens: Of the micro-batch.
+        arithmetic: How the layer computes.
+        rank: Of the adapter.
+        targets: As in `AdapterSpec`. A name that is none of a Llama's matrices counts as all.
+        frozen_bytes: Of a number of the base. A wider one than its products is rounded for a pass,
+            and kept so.
+        num_slices: Tensor slices.
+        shares_tokens: Whether slices share the tokens between their blocks.
+    """
+    adapted = _adapted(targets)
+    width = 4 if arithmetic == "float32" else 2
+    numbers = 0
+    for group in (_ATTENTION_INPUTS, _MLP_INPUTS):
+        copies = len(adapted.intersection(group))
+        numbers += widths.hidden * (copies if arithmetic == "autocast" else min(1, copies))
+    inside = width * (2 * (widths.query + widths.key_value) + 3 * widths.inner)
+    if "mlp.down_proj" in adapted:
+        inside += width * widths.inner
+    if widths.norms_queries:
+        inside += _NORM_BYTES * (widths.query + widths.key_value)
+    narrow = width * rank * len(adapted)
+    normed = 2 * _NORM_BYTES * widths.hidden / (num_slices if shares_tokens else 1)
+    token = normed + width * numbers + narrow + inside / num_slices
+    cast = 0
+    if arithmetic != "float32":
+        cast = 2 * _factors(widths, rank, adapted)
+        cast += 2 * widths.weights if frozen_bytes > 2 else 0
+    return tokens * token + cast / num_slices
+
+
+def _adapted(targets: Literal["all_linear"] | Sequence[str]) -> set[str]:
+    """The matrices that have an adapter, by their names in a layer."""
+    known = {form for name in _MATRICES for form in (name, name.rpartition(".")[2])}
+    if targets != "all_linear" and not known.issuperset(targets):
+        return set(_MATRICES)
+    return set(chosen_targets(targets, _MATRICES))
+
+
+def _factors(widths: LayerWidths, rank: int, adapted: Collection[str]) -> int:
+    """Numbers of the factors in a layer."""
+    sides = {
+        "self_attn.q_proj": widths.query,
+        "self_attn.k_proj": widths.key_value,
+        "self_attn.v_proj": widths.key_value,
+        "self_attn.o_proj": widths.query,
+    }
+    return rank * sum(widths.hidden + sides.get(module, widths.inner) for module in adapted)

@@ -10,7 +10,12 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rolemesh.engine.specs.activations import Arithmetic, LayerWidths, layer_bytes
+from rolemesh.engine.specs.activations import (
+    Arithmetic,
+    LayerWidths,
+    adapted_layer_bytes,
+    layer_bytes,
+)
 from rolemesh.engine.specs.models import ModelSpec, Numerics
 from rolemesh.engine.specs.rollout import VllmSpec
 
@@ -270,7 +275,13 @@ def model_choices(
         return chosen
     recompute = Choice("none", f"{_ON_A_CPU} time is dearer than memory")
     if on_gpu:
-        size = activation_bytes(spec, sizes, chosen["activations"].value == "bfloat16")
+        is_wide = spec.adapter is not None and chosen["frozen_dtype"].value == "float32"
+        size = activation_bytes(
+            spec,
+            sizes,
+            chosen["activations"].value == "bfloat16",
+            frozen_bytes=4 if is_wide else 2,
+        )
         room = ROOM_BYTES if room_bytes is None else room_bytes
         told = "taken to be " if room_bytes is None else ""
         recompute = Choice(
@@ -281,7 +292,9 @@ def model_choices(
     return chosen | {"recompute": _chosen(spec.recompute, recompute)}
 
 
-def activation_bytes(spec: ModelSpec, sizes: ModelSizes | None, is_narrow: bool) -> int:
+def activation_bytes(
+    spec: ModelSpec, sizes: ModelSizes | None, is_narrow: bool, *, frozen_bytes: int = 2
+) -> int:
     """Bytes of activations that the layers of one rank keep for a backward pass, on a GPU.
 
     A stage keeps those of as many passes as there are stages (1F1B).
@@ -290,6 +303,7 @@ def activation_bytes(spec: ModelSpec, sizes: ModelSizes | None, is_narrow: bool)
         spec: Of the model.
         sizes: Of the whole model, and how it is cut; None: not known, 0 bytes.
         is_narrow: Whether the layers compute in bfloat16 from end to end.
+        frozen_bytes: Of a number of the base beneath an adapter.
     """
     if sizes is None:
         return 0
@@ -298,13 +312,22 @@ def activation_bytes(spec: ModelSpec, sizes: ModelSizes | None, is_narrow: bool)
         arithmetic = "float32"
     elif is_narrow:
         arithmetic = "bfloat16"
-    one = layer_bytes(
-        sizes.widths,
-        spec.micro_batch_tokens,
-        arithmetic,
-        num_slices=sizes.num_slices,
-        shares_tokens=spec.sequence_parallel,
-    )
+    shared: dict[str, Any] = {
+        "num_slices": sizes.num_slices,
+        "shares_tokens": spec.sequence_parallel,
+    }
+    if spec.adapter is None:
+        one = layer_bytes(sizes.widths, spec.micro_batch_tokens, arithmetic, **shared)
+    else:
+        one = adapted_layer_bytes(
+            sizes.widths,
+            spec.micro_batch_tokens,
+            arithmetic,
+            rank=spec.adapter.rank,
+            targets=spec.adapter.targets,
+            frozen_bytes=frozen_bytes,
+            **shared,
+        )
     layers = -(-sizes.num_layers // sizes.num_stages)
     return int(layers * sizes.num_stages * one)
 

@@ -1,13 +1,13 @@
 """A GRPO step of ours against one of TRL's, on the same model, prompts and settings, on a CPU.
 
     make bench-peers                                             # makes .venv-peers, runs all
-    python tests/benchmarks/grpo_against_trl.py [--model FOLDER] [--rounds 1] [--steps 5]
+    python tests/benchmarks/grpo_against_trl.py [--model FOLDER] [--rounds 1] [--adapter RANK]
 
 Ours is a real run of the command line (services of actor and reward, vLLM as sampler); TRL's is
 GRPOTrainer with transformers as sampler, its own way without a GPU. Both sample the same prompts as
 often, have the same reward function, and make one optimizer step of all rows; neither has a
-reference model, unless --kl asks both for one. Prints one JSON line; peers/README.md says what it
-holds.
+reference model, unless --kl asks both for one. With --adapter both train LoRA of that rank beside
+all matrices of the layers. Prints one JSON line; peers/README.md says what it holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def recipe(options: argparse.Namespace, questions: Path) -> Recipe:
 
 
 def main() -> None:
-    options = parsed((__doc__ or "").splitlines()[0], kl=0.0, peer_rows=0)
+    options = parsed((__doc__ or "").splitlines()[0], kl=0.0, peer_rows=0, may_adapt=True)
     print(json.dumps(measure("grpo_against_trl", options, TRL, recipe)))
 
 

@@ -18,7 +18,7 @@ from support.service_calls import initialize, pulled
 from support.services import ServiceProcess, assert_same, operation_key, serving, spawn_service
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
@@ -252,9 +252,12 @@ class DivergedBackend(ScriptedBackend):
     """Draws from a distribution that is none."""
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None = None,
     ) -> Iterator[RolloutTrajectory]:
-        for drawn in super().generate(requests, sampling):
+        for drawn in super().generate(requests, sampling, later):
             yield replace(drawn, logprobs=[math.nan] * len(drawn.logprobs))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.episode_checks import (
     assert_episodes_score_as_a_full_forward,
+    assert_requests_may_come_later,
     assert_turns_end_when_told,
 )
 from support.rollout_checks import load_trainer_model, set_stop_tokens
@@ -39,6 +40,10 @@ def backend(folder: Path, model: PreTrainedModel) -> Iterator[HfBackend]:
     backend.update_weights(model.named_parameters(), 3)
     yield backend
     backend.close()
+
+
+def test_requests_may_come_while_others_are_sampled(backend: HfBackend) -> None:
+    assert_requests_may_come_later(backend, FLOAT32_LOGPROB)
 
 
 def test_a_turn_ends_where_the_caller_says(backend: HfBackend) -> None:

@@ -14,23 +14,24 @@ from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.coordinator.mapping.simulators.adapted_layers import adapted_layer_bytes
 from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, counted, estimated, work_rows
 from rolemesh.engine.fit.tally import Tally
-from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.models.adapters import with_adapter
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import (
-    AdapterSpec,
     BradleyTerryLossSpec,
     ModelSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
 )
-from rolemesh.engine.specs.activations import Arithmetic, LayerWidths, layer_bytes
+from rolemesh.engine.specs.activations import (
+    Arithmetic,
+    LayerWidths,
+    adapted_layer_bytes,
+    layer_bytes,
+)
 from rolemesh.engine.train.trainer import Trainer
 
 TOLERANCE = 0.1
@@ -285,6 +286,11 @@ _ADAPTED: dict[str, tuple[Arithmetic, dict[str, Any], dict[str, Any]]] = {
     "bfloat16": ("bfloat16", {"adapter": {"targets": ["k_proj", "down_proj"]}}, _QWEN3),
     "float32": ("float32", {"adapter": {"rank": 16}, "compute_dtype": "float32"}, _QWEN3),
     "slices": ("autocast", {"adapter": {"rank": 16}}, {}),
+    "slices that share tokens": (
+        "bfloat16",
+        {"adapter": {"rank": 16}, "sequence_parallel": True},
+        {},
+    ),
 }
 
 
@@ -297,7 +303,7 @@ _ADAPTED: dict[str, tuple[Arithmetic, dict[str, Any], dict[str, Any]]] = {
 )
 def test_a_layer_with_an_adapter_keeps_what_the_formula_says(case: str, tmp_path: Path) -> None:
     arithmetic, model, config = _ADAPTED[case]
-    num_slices = 2 if case == "slices" else 1
+    num_slices = 2 if case.startswith("slices") else 1
     found = []
     for num_layers in (2, 4):
         folder = config_folder(
@@ -316,17 +322,18 @@ def test_a_layer_with_an_adapter_keeps_what_the_formula_says(case: str, tmp_path
         found.append(estimated(work).at_peak["activations"])
     text = json.loads((folder / "config.json").read_text())
     widths = LayerWidths.of_config(text)
-    adapter = with_adapter(DecoderShape.from_config(text), work.model.adapter or AdapterSpec())
+    adapter = work.model.adapter
     assert widths is not None
-    assert adapter.adapter is not None
+    assert adapter is not None
     expected = adapted_layer_bytes(
         widths,
         1024,
         arithmetic,
-        rank=adapter.adapter.rank,
-        targets=adapter.adapter.targets,
+        rank=adapter.rank,
+        targets=adapter.targets,
         frozen_bytes=4 if "frozen_dtype" in model else 2,
         num_slices=num_slices,
+        shares_tokens=work.model.sequence_parallel,
     )
     assert (found[1] - found[0]) / 2 == pytest.approx(expected, rel=0.01)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.episode_checks import assert_requests_may_come_later
 from support.fake_vllm import FakeVllm, fake_vllm, wait_until
 from support.in_flight_checks import at_steps
 from support.server_backends import (
@@ -253,3 +254,12 @@ def test_without_a_folder_or_a_gpu_there_is_no_way_for_weights(
     spec = VllmServerSpec(urls=(servers[0].url,))
     with pytest.raises(ValueError, match=r"actor\.model\.adapter"):
         make_backend(spec, folder)
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["whole answers", "streams"])
+def test_requests_may_come_while_others_are_sampled(make: Make, in_flight: bool) -> None:
+    backend = make(updates_between_steps=in_flight)
+    backend.update_weights(factors(backend, 0.01), 0)
+    if in_flight:
+        backend.between_steps = lambda: None
+    assert_requests_may_come_later(backend, 1e-6)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.episode_checks import (
     assert_episodes_score_as_a_full_forward,
+    assert_requests_may_come_later,
     assert_turns_end_when_told,
 )
 from support.hostile_folders import plant
@@ -427,6 +428,10 @@ def test_nothing_sleeps_on_a_cpu(backend: VllmBackend) -> None:
     assert backend.sleep() == 0
     assert backend.wake() == 0
     assert len(list(backend.generate(make_requests(1), SamplingSpec(max_new_tokens=2)))) == 1
+
+
+def test_requests_may_come_while_others_are_sampled(backend: VllmBackend) -> None:
+    assert_requests_may_come_later(backend, FLOAT32_LOGPROB)
 
 
 def test_a_turn_ends_where_the_caller_says(backend: VllmBackend) -> None:

@@ -23,7 +23,7 @@ from rolemesh.engine.rollout import vllm_ranks
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
-from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine
 from rolemesh.engine.rollout.vllm_process import has_expandable_segments
@@ -58,10 +58,13 @@ class SleepySampler(RolloutBackend):
         self._is_asleep = False
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None = None,
     ) -> Iterator[RolloutTrajectory]:
         self._log.append("generate")
-        return self._inner.generate(requests, sampling)
+        return self._inner.generate(requests, sampling, later)
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int

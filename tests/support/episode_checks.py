@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from support.rollout_checks import make_requests, score
 from support.tiny_models import tiny_tokenizer
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import EpisodeRunner
-from rolemesh.engine.rollout.requests import RolloutTrajectory
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec
 
@@ -81,6 +82,39 @@ def assert_turns_end_when_told(backend: RolloutBackend) -> None:
         endings.add((is_told, length < len(tokens), expected))
     assert (True, True, "stop") in endings, "some end early because they are told to"
     assert (False, True, "length") in endings, "some are bounded"
+
+
+class _Scripted:
+    """Gives requests at the moments that it is told: one list each time it is asked."""
+
+    def __init__(self, script: Sequence[Sequence[RolloutRequest]]) -> None:
+        self._script = list(script)
+        self.idle: list[bool] = []
+
+    def take(self, *, is_idle: bool) -> Sequence[RolloutRequest] | None:
+        self.idle.append(is_idle)
+        return self._script.pop(0) if self._script else None
+
+
+def assert_requests_may_come_later(backend: RolloutBackend, tolerance: float) -> None:
+    """Rows that join others between two steps, or come after them, draw what they draw alone."""
+    sampling = SamplingSpec(max_new_tokens=12)
+    requests = make_requests(9)
+    expected = {t.row: t for t in backend.generate(requests, sampling)}
+    script = [[], requests[2:4], [], requests[4:8], *([[]] * 80), requests[8:]]
+    for first in (requests[:2], []):
+        later = _Scripted([requests[:2], *script] if not first else script)
+        found = {t.row: t for t in backend.generate(first, sampling, later)}
+        assert found.keys() == expected.keys()
+        for row, trajectory in found.items():
+            assert trajectory.completion_tokens == expected[row].completion_tokens, row
+            assert trajectory.logprobs == pytest.approx(expected[row].logprobs, abs=tolerance)
+        # The last one came when all others had long ended.
+        assert later.idle.count(True) > 10
+    later = _Scripted([[replace(requests[1], prompt_tokens=[])]])
+    with pytest.raises(ValueError, match="prompt of row 1 is empty"):
+        list(backend.generate(requests[:1], sampling, later))
+    assert len(list(backend.generate(requests[:1], sampling))) == 1
 
 
 def assert_episodes_score_as_a_full_forward(

@@ -15,7 +15,7 @@ from rolemesh.engine.data.prompts import PromptRow, PromptSet
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.specs import GenerateSpec, LayoutSpec, RoleSpec, SamplingSpec
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Runtime
@@ -58,18 +58,25 @@ class ScriptedBackend(RolloutBackend):
         self._reason = reason
 
     def generate(
-        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        later: LaterRequests | None = None,
     ) -> Iterator[RolloutTrajectory]:
-        self.calls.append(list(requests))
-        for request in self._order(requests):
-            tokens = self._script(request)
-            yield RolloutTrajectory(
-                row=request.row,
-                completion_tokens=tokens,
-                logprobs=[-float(token) for token in tokens],
-                finish_reason=self._reason(request, tokens),
-                policy_versions=[self.policy_version] * len(tokens),
-            )
+        more: Sequence[RolloutRequest] | None = requests
+        while more is not None:
+            if more or later is None:
+                self.calls.append(list(more))
+            for request in self._order(more):
+                tokens = self._script(request)
+                yield RolloutTrajectory(
+                    row=request.row,
+                    completion_tokens=tokens,
+                    logprobs=[-float(token) for token in tokens],
+                    finish_reason=self._reason(request, tokens),
+                    policy_versions=[self.policy_version] * len(tokens),
+                )
+            more = None if later is None else later.take(is_idle=True)
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int

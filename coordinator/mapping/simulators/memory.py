@@ -12,8 +12,12 @@ from functools import lru_cache
 from rolemesh.coordinator.mapping.job.layouts import Layout
 from rolemesh.coordinator.mapping.job.models import Model, whole_factors, whole_parameters
 from rolemesh.coordinator.mapping.job.systems import System
-from rolemesh.coordinator.mapping.simulators.adapted_layers import adapted_layer_bytes
-from rolemesh.engine.specs.activations import Arithmetic, LayerWidths, layer_bytes
+from rolemesh.engine.specs.activations import (
+    Arithmetic,
+    LayerWidths,
+    adapted_layer_bytes,
+    layer_bytes,
+)
 
 _LOGITS_BYTES = 1 << 30
 """Logits that a head computes at a time, in float32 and of all slices

@@ -19,7 +19,7 @@ from rolemesh.engine.specs import SamplingSpec
 
 COMPLETIONS = "/v1/completions"
 
-MIN_TEMPERATURE = 0.01
+_MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this one."""
 
 _LEAST_LOGPROB = -9000.0
@@ -124,6 +124,15 @@ class Row:
             return self.request.seed
         text = f"{self.request.seed}:{len(self.tokens)}".encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def check_temperature(sampling: SamplingSpec) -> None:
+    """Raises ValueError for a temperature that vLLM does not take."""
+    if not sampling.greedy and sampling.temperature < _MIN_TEMPERATURE:
+        raise ValueError(
+            f"sampling.temperature is {sampling.temperature}, below vLLM's least of "
+            f"{_MIN_TEMPERATURE}: raise it, or set sampling.greedy"
+        )
 
 
 def body_of(

@@ -59,6 +59,8 @@ class Work:
     """Trajectories in one forward and backward pass."""
     learning_rate: float
     kl: float
+    adapter: int
+    """Rank of the LoRA adapter that is trained; 0: all weights are."""
     seed: int
 
     @property
@@ -94,6 +96,7 @@ def read_work(description: str) -> Work:
     parser.add_argument("--rows-per-pass", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--kl", type=float, required=True, help="weight of the KL; 0: no reference")
+    parser.add_argument("--adapter", type=int, default=0, help="rank; 0: all weights are trained")
     parser.add_argument("--seed", type=int, default=0)
     arguments = vars(parser.parse_args())
     lines = [json.loads(line) for line in arguments["prompts"].read_text().splitlines()]
@@ -147,10 +150,8 @@ def report(peer: str, work: Work, clock: StepClock) -> None:
     made, wanted = len(clock.steps), work.steps + NUM_WARMUP_STEPS
     if made != wanted or any(step["samples"] != work.num_rows for step in clock.steps):
         raise SystemExit(f"{peer} made {made} steps of {wanted}: {clock.steps}")
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("trl", "torch", "transformers", "accelerate")
-    }
+    packages = ["trl", "torch", "transformers", "accelerate", *(["peft"] if work.adapter else [])]
+    versions = {name: importlib.metadata.version(name) for name in packages}
     result = {
         "peer": peer,
         "precision": work.precision,

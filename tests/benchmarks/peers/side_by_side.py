@@ -33,6 +33,8 @@ REPOSITORY = FOLDER.parents[2]
 ENVIRONMENT = REPOSITORY / ".venv-peers"
 NUM_WARMUP_STEPS = 1
 LEARNING_RATE = 1e-6
+ADAPTER_ALPHA = 32
+"""Of the adapters of both sides; the peers' scripts have it, too."""
 OURS = "rolemesh"
 OUR_PRECISIONS = ("float32", "bfloat16", "fast")
 """Types of products with exact numerics, and fast numerics, which are bfloat16."""
@@ -107,6 +109,7 @@ def run_peer(
         *("--samples", str(options.samples), "--new-tokens", str(options.new_tokens)),
         *("--steps", str(options.steps), "--rows-per-pass", str(rows)),
         *("--learning-rate", str(LEARNING_RATE), "--kl", str(options.kl)),
+        *("--adapter", str(options.adapter)),
     ]
     answer = finished(command, variables)[-1]
     if answer["threads"] != options.threads:
@@ -145,7 +148,9 @@ def run_ours(
 ) -> Record:
     """The measured steps of a real run over real services, and its versions."""
     recipe = make_recipe(options, questions)
-    roles = [role for role in recipe if role not in ("run", "algorithm")]
+    # With an adapter a reference without a model is the actor, and no service.
+    is_actor = {"reference"} if options.adapter else set()
+    roles = [role for role in recipe if role not in {"run", "algorithm", *is_actor}]
     if precision == "fast":
         recipe["run"]["numerics"], precision = "fast", "bfloat16"
     for role in roles:
@@ -155,6 +160,8 @@ def run_ours(
                 "compute_dtype": precision,
                 "micro_batch_tokens": options.micro_batch_tokens,
             }
+    if options.adapter:
+        recipe["actor"]["model"]["adapter"] = {"rank": options.adapter, "alpha": ADAPTER_ALPHA}
     recipe["actor"]["rollout"]["dtype"] = precision
     recipe["services"] = {role: {"threads": options.threads} for role in roles}
     recipe["pools"] = {"main": {"devices": ["cpu"], "roles": roles}}
@@ -260,8 +267,13 @@ def rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def parsed(description: str, *, kl: float, peer_rows: int) -> argparse.Namespace:
-    """The options that both benchmarks have, with the defaults that they do not share."""
+def parsed(
+    description: str, *, kl: float, peer_rows: int, may_adapt: bool = False
+) -> argparse.Namespace:
+    """The options that both benchmarks have, with the defaults that they do not share.
+
+    With `may_adapt` also --adapter, the rank, which otherwise is 0.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default="tiny", help="a model folder; tiny: a random one")
     parser.add_argument("--prompts", type=int, default=12, help="prompts of a step")
@@ -287,7 +299,12 @@ def parsed(description: str, *, kl: float, peer_rows: int) -> argparse.Namespace
     parser.add_argument(
         "--peer-rows-per-pass", nargs="+", type=int, default=[peer_rows], help="0: all at once"
     )
-    options = parser.parse_args()
+    if may_adapt:
+        parser.add_argument(
+            "--adapter", type=int, default=0, metavar="RANK", help="both train LoRA; 0: all weights"
+        )
+    options = argparse.Namespace(adapter=0)
+    parser.parse_args(namespace=options)
     num_rows = options.prompts * options.samples
     options.peer_rows_per_pass = [rows or num_rows for rows in options.peer_rows_per_pass]
     if not (ENVIRONMENT / "bin" / "python").exists():

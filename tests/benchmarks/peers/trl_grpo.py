@@ -10,8 +10,24 @@ from typing import Any
 
 from datasets import Dataset
 from measured_steps import NUM_WARMUP_STEPS, StepClock, Work, arithmetic_reward, read_work, report
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+
+ADAPTER_ALPHA = 32
+
+
+def adapter_config(rank: int) -> LoraConfig | None:
+    """LoRA beside all matrices of the layers, as ours is by default; None for rank 0."""
+    if not rank:
+        return None
+    return LoraConfig(
+        r=rank,
+        lora_alpha=ADAPTER_ALPHA,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
 
 
 def make_trainer(work: Work, clock: StepClock, folder: str) -> GRPOTrainer:
@@ -67,6 +83,7 @@ def make_trainer(work: Work, clock: StepClock, folder: str) -> GRPOTrainer:
         train_dataset=Dataset.from_list([{"prompt": t, "answer": a} for t, a in work.prompts]),
         reward_funcs=reward,
         callbacks=[clock],
+        peft_config=adapter_config(work.adapter),
     )
 
 

@@ -199,6 +199,49 @@ def test_cut_models_and_those_that_share_tokens_keep_less() -> None:
     assert wide == 32 * 4096 * (24 * 4096 + 8 * (4096 + 1024) + 16 * 14336)
 
 
+@pytest.mark.parametrize("num_slices", [1, 8])
+def test_a_layer_with_an_adapter_counts_as_one(num_slices: int) -> None:
+    sizes = replace(LARGE, num_slices=num_slices)
+    model = _model(adapter={"rank": 16})
+    size = activation_bytes(model, sizes, is_narrow=True)
+    # A token keeps 8 bytes a hidden number of norms, and one rounded input each of attention and
+    # MLP; 2 x 2 a number of heads, 4 x 2 of the MLP; 7 narrow rows; and the rounded factors.
+    inside = 4 * (4096 + 1024) + 8 * 14336
+    factors = 16 * (4096 * 7 + 2 * 4096 + 2 * 1024 + 3 * 14336)
+    per_token = (8 + 2 * 2) * 4096 + 7 * 2 * 16 + inside / num_slices
+    assert size == int(32 * (4096 * per_token + 2 * factors / num_slices))
+    shares = _model(adapter={"rank": 16}, sequence_parallel=True)
+    saved = 32 * 4096 * 8 * 4096 * (1 - 1 / num_slices)
+    assert activation_bytes(shares, sizes, is_narrow=True) == int(size - saved)
+
+
+def test_an_adapter_is_not_recomputed_where_the_whole_model_would_be() -> None:
+    whole = activation_bytes(_model(), LARGE, is_narrow=False)
+    size = activation_bytes(_model(adapter={}), LARGE, is_narrow=False)
+    # The base is held rounded, so that no layer keeps rounded copies of it.
+    assert size / whole == pytest.approx(0.60, abs=0.01)
+    room = 2 * size + GIB
+    assert model_choices(_model(), GPU, LARGE, room_bytes=room)["recompute"].value == "full"
+    found = model_choices(_model(adapter={}), GPU, LARGE, room_bytes=room)
+    assert found["recompute"].value == "none"
+    assert f"about {size / GIB:.1f} GiB of activations" in found["recompute"].reason
+
+
+def test_what_an_adapter_keeps_follows_its_targets_and_the_type_of_its_base() -> None:
+    def chosen(**fields: Any) -> str:
+        reason = model_choices(_model(**fields), GPU, LARGE)["recompute"].reason
+        return reason.partition(" GiB")[0].removeprefix("about ")
+
+    everything = float(chosen(adapter={}))
+    some = float(chosen(adapter={"targets": ["q_proj", "mlp.down_proj"]}))
+    assert some < everything
+    # Rounded for a pass, the base is kept once more: 218 million numbers of 2 bytes a layer.
+    wide = float(chosen(adapter={}, frozen_dtype="float32"))
+    assert wide - everything == pytest.approx(32 * 2 * LARGE.widths.weights / GIB, abs=0.1)
+    # A family whose matrices have other names is not taken for one with fewer.
+    assert float(chosen(adapter={"targets": ["qkv_proj"]})) == everything
+
+
 def test_sizes_are_read_from_a_config() -> None:
     config = {
         "model_type": "qwen3",

@@ -25,7 +25,8 @@ from rolemesh.coordinator.mapping.simulators.moves import (
 )
 from rolemesh.coordinator.mapping.simulators.passes import update_seconds
 from rolemesh.engine.fit.sampler import sampler_memory
-from rolemesh.engine.specs import AdapterSpec, VllmSpec
+from rolemesh.engine.specs import AdapterSpec, ModelSpec, VllmSpec
+from rolemesh.engine.specs.by_device import ModelSizes, activation_bytes
 
 PERFECT = Coefficients(
     matmul=1, memory=1, link=1, network=1, host=1, hidden=1, link_latency_s=0, network_latency_s=0,
@@ -106,6 +107,20 @@ def test_a_sampler_has_a_slot_for_an_adapter(tp: int) -> None:
         # The next rank that vLLM has a slot for.
         odd = Model.from_config(LLAMAS["7B"], adapter=AdapterSpec(rank=9))
         assert sampler_memory(odd.shape, spec, 1).weights == adapted.weights
+
+
+def test_the_planner_counts_the_activations_by_which_a_service_chooses_recomputation() -> None:
+    layout, tokens = Layout(micro_batch_tokens=4096), 32 * 4096 * 4096
+    kept, inputs = (
+        trained_bytes(ADAPTED, replace(layout, recompute=recompute), ROLEMESH_FAST).peak
+        for recompute in ("none", "full")
+    )
+    # The head takes more than one layer, so that it is the peak of both.
+    counted = kept - inputs + ROLEMESH_FAST.activation_bytes * tokens
+    spec = ModelSpec.model_validate({"path": "none", "adapter": {"rank": 16}})
+    sizes = ModelSizes.of_config(LLAMAS["7B"])
+    assert spec.micro_batch_tokens == 4096
+    assert counted == pytest.approx(activation_bytes(spec, sizes, is_narrow=True), rel=1e-6)
 
 
 # Counted by `fit`, rank 16 beside all matrices.
