@@ -6,11 +6,12 @@ import inspect
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.environments.loop import finished
 from rolemesh.engine.user_code import raised_at
 
 TurnEnd = Literal["end_token", "stop_text", "length"]
@@ -90,9 +91,17 @@ class Environment(ABC):
     reset is called once, before the first turn. step is called after each turn, also after one that
     was cut by length; a step with a second parameter named `end` is told why the turn ended (a
     TurnEnd). Both should depend only on their arguments: a resumed run samples its step
-    again, and gets the same trajectories only if the answers are the same. They run on the compute
-    thread while decoding waits, so they should be quick. Their errors end the generation, since a
-    failed judgement is not a reward of 0.
+    again, and gets the same trajectories only if the answers are the same. Their errors end the
+    generation, since a failed judgement is not a reward of 0.
+
+    Calls run beside the sampler, so a slow one delays its own trajectory only. Calls of one
+    instance never overlap, though each may come from another thread. Calls of different instances
+    overlap in one process: what they share, such as attributes of the class, globals of a module
+    or a client, must bear that.
+
+    reset and step may be declared `async def`. All coroutines of a process run on one event loop,
+    so what reset opens on it serves step. They must await what takes time: one that blocks the
+    loop holds up all others.
 
     Example: guess a number, with hints::
 
@@ -119,14 +128,14 @@ class Environment(ABC):
     since the text does not have them."""
 
     @abstractmethod
-    def reset(self, row: Prompt) -> str | None:
+    def reset(self, row: Prompt) -> str | Awaitable[str | None] | None:
         """Begins with a prompt of the data, `row`: its answer and its other columns.
 
         A returned text is put before the first turn, masked.
         """
 
     @abstractmethod
-    def step(self, completion_text: str) -> Observation:
+    def step(self, completion_text: str) -> Observation | Awaitable[Observation]:
         """Takes the text of the policy's turn, without special tokens.
 
         Declare it as `def step(self, completion_text, end)` to be told why the turn ended, too: a
@@ -135,22 +144,51 @@ class Environment(ABC):
 
 
 def opening_of(environment: Environment, row: Prompt) -> str | None:
-    """What reset says; TypeError if that is no text."""
-    text = environment.reset(row)
-    if text is not None and not isinstance(text, str):
-        raise TypeError(f"reset gave a {type(text).__name__}: return text, or None")
-    return text
+    """What reset says, a coroutine too, which runs on the loop of this process.
+
+    Raises:
+        TypeError: It is no text.
+    """
+    return _opening(finished(environment.reset(row)))
+
+
+async def opening_on_loop(environment: Environment, row: Prompt) -> str | None:
+    """The same for a reset that is declared `async def`, on the loop itself."""
+    said: Any = environment.reset(row)
+    return _opening(await said)
 
 
 def observation_of(environment: Environment, completion_text: str, end: TurnEnd) -> Observation:
-    """What step says, which is told why the turn ended if it has an `end`.
+    """What step says, a coroutine too, which runs on the loop of this process.
+
+    A step that has an `end` is told why the turn ended.
 
     Raises:
         TypeError: It gave something else.
     """
+    return _observation(finished(_stepped(environment, completion_text, end)))
+
+
+async def observation_on_loop(
+    environment: Environment, completion_text: str, end: TurnEnd
+) -> Observation:
+    """The same for a step that is declared `async def`, on the loop itself."""
+    return _observation(await _stepped(environment, completion_text, end))
+
+
+def _opening(said: Any) -> str | None:
+    if said is not None and not isinstance(said, str):
+        raise TypeError(f"reset gave a {type(said).__name__}: return text, or None")
+    return said
+
+
+def _stepped(environment: Environment, completion_text: str, end: TurnEnd) -> Any:
     step: Callable[..., Any] = environment.step
     takes_end = "end" in inspect.signature(step).parameters
-    said = step(completion_text, end=end) if takes_end else step(completion_text)
+    return step(completion_text, end=end) if takes_end else step(completion_text)
+
+
+def _observation(said: Any) -> Observation:
     if not isinstance(said, Observation):
         raise TypeError(f"step gave a {type(said).__name__}: return an Observation")
     return said

@@ -61,12 +61,14 @@ class PythonEnvironmentSpec(TurnLimits):
     """Keyword arguments of the class."""
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Most seconds that one call of `__init__`, `reset` or `step` may take, where the class runs in
-    a process of its own; then that process is ended, and the generation fails."""
+    a process of its own; then the generation fails. A coroutine is cancelled; for another call that
+    process is ended, and all calls in flight in it fail."""
     memory_mib: int | None = Field(default=4096, ge=64)
     """Address space of that process, which holds all instances of a rank; None: no bound, as a
     class on a GPU needs."""
     max_output_bytes: int = Field(default=1 << 20, ge=1)
-    """What one call may print there; more ends it."""
+    """What one call may print there; more ends it. While several are in flight, they may print as
+    many times that together."""
     variables: Annotated[tuple[VariableName, ...], Names("variable")] = ()
     """Further environment variables of the service that the class sees, where its owner grants
     that."""

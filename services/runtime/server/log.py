@@ -111,7 +111,8 @@ def set_up_logging(config: ServiceConfig) -> None:
     root = logging.getLogger()
     root.handlers[:] = handlers
     root.setLevel(config.log_level.upper())
-    for chatty in ("uvicorn.access", "asyncio"):
+    # httpx: a line for each request to a server that samples or judges.
+    for chatty in ("uvicorn.access", "asyncio", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread

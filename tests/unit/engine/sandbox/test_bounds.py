@@ -30,3 +30,49 @@ def test_a_line_without_end_is_logged_up_to_the_bound(caplog: pytest.LogCaptureF
     first, *rest = logged(caplog, b"x" * MAX_LOGGED_BYTES, b"y", b"z\n" * 9)
     assert first == "Talk prints: " + "x" * MAX_LOGGED_BYTES
     assert rest == []
+
+
+def test_calls_in_flight_share_one_bound_and_none_that_keeps_to_its_own_exceeds_it() -> None:
+    output = Output("Talk", 100)
+    output.begin_call(1)
+    output.begin_call(2)
+    output.take(b"a" * 200)
+    # Both are at their bound. One ends, a third one begins.
+    output.begin_call(2)
+    output.take(b"c" * 100)
+    assert not output.is_too_much
+    output.take(b"c")
+    assert output.is_too_much
+
+
+def test_what_calls_left_over_does_not_add_up() -> None:
+    output = Output("Talk", 100)
+    for _ in range(50):
+        output.begin_call(1)
+        output.begin_call(2)
+    output.take(b"a" * 200)
+    assert not output.is_too_much
+    output.take(b"a")
+    assert output.is_too_much
+
+
+def test_calls_in_flight_log_as_many_shares_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    output = Output("Talk", 1 << 20)
+    output.begin_call(1)
+    output.begin_call(2)
+    with caplog.at_level(logging.INFO):
+        output.take(b"x" * (2 * MAX_LOGGED_BYTES + 1))
+    first, last = [record.getMessage() for record in caplog.records]
+    assert first == "Talk prints: " + "x" * 2 * MAX_LOGGED_BYTES
+    assert last == "Talk prints more in this call, which is not logged"
+
+
+def test_last_words_begin_where_no_call_was_in_flight() -> None:
+    output = Output("Talk", 1 << 20)
+    output.begin_call(1)
+    output.take(b"before")
+    output.begin_call(1)
+    output.take(b"first ")
+    output.begin_call(2)
+    output.take(b"second")
+    assert output.last_words == "first second"
