@@ -1,6 +1,6 @@
 """Matrices with an adapter, written anew into a vLLM model on a CPU while all else stays.
 
-Imports vLLM, so it is itself imported late. An update of SmolLM2-135M takes a third of the time of
+Imports vLLM, so it is itself imported late. An update of SmolLM2-135M takes half of the time of
 one that gives all weights to vLLM's loaders: these copy each matrix once more, and the embedding,
 its packed copy and the norms, a fifth of the numbers, would be written as they were.
 
