@@ -293,7 +293,8 @@ def test_many_threads_leave_the_address_space_to_the_class(
     started: Callable[..., EnvironmentProcess],
 ) -> None:
     made = begun(started("Threaded", memory_mib=1024), 40)
-    outcomes, _ = AtOnce([step(it, "peak") for it in made]).wait()
+    outcomes, took_s = AtOnce([step(it, "peak") for it in made]).wait()
+    assert took_s < 40 * 0.5 / 2
     # 32 stacks of 8 MiB, and two heaps of 64 MiB, beside what one thread needs.
     assert max(it.reward for it in outcomes) < 800
 
