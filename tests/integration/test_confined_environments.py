@@ -15,6 +15,7 @@ from support.worker_processes import worker_processes
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError
+from rolemesh.engine.environments.confined import EnvironmentProcess
 from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.rollout.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import sample_experience
@@ -266,6 +267,16 @@ def test_its_process_ends_with_its_last_user_and_prints_into_the_log(
         while "Talk prints: turn 1" not in caplog.text and time.monotonic() < until:
             time.sleep(0.01)
     assert "Talk prints: turn 1" in caplog.text
+
+
+def test_it_is_confined_before_libraries_start_threads(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Numpy's products start a thread for each core but where these forbid it; tests set them.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    process = EnvironmentProcess(PythonEnvironmentSpec(environment=f"{code}:Talk"), SANDBOX)
+    assert process.make().stop
 
 
 def test_episodes_are_played_with_it(code: Path) -> None:
