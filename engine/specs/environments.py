@@ -60,9 +60,9 @@ class PythonEnvironmentSpec(TurnLimits):
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
-    """Most seconds that one call of `__init__`, `reset` or `step` may take, where the class runs in
-    a process of its own; then the generation fails. A coroutine is cancelled; for another call that
-    process is ended, and all calls in flight in it fail."""
+    """Most seconds that one call of `reset` or `step` may take, and of `__init__` where the class
+    runs in a process of its own; then the generation fails. A coroutine is cancelled; for another
+    call that process is ended, and all calls in flight in it fail."""
     memory_mib: int | None = Field(default=4096, ge=64)
     """Address space of that process, which holds all instances of a rank; None: no bound, as a
     class on a GPU needs."""
