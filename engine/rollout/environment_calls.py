@@ -23,8 +23,8 @@ IDLE_S = 0.1
 """How long an answer is waited for where there is nothing to sample, before weights may come."""
 
 MAX_WAITS = 2
-"""How often a generation waits so long in vain; its environments are slow then, and it does not
-wait again while there is something to sample."""
+"""How often a generation waits so long in vain; its environments are slow then, and each answer is
+taken as it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,6 @@ class EnvironmentCalls:
         """Rows whose calls began since answers were asked for last."""
         self._num_vain = 0
 
-    def __len__(self) -> int:
-        """Calls that are not answered yet."""
-        return len(self._begun) + len(self._waiting)
-
     def begin(self, row: int, ask: Callable[[], Any]) -> None:
         """Makes a call.
 
@@ -90,7 +86,7 @@ class EnvironmentCalls:
         """
         new, self._new = self._new, set()
         found: list[Answer] = []
-        if new and (is_idle or self._num_vain < MAX_WAITS):
+        if new and self._num_vain < MAX_WAITS:
             until = time.monotonic() + QUICK_S
             while new & self._begun.keys() and self._hear(found, until - time.monotonic()):
                 pass
