@@ -102,6 +102,17 @@ def check_requests(
         rows.add(request.row)
 
 
+def drawing_arguments(sampling: SamplingSpec) -> dict[str, float]:
+    """How vLLM calls what tokens are drawn by, in its own process and at its servers."""
+    if sampling.greedy:
+        return {"temperature": 0.0}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+
+
 def completion_budget(
     request: RolloutRequest, sampling: SamplingSpec, *, max_model_len: int
 ) -> int:

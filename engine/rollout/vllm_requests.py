@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rolemesh.engine.rollout.requests import RolloutRequest, completion_budget
+from rolemesh.engine.rollout.requests import RolloutRequest, completion_budget, drawing_arguments
 from rolemesh.engine.specs import SamplingSpec
 
 
@@ -27,17 +26,8 @@ def sampling_params(
         max_model_len: Longest prompt and completion together, in tokens.
         stop_tokens: Token ids that end a completion.
     """
-    distribution: dict[str, Any] = (
-        {"temperature": 0.0}
-        if sampling.greedy
-        else {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
-    )
     return SamplingParams(
-        **distribution,
+        **drawing_arguments(sampling),
         seed=request.seed,
         max_tokens=completion_budget(request, sampling, max_model_len=max_model_len),
         stop_token_ids=list(stop_tokens),

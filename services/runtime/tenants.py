@@ -82,9 +82,6 @@ class Tenants:
                 method: self._chosen([recorder.services[service][method] for recorder in recorders])
                 for method in first
             }
-            server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(service, methods),)
-            )
             server.add_registered_method_handlers(service, methods)
         return names
 

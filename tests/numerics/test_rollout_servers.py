@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from support.server_backends import (
     requests,
     sampled,
     toy_scale,
+    when_rows_have_tokens,
 )
 from support.tiny_models import write_tiny_llama
 from support.toy_sampling import STOP, toy_tokens
@@ -141,22 +141,11 @@ def test_weights_in_the_middle_give_each_token_the_version_that_drew_it(
     backend.update_weights(factors(backend, 0.01), 0)
     for server in servers:
         server.token_s = 0.05
-    begun = threading.Event()
-
-    def update() -> None:
-        backend.update_weights(factors(backend, 0.02), 1)
-        begun.set()
-
-    def look() -> None:
-        # Not after a time: a busy machine may have ended, or begun, fewer rows by then.
-        drawing = [row for row in backend._running.values() if row.begun.tokens]
-        if not begun.is_set() and len(drawing) >= 4:
-            update()
-
-    backend.between_steps = look
+    backend.between_steps = when_rows_have_tokens(
+        backend, 4, lambda: backend.update_weights(factors(backend, 0.02), 1)
+    )
     asked = requests(8)
     found = sampled(backend, asked, SamplingSpec(max_new_tokens=20))
-    assert begun.is_set()
     scales = {0: toy_scale(backend, 0.01), 1: toy_scale(backend, 0.02)}
     check_logprobs(asked, found, scales.__getitem__)
     mixed = [one for one in found.values() if set(one.policy_versions) == {0, 1}]

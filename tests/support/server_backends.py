@@ -54,6 +54,25 @@ def making(folder: Path, servers: list[FakeVllm], shared: Path) -> Iterator[Make
         backend.close()
 
 
+def when_rows_have_tokens(
+    backend: VllmServerBackend, number: int, act: Callable[[], None]
+) -> Callable[[], None]:
+    """A hook that acts once, in the middle of so many rows at least.
+
+    Not after a time: a busy machine may have ended, or begun, fewer rows by then.
+    """
+    has_acted = False
+
+    def look() -> None:
+        nonlocal has_acted
+        drawing = [row for row in backend._running.values() if row.begun.tokens]
+        if not has_acted and len(drawing) >= number:
+            has_acted = True
+            act()
+
+    return look
+
+
 def factors(backend: VllmServerBackend, scale: float) -> list[tuple[str, torch.Tensor]]:
     """Factors whose B is a constant."""
     return [

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
 
 from rolemesh.engine.bearer_tokens import bearer_token
+from rolemesh.engine.outgoing_http import outgoing_client
 from rolemesh.engine.specs import VllmServerSpec
 
 SHOWN_CHARACTERS = 400
@@ -71,15 +71,12 @@ class SamplersUnavailableError(RuntimeError):
 
 
 class ServerClient:
-    """One server. Owner: one loop.
-
-    It follows no redirect, takes no cookie and uses no proxy of the environment, so prompts go only
-    where the recipe says. It asks for uncompressed answers, so that a limit counts what arrives.
+    """One server, over a client of `outgoing_client`. Owner: one loop.
 
     Example::
 
         client = ServerClient("http://host:8000", spec)
-        answer = await client.post("/inference/v1/generate", body, timeout_s=60, max_bytes=10_000)
+        answer = await client.post("/v1/completions", body, timeout_s=60, max_bytes=10_000)
     """
 
     def __init__(self, url: str, spec: VllmServerSpec) -> None:
@@ -88,27 +85,18 @@ class ServerClient:
         Raises:
             ValueError: The URL cannot be used, or the token is not set.
         """
-        try:
-            _ = httpx.URL(url).host  # decodes it
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise ValueError(f"urls leads to {url!r}, which is no URL ({error})") from error
-        self.url = url.rstrip("/")
-        headers = {"Accept-Encoding": "identity"}
         self._token = bearer_token(spec.token_variable, "this service")
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
-        self._http = httpx.AsyncClient(
-            headers=headers,
+        self._http = outgoing_client(
+            url,
+            self._token,
             # What runs beside the completions: weights, health.
-            limits=httpx.Limits(
+            httpx.Limits(
                 max_connections=spec.max_num_seqs + 8,
                 max_keepalive_connections=spec.max_num_seqs,
                 keepalive_expiry=IDLE_CONNECTION_S,
             ),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            follow_redirects=False,
-            trust_env=False,
         )
+        self.url = url.rstrip("/")
 
     async def get(self, route: str, *, timeout_s: float) -> bytes:
         """The answer to a GET; raises as `post`."""

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
-from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.requests import (
+    RolloutRequest,
+    RolloutTrajectory,
+    drawing_arguments,
+)
 from rolemesh.engine.rollout.servers.client import AnswerInvalidError
 from rolemesh.engine.specs import SamplingSpec
 
@@ -152,18 +156,9 @@ def body_of(
         stop_tokens: Token ids that end a completion.
         is_streamed: Whether tokens come as they are drawn.
     """
-    distribution: dict[str, Any] = (
-        {"temperature": 0.0}
-        if sampling.greedy
-        else {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
-    )
     tokens = [*row.request.prompt_tokens, *row.tokens]
     return _body(tokens, served) | {
-        **distribution,
+        **drawing_arguments(sampling),
         "seed": row.seed,
         "max_tokens": row.budget - len(row.tokens),
         "stop_token_ids": list(stop_tokens),

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, ClassVar, Generic, TypeVar
 
 import httpx
 
 from rolemesh.engine.bearer_tokens import bearer_token
+from rolemesh.engine.outgoing_http import outgoing_client
 from rolemesh.engine.specs import EndpointRewardSpec
 from rolemesh.services.reward.outside.base import (
     SHOWN_CHARACTERS,
@@ -36,11 +36,7 @@ IDLE_CONNECTION_S = 30.0
 
 
 class JsonEndpoint:
-    """One URL that takes JSON and answers it. Owner: one loop.
-
-    It follows no redirect, takes no cookie, and uses no proxy of the environment, so rows go only
-    where the recipe says. It asks for uncompressed answers, so that the limit counts what arrives.
-    """
+    """One URL that takes JSON and answers it, by `outgoing_client`. Owner: one loop."""
 
     def __init__(self, url: str, spec: EndpointRewardSpec) -> None:
         """Prepares; opens no connection yet.
@@ -52,29 +48,21 @@ class JsonEndpoint:
         Raises:
             ValueError: The URL cannot be used, or the token is not set.
         """
-        try:
-            _ = httpx.URL(url).host  # decodes it
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise ValueError(f"urls leads to {url!r}, which is no URL ({error})") from error
-        self.url = url
-        self._max_bytes = spec.max_response_bytes
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         self._token = bearer_token(spec.token_variable, "the reward service")
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
-        self._client = httpx.AsyncClient(
-            headers=headers,
-            timeout=httpx.Timeout(spec.timeout_s),
-            limits=httpx.Limits(
+        self._client = outgoing_client(
+            url,
+            self._token,
+            httpx.Limits(
                 # A hedged request is one more than the concurrency allows.
                 max_connections=2 * spec.concurrency,
                 max_keepalive_connections=spec.concurrency,
                 keepalive_expiry=IDLE_CONNECTION_S,
             ),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            follow_redirects=False,
-            trust_env=False,
+            timeout=httpx.Timeout(spec.timeout_s),
+            headers={"Accept": "application/json"},
         )
+        self.url = url
+        self._max_bytes = spec.max_response_bytes
 
     async def post(
         self, content: bytes, *, url: str | None = None, cookies: Mapping[str, str] | None = None

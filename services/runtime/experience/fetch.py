@@ -97,9 +97,6 @@ class ExperienceServicer:
                 request_deserializer=None,
                 response_serializer=experience_pb2.PutResponse.SerializeToString,
             )
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
-        )
         server.add_registered_method_handlers(SERVICE_NAME, handlers)
 
     async def fetch(

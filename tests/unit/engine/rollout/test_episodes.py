@@ -384,67 +384,6 @@ def test_results_and_requests_do_not_depend_on_who_finishes_first(own: Any) -> N
     assert len(set(turns)) > 2, "rows have different numbers of turns"
 
 
-MEETING = '''
-import threading
-
-from rolemesh.engine.environments.base import Environment, Observation
-
-ended = threading.Event()
-
-class Meeting(Environment):
-    """Rows whose answer is "slow" answer their first turn when a quick one has ended."""
-
-    def reset(self, row):
-        self._is_slow, self._turns = row.answer == "slow", 0
-
-    def step(self, completion_text):
-        self._turns += 1
-        if self._is_slow and self._turns == 1 and not ended.wait(30):
-            raise RuntimeError("no quick row has ended")
-        if not self._is_slow and self._turns == 3:
-            ended.set()
-        return Observation(text="|", reward=1.0, done=self._turns == 3)
-
-class Stuck(Environment):
-    """Never answers one row."""
-
-    def reset(self, row):
-        self._is_stuck = row.answer == "slow"
-
-    def step(self, completion_text):
-        if self._is_stuck:
-            threading.Event().wait()
-        return Observation(done=True)
-'''
-
-
-def test_a_slow_environment_holds_no_other_row_up(tmp_path: Path) -> None:
-    (tmp_path / "meeting.py").write_text(MEETING)
-    spec = PythonEnvironmentSpec(environment=f"{tmp_path / 'meeting.py'}:Meeting", max_turns=3)
-    backend = scripted(lambda so_far: "abc")
-    rows = [
-        prompt("Q:", "slow"),
-        prompt("Q:", "quick"),
-        prompt("Q:", "slow"),
-        prompt("Q:", "quick"),
-    ]
-    # Each turn waiting for all of them, the slow rows would wait for ever.
-    batch = play(spec, backend, rows)
-    assert batch["completion_text"].strings() == ["abc|abc|abc"] * 4
-    assert batch["environment_rewards"].values.tolist() == [3.0] * 4
-    turns = [[request.row for request in call] for call in backend.calls]
-    assert turns[:3] == [[0, 1, 2, 3], [1, 3], [1, 3]]
-    # Answers that were not waited for come one by one.
-    assert sorted(row for call in turns[3:] for row in call) == [0, 0, 2, 2]
-
-
-def test_an_environment_that_never_answers_fails_with_its_row(tmp_path: Path) -> None:
-    (tmp_path / "meeting.py").write_text(MEETING)
-    spec = PythonEnvironmentSpec(environment=f"{tmp_path / 'meeting.py'}:Stuck", timeout_s=1.0)
-    with pytest.raises(EnvironmentFailedError, match=r"Stuck failed for prompt 7, row 1.* 1 s"):
-        play(spec, scripted(lambda so_far: "abc"), [prompt("Q:"), prompt("Q:", "slow")])
-
-
 def test_a_back_end_that_forgets_a_turn_is_an_error(own: Any) -> None:
     backend = ScriptedBackend(order=lambda requests: requests[1:], reason=cut_by_budget)
     with pytest.raises(RuntimeError, match=r"has left 4 turns unfinished: rows \[0, 1, 2, 3\]"):
