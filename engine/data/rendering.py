@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jinja2
@@ -13,6 +14,7 @@ from rolemesh.engine.data.fixed_ends import FixedEnds
 from rolemesh.engine.data.rows import Completion, DataInvalidError, Message, PromptRow
 from rolemesh.engine.data.token_bounds import most_tokens
 
+_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _PROBE: Sequence[Message] = ({"role": "user", "content": "a"},)
 _PROBE_ANSWER = "the answer 9b7e"
 """A text that no template has by itself, and that none trims."""
@@ -48,9 +50,10 @@ class Renderer:
     So trained and sampled sequences have the same border.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        """Takes the tokenizer of the policy, with its chat template."""
+    def __init__(self, tokenizer: ChatTokenizer, *, template: str | None = None) -> None:
+        """Takes the tokenizer of the policy; `template` stands for its own chat template."""
         self._tokenizer = tokenizer
+        self._template = template
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         """The same for many texts at once, where it has threads of its own."""
         self._most_tokens = most_tokens(tokenizer)
@@ -185,7 +188,13 @@ class Renderer:
             for row, completion in given
         ]
 
-    def continuation(self, messages: Sequence[Message], *, end_token: int | None) -> list[int]:
+    def continuation(
+        self,
+        messages: Sequence[Message],
+        *,
+        end_token: int | None,
+        template_arguments: Mapping[str, Any] = _NO_ARGUMENTS,
+    ) -> list[int]:
         r"""Tokens between a sampled answer and the next one, in which others say `messages`.
 
         The template renders a dummy conversation: a user's turn, an answer, `messages`, and the
@@ -200,6 +209,7 @@ class Renderer:
             messages: What others say, at least one turn, with the keys that the template reads.
             end_token: Token id that closed the answer, which the template's own end is left out
                 for; None if the answer is not closed, so that the template's end is written.
+            template_arguments: What else the template is given, e.g. tools.
 
         Raises:
             DataInvalidError: The template refuses the turns, does not render answers as they are
@@ -208,8 +218,13 @@ class Renderer:
         answer = {"role": "assistant", "content": _PROBE_ANSWER}
         earlier = [*_PROBE, {"role": "assistant", "content": "b"}]
         row = PromptRow(messages=(), where="what the environment says")
-        text = self._behind_answer([*_PROBE, answer, *messages], row, answered=False)
-        longer = self._behind_answer([*earlier, *_PROBE, answer, *messages], row, answered=False)
+        text, longer = (
+            self._behind_answer(turns, row, answered=False, arguments=template_arguments)
+            for turns in (
+                [*_PROBE, answer, *messages],
+                [*earlier, *_PROBE, answer, *messages],
+            )
+        )
         if text is None or text != longer:
             what = (
                 "does not contain the answer before it as it is given"
@@ -243,10 +258,27 @@ class Renderer:
             )
         return ids
 
-    def _rendered(self, turns: Sequence[Message], row: PromptRow, *, answered: bool) -> str:
+    def end_tokens(self) -> Collection[int]:
+        """Token ids by which the template, or the tokenizer, closes an answer."""
+        closing = self._template_end(PromptRow(messages=(), where="an answer"))
+        end_token = getattr(self._tokenizer, "eos_token_id", None)
+        return {*closing[-1:], *(() if end_token is None else (end_token,))}
+
+    def _rendered(
+        self,
+        turns: Sequence[Message],
+        row: PromptRow,
+        *,
+        answered: bool,
+        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
+    ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(turn) for turn in turns], add_generation_prompt=not answered, tokenize=False
+                [dict(turn) for turn in turns],
+                add_generation_prompt=not answered,
+                tokenize=False,
+                **({"chat_template": self._template} if self._template is not None else {}),
+                **arguments,
             )
         except jinja2.TemplateError as error:
             raise DataInvalidError(
@@ -256,10 +288,16 @@ class Renderer:
         return text
 
     def _behind_answer(
-        self, turns: Sequence[Message], row: PromptRow, *, answered: bool
+        self,
+        turns: Sequence[Message],
+        row: PromptRow,
+        *,
+        answered: bool,
+        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
     ) -> str | None:
         """What the template puts behind the text of the probe's answer; None if it changes that."""
-        _, found, behind = self._rendered(turns, row, answered=answered).partition(_PROBE_ANSWER)
+        rendered = self._rendered(turns, row, answered=answered, arguments=arguments)
+        _, found, behind = rendered.partition(_PROBE_ANSWER)
         return behind if found else None
 
     def _template_end(self, row: PromptRow) -> list[int]:

@@ -9,9 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
 from rolemesh.engine.rollout.model_folder import (
     WeightsStaleError,
     expected_factors,
@@ -55,6 +57,9 @@ class RolloutBackend(ABC):
 
     takes_whole: bool = False
     """Whether each of several ranks is handed whole weights, by Hugging Face name."""
+
+    endpoint_calls: EndpointCalls | None = None
+    """What an endpoint has sampled here beside all else; None: there is no endpoint."""
 
     between_steps: Callable[[], None] | None = None
     """Called before each decoding step of a generation, on the compute thread. It may update the
@@ -148,6 +153,25 @@ class RolloutBackend(ABC):
         """
         found = self.score(tokens)
         return None if found is None else {"the sampler": found}
+
+    def serve(self, goes_on: Callable[[], bool]) -> None:
+        """Samples calls of the endpoint alone, until there are none.
+
+        What is unfinished when it returns goes on with the next turn, or beside a generation.
+
+        Args:
+            goes_on: Asked before each step; False where something else waits for the thread.
+
+        Raises:
+            WeightsStaleError: The back end holds no whole set of weights.
+            RuntimeError: A generation is under way, or there is no endpoint.
+        """
+        raise RuntimeError(f"{type(self).__name__} has no endpoint")
+
+    @property
+    def engine(self) -> Any:
+        """VLLM's LLMEngine, for the front of an endpoint, which only reads of it."""
+        raise RuntimeError(f"{type(self).__name__} has no engine for an endpoint")
 
     rounds_to = ""
     """Type to which weights are rounded, where all else is computed in float32 on a CPU; empty

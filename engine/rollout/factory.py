@@ -21,6 +21,8 @@ def make_backend(
     updates_between_steps: bool = False,
     adapter: AdapterSpec | None = None,
     shares_engine: bool = False,
+    has_endpoint: bool = False,
+    folder_version: int | None = None,
 ) -> RolloutBackend:
     """Makes a back end without weights: send them before the first generation.
 
@@ -40,6 +42,9 @@ def make_backend(
             those, and updates bring the adapter's factors alone. None: updates bring all weights.
         shares_engine: Whether other back ends of the process, each with an adapter on the same
             base, are to use the same engine of vLLM. That of hf shares the base in any case.
+        has_endpoint: Whether an endpoint gives it calls from outside.
+        folder_version: Policy version of the folder's own weights, which vLLM then begins with;
+            None: it begins without.
 
     Raises:
         LayoutError: The back end cannot generate in that layout.
@@ -57,6 +62,15 @@ def make_backend(
             updates_between_steps=updates_between_steps,
             adapter=adapter,
             shares_engine=shares_engine,
+            has_endpoint=has_endpoint,
+            folder_version=folder_version,
+        )
+    if folder_version is not None:
+        raise ValueError(f"folder_version is given, but rollout.type is {spec.type!r}, not 'vllm'")
+    if has_endpoint:
+        raise ValueError(
+            f"endpoint is given, but rollout.type is {spec.type!r}: an endpoint is served by vLLM "
+            "in the service's own process; give rollout.type vllm"
         )
     if isinstance(spec, VllmServerSpec):
         from rolemesh.engine.rollout.vllm_server import VllmServerBackend

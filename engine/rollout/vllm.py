@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from rolemesh.engine.devices import current_device, device_of, free_bytes, give_
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
 from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, served_adapter
 from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
@@ -90,6 +91,7 @@ class VllmBackend(RolloutBackend):
         updates_between_steps: bool = False,
         adapter: AdapterSpec | None = None,
         shares_engine: bool = False,
+        has_endpoint: bool = False,
     ) -> None:
         """Loads the engine, or joins that of the process; see `factory.make_backend`.
 
@@ -111,7 +113,8 @@ class VllmBackend(RolloutBackend):
             spec,
             device_of(device.type),
             numerics=numerics,
-            updates_between_steps=updates_between_steps,
+            # Calls of an endpoint stay in the engine while new weights come.
+            updates_between_steps=updates_between_steps or has_endpoint,
             num_slices=mesh.generate_tp.size,
             has_adapter=adapter is not None,
         )
@@ -123,6 +126,9 @@ class VllmBackend(RolloutBackend):
                 "service, and an engine has one set of weights: train adapters, give rollout type "
                 "hf, or a service of its own"
             )
+        if has_endpoint:
+            self._check_endpoint(mesh, shares_engine=shares_engine)
+            self.endpoint_calls = EndpointCalls()
         super().__init__(spec, model_path, adapter)
         self._device = device
         self._num_slices = mesh.generate_tp.size
@@ -162,6 +168,20 @@ class VllmBackend(RolloutBackend):
         for line in described(choices):
             logger.info("rollout.%s", line)
 
+    @staticmethod
+    def _check_endpoint(mesh: RankMesh, *, shares_engine: bool) -> None:
+        if mesh.world.size > 1:
+            raise ValueError(
+                f"endpoint is given, but the service has {mesh.world.size} ranks, and an endpoint "
+                "is served by one: leave the layout out, and let several services of one rank "
+                "sample (replicas)"
+            )
+        if shares_engine:
+            raise ValueError(
+                "endpoint is given, but several runs share this service's engine, which serves one "
+                "adapter at a time: give the run a service of its own"
+            )
+
     def _made(
         self,
         spec: VllmSpec,
@@ -178,7 +198,15 @@ class VllmBackend(RolloutBackend):
         try:
             with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
                 arguments = {**rank_arguments, **slots}
-                engine = make_engine(spec, choices, self._folder, arguments, weights=weights)
+                engine = make_engine(
+                    spec,
+                    choices,
+                    self._folder,
+                    arguments,
+                    weights=weights,
+                    # Texts and tools are an endpoint's alone.
+                    has_tokenizer=self.endpoint_calls is not None,
+                )
             check_groups(mesh)
         except BaseException:
             leave_groups(world_is_ours=world_is_ours)
@@ -186,9 +214,11 @@ class VllmBackend(RolloutBackend):
         return HeldEngine(engine, world_is_ours=world_is_ours, settings=settings)
 
     @property
-    def _engine(self) -> Any:
+    def engine(self) -> Any:
         """VLLM's LLMEngine."""
         return self._held.engine
+
+    _engine = engine
 
     def _take_engine(self) -> None:
         """Gives the engine this back end's weights where another one has used it since."""
@@ -242,6 +272,7 @@ class VllmBackend(RolloutBackend):
         try:
             more: Sequence[RolloutRequest] | None = requests
             while running or more is not None:
+                self._attend_to_calls()
                 for request in more or ():
                     running.add(
                         str(next(self._request_numbers)),
@@ -251,15 +282,51 @@ class VllmBackend(RolloutBackend):
                     )
                 if self._pause():
                     running.note_version(self.policy_version)
-                if running:
-                    with own_random_state(), self._threads():
-                        outputs = self._engine.step()
-                    yield from running.taken(outputs)
-                more = None if later is None else later.take(is_idle=not running)
+                is_idle = not running and (
+                    self.endpoint_calls is None or self.endpoint_calls.is_empty
+                )
+                if not is_idle:
+                    yield from running.taken(self._step())
+                more = None if later is None else later.take(is_idle=is_idle)
                 self._check_requests(more or ())
         finally:
             # Also when the caller stopped early or a step raised: the engine must be left empty.
             running.abort()
+
+    def serve(self, goes_on: Callable[[], bool]) -> None:
+        """Samples calls of the endpoint; see `RolloutBackend.serve`."""
+        calls = self.endpoint_calls
+        if calls is None:
+            return super().serve(goes_on)
+        self._check_ready()
+        self._is_generating = True
+        try:
+            self._take_engine()
+            while not calls.is_empty and goes_on():
+                self._attend_to_calls()
+                self._pause()
+                self._step()
+        finally:
+            self._is_generating = False
+
+    def _attend_to_calls(self) -> None:
+        if self.endpoint_calls is not None:
+            self.endpoint_calls.attend(self._engine, lora_request=self._lora_request)
+
+    def _step(self) -> list[Any]:
+        """A step of the engine; returns the outputs that are not calls of the endpoint."""
+        calls = self.endpoint_calls
+        try:
+            if calls is not None:
+                # With each token it says which weights have drawn it.
+                self._engine.set_weight_version(str(self.policy_version))
+            with own_random_state(), self._threads():
+                outputs: list[Any] = self._engine.step()
+        except Exception as error:
+            if calls is not None:
+                calls.fail(self._engine, error)
+            raise
+        return outputs if calls is None else calls.taken(outputs)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs of all tokens but the first; see `RolloutBackend.score`."""
@@ -353,12 +420,13 @@ class VllmBackend(RolloutBackend):
         self._held.wake_cache()
         # Requests that run are put back to the queue, which frees theirs: they begin again from all
         # their tokens so far.
-        self._forget_keys("of the old weights", puts_back=self._is_generating)
+        self._forget_keys("of the old weights")
         if self._served is not None:
             self._served.redirect(self._engine)
 
-    def _forget_keys(self, whose: str, *, puts_back: bool = False) -> None:
-        """Empties the cache of keys and values; `puts_back`: of requests that run, too."""
+    def _forget_keys(self, whose: str) -> None:
+        """Empties the cache of keys and values, of requests that run, too."""
+        puts_back = bool(self._scheduled)
         if not self._engine.reset_prefix_cache(reset_running_requests=puts_back):
             raise RuntimeError(f"vLLM kept keys and values {whose}: its cache is in use")
 
@@ -396,6 +464,9 @@ class VllmBackend(RolloutBackend):
             raise RuntimeError("sleep came during a generation: finish or close it first")
         # vLLM empties torch's cache: what others had left there is not of its own freeing.
         give_back_memory(self._device)
+        if self._scheduled:
+            # Calls of an endpoint begin again from all their tokens so far.
+            self._forget_keys("of an engine that falls asleep")
         before = free_bytes(self._device)
         # Level 2 keeps no host copy: weights come whole again, from the trainer or the folder.
         self._held.sleep(2 if self._served is None else self._served.sleep_level)

@@ -32,6 +32,7 @@ def make_engine(
     more_arguments: Mapping[str, Any],
     *,
     weights: FirstWeights,
+    has_tokenizer: bool = False,
 ) -> Any:
     """An engine in this process, without weights unless it has those of its folder.
 
@@ -42,6 +43,7 @@ def make_engine(
         more_arguments: Of one of several ranks, by `engine_start`, and of an adapter, by
             `ServedAdapter.engine_arguments`.
         weights: Those that it loads.
+        has_tokenizer: Whether it also takes and gives texts. Otherwise: tokens in, tokens out.
     """
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -64,8 +66,7 @@ def make_engine(
             model_loader_extra_config={ROUNDED_TO: spec.dtype} if weights == "rounded" else {},
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
             trust_remote_code=False,
-            # Tokens in, tokens out.
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not has_tokenizer,
             generation_config="vllm",
             max_model_len=spec.max_model_len,
             max_num_seqs=choices["max_num_seqs"].value,

@@ -12,6 +12,7 @@ from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayo
 from rolemesh.engine.specs.adapters import AdapterSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
+from rolemesh.engine.specs.endpoint import EndpointSpec
 from rolemesh.engine.specs.environments import EnvironmentSpec
 from rolemesh.engine.specs.models import (
     GenerateSpec,
@@ -42,6 +43,36 @@ class RoleSpec(Spec):
         return HybridLayout(TrainLayout())
 
 
+def check_endpoint(
+    endpoint: EndpointSpec | None, rollout: RolloutSpec | None, layout: HybridLayout, name: str
+) -> None:
+    """Refuses an endpoint where no sampler of this kind serves one.
+
+    Args:
+        endpoint: Of a role.
+        rollout: Its sampler.
+        layout: Of its ranks.
+        name: Of the field that says the layout.
+
+    Raises:
+        ValueError: Names the fields.
+    """
+    if endpoint is None:
+        return
+    if rollout is None or rollout.type != "vllm":
+        given = "left out" if rollout is None else repr(rollout.type)
+        raise ValueError(
+            f"endpoint is given, but rollout.type is {given}: an endpoint is served by vLLM in the "
+            "service's own process; give rollout type vllm, or leave endpoint out"
+        )
+    if layout.world_size > 1:
+        raise ValueError(
+            f"endpoint is given, but {name} spreads the role over {layout.world_size} ranks, and "
+            "an endpoint is served by one: leave the layout out, or have several rollout services "
+            "of one rank sample"
+        )
+
+
 class ActorSpec(RoleSpec):
     """The actor: trains the policy and rolls it out."""
 
@@ -53,6 +84,9 @@ class ActorSpec(RoleSpec):
     """The prompts, or the rows with given answers."""
     environment: EnvironmentSpec | None = None
     """What the policy talks to while it samples; None: a completion is one turn."""
+    endpoint: EndpointSpec | None = None
+    """Where programs ask the policy over HTTP, in OpenAI's protocol or with token ids; None:
+    nowhere. Served where rollout.type is vllm and the service has one rank."""
     pretraining_data: DataSpec | None = None
     """Rows that keep what pretraining taught, for a loss beside the main one."""
     own_functions: Mapping[str, OwnFunctionSpec] = Field(default_factory=dict)
@@ -75,6 +109,11 @@ class ActorSpec(RoleSpec):
                 f"model.num_layers is {self.model.num_layers}, but the sampler has all layers of "
                 "the model and takes weights for no fewer: leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_endpoint(self) -> Self:
+        check_endpoint(self.endpoint, self.rollout, self.rank_layout(), "train")
         return self
 
     def rank_layout(self) -> HybridLayout:
@@ -103,6 +142,9 @@ class RolloutRoleSpec(RoleSpec):
     """The same as the actor's: both number the prompts."""
     environment: EnvironmentSpec | None = None
     """What the policy talks to while it samples; None: a completion is one turn."""
+    endpoint: EndpointSpec | None = None
+    """Where programs ask the policy over HTTP, as in the actor's section; of several services of
+    the role each answers at a port of its own (port 0)."""
     layout: LayoutSpec = LayoutSpec()
     """How sampling is spread over ranks: tp slices a model, dp are generation replicas."""
 
@@ -113,6 +155,11 @@ class RolloutRoleSpec(RoleSpec):
                 f"layout.fsdp is {self.layout.fsdp}: a sampler holds whole slices on each of its "
                 "dp replicas; leave fsdp out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_endpoint(self) -> Self:
+        check_endpoint(self.endpoint, self.rollout, self.rank_layout(), "layout")
         return self
 
     def rank_layout(self) -> HybridLayout:

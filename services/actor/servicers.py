@@ -92,13 +92,21 @@ class ActorRole(ModelRole, SamplingRole):
         self.trainer.own_functions = self.own_functions
         if spec.rollout is not None:
             progress(f"load {spec.rollout.type}", 2, 3)
-            self._load_sampler(spec.rollout, model, mesh, numerics)
+            has_endpoint = spec.endpoint is not None
+            self._load_sampler(spec.rollout, model, mesh, numerics, has_endpoint=has_endpoint)
+        door = self.open_endpoint(spec.endpoint)
         progress("ready", 3, 3)
         sampler = "none" if spec.rollout is None else spec.rollout.type
-        return replace(result, facts={**self._source.facts, "rollout": sampler})
+        return replace(result, facts={**self._source.facts, **door, "rollout": sampler})
 
     def _load_sampler(
-        self, spec: RolloutSpec, model: CausalLm, mesh: RankMesh, numerics: Numerics
+        self,
+        spec: RolloutSpec,
+        model: CausalLm,
+        mesh: RankMesh,
+        numerics: Numerics,
+        *,
+        has_endpoint: bool,
     ) -> None:
         adapter = model.spec.adapter
         self._backend = make_backend(
@@ -109,6 +117,7 @@ class ActorRole(ModelRole, SamplingRole):
             numerics=numerics,
             adapter=adapter,
             shares_engine=self.is_shared,
+            has_endpoint=has_endpoint,
         )
         keeper = self._backend if isinstance(self._backend, HfBackend) else None
         if self._backend.yields_to_training:
@@ -126,6 +135,7 @@ class ActorRole(ModelRole, SamplingRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rollout, training, log-probs, weights and data."""
+        self.runtime = runtime
         return add_servicers(
             server,
             RolloutServicer(self, runtime),
@@ -227,6 +237,7 @@ class ActorRole(ModelRole, SamplingRole):
 
     def close(self) -> None:
         """Ends the sampler and drops the weights."""
+        self.close_endpoint()
         self.exchanges.close()
         if self._rest is not None:
             self._rest.remove()

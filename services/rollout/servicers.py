@@ -113,16 +113,19 @@ class RolloutRole(Role, SamplingRole):
             updates_between_steps=True,
             adapter=adapter,
             shares_engine=self.is_shared,
+            has_endpoint=spec.endpoint is not None,
         )
         self._deliveries = Deliveries(self._backend, mesh, are_shards=self._takes_shards)
+        door = self.open_endpoint(spec.endpoint)
         progress("ready", 2, 2)
         return InitializeResult(
             policy_version=self._backend.policy_version,
-            facts={**self._source.facts, "rollout": spec.rollout.type},
+            facts={**self._source.facts, **door, "rollout": spec.rollout.type},
         )
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rollout, and what of weights concerns a sampler."""
+        self.runtime = runtime
         return add_servicers(
             server,
             StandAloneRolloutServicer(self, runtime),
@@ -204,6 +207,7 @@ class RolloutRole(Role, SamplingRole):
 
     def close(self) -> None:
         """Ends the sampler."""
+        self.close_endpoint()
         self.exchanges.close()
         if self._backend is not None:
             self._backend.close()

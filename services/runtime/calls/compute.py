@@ -53,6 +53,10 @@ class ComputeThread:
         self._jobs.put((lambda: context.run(fn, *args, **kwargs), future))
         return await asyncio.wrap_future(future)
 
+    def has_waiting(self) -> bool:
+        """Whether a function waits for the one that runs; from any thread."""
+        return not self._jobs.empty()
+
     def close(self, timeout_s: float) -> bool:
         """Lets the queue run empty and ends the thread; False when it is still busy then."""
         self._is_closed = True

@@ -27,6 +27,7 @@ from rolemesh.engine.rollout.sampling import (
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import (
     DataSpec,
+    EndpointSpec,
     EnvironmentSpec,
     ModelSpec,
     PythonEnvironmentSpec,
@@ -35,6 +36,7 @@ from rolemesh.engine.specs import (
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError, UnsupportedError
 from rolemesh.rpc.references import merge_parts, shards_of
+from rolemesh.services.endpoint.endpoint import Endpoint
 from rolemesh.services.runtime.calls.role import ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime, Share
 from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
@@ -132,6 +134,40 @@ class SamplingRole(ABC):
 
     Invariant: before a completion is sampled, `bring_weights` has seen to its weights.
     """
+
+    endpoint: Endpoint | None = None
+    """Where programs ask the policy; None: nowhere."""
+    runtime: Runtime | None = None
+    """Of the run that the role serves; set when it registers."""
+
+    def open_endpoint(self, spec: EndpointSpec | None) -> dict[str, str]:
+        """Serves the sampler at an endpoint from now on, where there is to be one.
+
+        Returns:
+            Where it answers, as a fact of Initialize.
+
+        Raises:
+            ValueError: The port cannot be bound, or a field cannot be served.
+        """
+        if spec is None:
+            return {}
+        if self.runtime is None:
+            raise RuntimeError("an endpoint is opened before the role was registered")
+        hold = self.runtime.hold
+        self.endpoint = Endpoint(
+            spec,
+            self.backend,
+            self.runtime.process.compute,
+            bring_weights=self.bring_weights,
+            may_sample=lambda: hold.part is not None and not hold.is_asleep,
+        )
+        return {"endpoint": self.endpoint.url}
+
+    def close_endpoint(self) -> None:
+        """Ends the endpoint with all its calls; nothing where there is none."""
+        if self.endpoint is not None:
+            self.endpoint.close()
+            self.endpoint = None
 
     @property
     @abstractmethod

@@ -1,0 +1,1 @@
+"""The policy as an endpoint: HTTP in front of a sampler, with sessions that remember tokens."""

@@ -1,0 +1,181 @@
+"""The endpoint of a sampler: HTTP on a loop of its own, and turns on the compute thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.sessions.store import Sessions
+from rolemesh.engine.specs.endpoint import EndpointSpec
+from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.http_server import HttpServer, serve_app
+from rolemesh.rpc.loop_thread import LoopThread
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.1
+"""Calls that cannot be sampled now are tried again so often."""
+
+STOP_S = 10.0
+"""How long the front may take to end."""
+
+MAX_CONNECTIONS = 16_384
+"""Of clients, at once: each call that waits has one."""
+
+
+class Turns(Protocol):
+    """The thread that computes, as an endpoint needs it."""
+
+    async def run(self, fn: Callable[[], None]) -> None:
+        """Runs a function between others, in the order in which they came."""
+
+    def has_waiting(self) -> bool:
+        """Whether another function waits for the one that runs; from any thread."""
+
+
+class Endpoint:
+    """Serves one sampler, from the compute thread that owns it, while a role holds it.
+
+    Calls are sampled beside a generation of the run, where there is one, and else by turns of their
+    own. A turn ends as soon as something else waits for the compute thread, and what it has not
+    finished goes on afterwards: training waits for a step of the engine at most.
+
+    Invariant: after `close` no thread of it is left, and no call waits for an answer.
+    """
+
+    def __init__(
+        self,
+        spec: EndpointSpec,
+        backend: RolloutBackend,
+        turns: Turns,
+        *,
+        bring_weights: Callable[[], object],
+        may_sample: Callable[[], bool],
+    ) -> None:
+        """Starts to serve, on the compute thread.
+
+        Args:
+            spec: Of the endpoint.
+            backend: That samples, made with has_endpoint.
+            turns: The thread that owns it.
+            bring_weights: Called there before a turn: sees to it that it holds the weights to
+                sample with.
+            may_sample: Whether it may be used now; from any thread. False: calls wait.
+
+        Raises:
+            ValueError: The address cannot be bound, or a field of the spec cannot be served.
+        """
+        calls = backend.endpoint_calls
+        if calls is None:
+            raise RuntimeError(f"{type(backend).__name__} was made without an endpoint")
+        self.spec = spec
+        self.sessions = Sessions(
+            max_sessions=spec.max_sessions, max_bytes=spec.max_memory_mib << 20
+        )
+        self.url = ""
+        """Where it answers, e.g. "http://127.0.0.1:8000"."""
+        self._backend = backend
+        self._calls = calls
+        self._turns = turns
+        self._bring_weights = bring_weights
+        self._may_sample = may_sample
+        self._begun = asyncio.Event()
+        self._server: HttpServer | None = None
+        self._taking_turns: asyncio.Task[None] | None = None
+        self._loop = LoopThread("endpoint", "endpoint")
+        try:
+            self._loop.run(self._start())
+        except BaseException:
+            self._loop.close(STOP_S)
+            raise
+        logger.info("the policy answers at %s/v1", self.url)
+
+    async def _start(self) -> None:
+        from rolemesh.services.endpoint.app import make_app
+
+        spec = self.spec
+        app = make_app(
+            spec,
+            self._backend.engine,
+            self._calls,
+            self.sessions,
+            key=_key_of(spec),
+            begun=self._begun.set,
+        )
+        self._server, port = await serve_app(
+            app,
+            spec.host,
+            port=spec.port,
+            certificate=spec.certificate,
+            max_connections=MAX_CONNECTIONS,
+        )
+        scheme = "http" if spec.certificate is None else "https"
+        host = f"[{spec.host}]" if ":" in spec.host else spec.host
+        self.url = app.state.url = f"{scheme}://{host}:{port}"
+        self._taking_turns = asyncio.create_task(self._take_turns())
+
+    async def _take_turns(self) -> None:
+        while True:
+            await self._begun.wait()
+            self._begun.clear()
+            while not self._calls.is_empty:
+                if not self._may_sample():
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                try:
+                    await self._turns.run(self._turn)
+                except WeightsStaleError:
+                    # They come with the run's next step.
+                    await asyncio.sleep(RETRY_S)
+
+    def _turn(self) -> None:
+        if self._calls.is_empty or not self._may_sample():
+            return
+        try:
+            self._bring_weights()
+        except (WeightsStaleError, RolemeshError) as error:
+            raise WeightsStaleError(str(error)) from error
+        self._backend.serve(lambda: not self._turns.has_waiting())
+
+    def close(self) -> None:
+        """Ends all sessions and calls, on the compute thread."""
+        self._calls.close(
+            self._backend.engine, EndpointClosedError("the service ends its endpoint")
+        )
+        try:
+            self._loop.run(self._stop(), timeout_s=STOP_S)
+        except TimeoutError:
+            logger.warning("the endpoint at %s did not end within %.0f s", self.url, STOP_S)
+        self._loop.close(STOP_S)
+
+    async def _stop(self) -> None:
+        if self._taking_turns is not None:
+            self._taking_turns.cancel()
+        if self._server is not None:
+            await self._server.stop()
+
+
+class EndpointClosedError(RuntimeError):
+    """The endpoint has ended while a call waited."""
+
+
+def _key_of(spec: EndpointSpec) -> str | None:
+    """The endpoint's key.
+
+    Raises:
+        ValueError: Its variable is not set.
+    """
+    if spec.token_variable is None:
+        return None
+    key = os.environ.get(spec.token_variable, "")
+    if not key:
+        raise ValueError(
+            f"endpoint.token_variable is {spec.token_variable!r}, which is not set in the "
+            "service's environment: set it, or leave token_variable out"
+        )
+    return key
