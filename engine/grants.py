@@ -77,6 +77,8 @@ class Grant:
                     raise _refused(
                         named.field, named.value, "", f"start it with --variable {named.value}"
                     )
+            case "command":
+                self._check_command(named)
             case "url":
                 self._check_address(named)
             case "network" if not self.network:
@@ -127,6 +129,29 @@ class Grant:
                 f": {files[-1]} does not define {attribute!r}, and what it imports is not granted",
                 f"name what the file defines, or start it with --code-name {named.value}",
             )
+
+    def _check_command(self, named: Named) -> None:
+        """Of a command each word by itself: files lie in a folder of code, and one at least does.
+
+        "python" is the interpreter. A word that is no file is an argument.
+        """
+        if named.value in self.code_names:
+            return
+        if not os.path.isfile(named.value):
+            if named.field.endswith(".0") and named.value not in ("python", "python3"):
+                remedy = "give the path of a program in a folder of code, or begin with python"
+                raise _refused(named.field, named.value, ", which is no file", remedy)
+            if named.value.startswith("-") and named.field.endswith(".1"):
+                remedy = "give the path of a file in a folder of code"
+                raise _refused(named.field, named.value, ", an option of the interpreter", remedy)
+            return
+        file = Path(named.value).resolve()
+        if not self._is_in_code_root(file):
+            remedy = (
+                "put the file into a folder of functions and start it with --code-root "
+                f"{file.parent}"
+            )
+            raise _refused(named.field, named.value, "", remedy)
 
     def _is_in_code_root(self, file: Path) -> bool:
         if any(file.is_relative_to(folder) for folder in INSTALLED):

@@ -31,7 +31,12 @@ class GenerationCalls:
     """Generation as calls of `batch_size` prompts each, dealt out over services."""
 
     def __init__(
-        self, spec: SamplerSpec, columns: tuple[str, ...], *, services_change: bool = False
+        self,
+        spec: SamplerSpec,
+        columns: tuple[str, ...],
+        *,
+        services_change: bool = False,
+        rows_vary: bool = False,
     ) -> None:
         """Prepares.
 
@@ -39,8 +44,10 @@ class GenerationCalls:
             spec: The schedule's sampler.
             columns: Columns of a trajectory.
             services_change: Whether services may leave while calls of them wait.
+            rows_vary: Whether a trajectory may have several rows or none, as those of agents.
         """
         self.spec = spec
+        self._rows_vary = rows_vary
         self.columns = columns
         self._services_change = services_change
 
@@ -130,7 +137,7 @@ class GenerationCalls:
                 block_rows=block_rows,
             ).result(on_progress, take)
             made = result.experience.num_rows
-            if made != num_rows:
+            if made != num_rows and not (self._rows_vary and made):
                 raise RunError(
                     f"step {context.step}: {service}.generate answered with {made} trajectories, "
                     f"not the {num_rows} that were asked for; see the log of the {service}"

@@ -23,7 +23,7 @@ from rolemesh.coordinator.recipe.schedule import (
     SyncSamplerSpec,
 )
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.specs import SamplingSpec
+from rolemesh.engine.specs import AgentSpec, SamplingSpec
 from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.result_call import ProgressCallback
@@ -35,8 +35,10 @@ from rolemesh.v1 import exchange_pb2, experience_pb2, operation_pb2, rollout_pb2
 class ActorSampler(Sampler):
     """The actor samples by itself, with the weights that it has."""
 
-    def __init__(self, spec: SamplerSpec, columns: tuple[str, ...]) -> None:
-        self._calls = GenerationCalls(spec, columns)
+    def __init__(
+        self, spec: SamplerSpec, columns: tuple[str, ...], *, rows_vary: bool = False
+    ) -> None:
+        self._calls = GenerationCalls(spec, columns, rows_vary=rows_vary)
 
     def generate(
         self, context: StepContext, prompts: PromptBatch, sampling: SamplingSpec
@@ -85,6 +87,8 @@ class RolloutSampler(Sampler):
         columns: tuple[str, ...],
         exchanges: WeightExchanges | None,
         services_change: bool,
+        *,
+        rows_vary: bool = False,
     ) -> None:
         """Prepares.
 
@@ -96,10 +100,13 @@ class RolloutSampler(Sampler):
             columns: Columns of a trajectory.
             exchanges: By which weights go where they can; None: all weights are fetched.
             services_change: Whether services may join and leave, as `use` says.
+            rows_vary: Whether a trajectory may have several rows or none.
         """
         self._spec = spec
         self._exchanges = exchanges
-        self._calls = GenerationCalls(spec, columns, services_change=services_change)
+        self._calls = GenerationCalls(
+            spec, columns, services_change=services_change, rows_vary=rows_vary
+        )
         self._services = tuple(services)
         self._dtype = dtype
         self._sampling = sampling
@@ -364,10 +371,12 @@ def make_sampler(
         services: Rollout services that are there; None: all that the recipe has.
     """
     actor, rollout = recipe.actor, recipe.rollout
-    has_environment = actor is not None and actor.environment is not None
-    columns = (*ROLLOUT_COLUMNS, *((ENVIRONMENT_REWARDS,) if has_environment else ()))
+    environment = None if actor is None else actor.environment
+    is_agent = isinstance(environment, AgentSpec)
+    has_rewards = environment is not None and getattr(environment, "gives_reward", True)
+    columns = (*ROLLOUT_COLUMNS, *((ENVIRONMENT_REWARDS,) if has_rewards else ()))
     if rollout is None:
-        return ActorSampler(recipe.schedule.sampler, columns)
+        return ActorSampler(recipe.schedule.sampler, columns, rows_vary=is_agent)
     spec, dtype = recipe.schedule.sampler, rollout.rollout.dtype
     if actor is not None and actor.model.adapter is not None:
         # Factors are small, and the sampler itself rounds them as far as it must.
@@ -380,4 +389,5 @@ def make_sampler(
         columns,
         WeightExchanges(recipe, dtype, on_event) if spec.weights == "nccl" else None,
         services_change=recipe.changes("rollout"),
+        rows_vary=is_agent,
     )

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import named_in
 
-_GRANTED_BY = {"code": "--code-name", "path": "--folder", "variable": "--variable"}
+_GRANTED_BY = {
+    "code": "--code-name",
+    "command": "--code-name",
+    "path": "--folder",
+    "variable": "--variable",
+}
 """Flags of a service, by what they let a run name."""
 _NETWORK_FLAG = "--function-network"
 
@@ -26,6 +33,8 @@ def service_flags(recipe: Recipe, role: str) -> list[str]:
         flags += ["--threads", str(spec.threads)]
     grants: dict[str, None] = {}
     for named in named_in(recipe.sent_section(role)):
+        if named.kind == "command" and not Path(named.value).is_file():
+            continue
         if named.kind in _GRANTED_BY:
             # In one word: what a recipe names may look like a flag.
             grants[f"{_GRANTED_BY[named.kind]}={named.value}"] = None

@@ -25,6 +25,7 @@ _OPTIONAL_ROLES = ("cost", "rollout")
 
 _GRANTED_BY = {
     "code": "ROLEMESH_SERVICE__CODE_NAMES",
+    "command": "ROLEMESH_SERVICE__CODE_NAMES",
     "variable": "ROLEMESH_SERVICE__VARIABLES",
     "network": "ROLEMESH_SERVICE__FUNCTION_NETWORK",
 }

@@ -16,7 +16,7 @@ from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.row_store import Rows
-from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError
+from rolemesh.engine.data.rows import DataInvalidError, Message, PromptTooLongError
 from rolemesh.engine.data.rows import EmptyDataError as EmptyDataError
 from rolemesh.engine.data.rows import PromptRow as PromptRow
 from rolemesh.engine.data.sections import (
@@ -50,6 +50,8 @@ class Prompt:
     JSON here, and as they are in the metadata: `json.loads(row.metadata)["answer"]`."""
     metadata: str
     """A JSON object of the row's other columns, as text: `json.loads(row.metadata)["level"]`."""
+    messages: Sequence[Message] = ()
+    """The turns that `text` renders, as the data has them; none for a prompt that is tokens."""
 
 
 class PromptSet:
@@ -183,6 +185,7 @@ class PromptSet:
             tokens=self.renderer.tokens(text),
             answer=row.answer,
             metadata=row.metadata,
+            messages=tuple(dict(message) for message in row.messages),
         )
 
 

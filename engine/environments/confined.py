@@ -7,6 +7,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from rolemesh.engine.data.prompts import Prompt
@@ -41,15 +42,29 @@ class EnvironmentProcess:
         environment.step("7", "end_token")  # Observation(reward=1.0, done=True)
     """
 
-    def __init__(self, spec: PythonEnvironmentSpec, sandbox: Sandbox) -> None:
+    def __init__(
+        self,
+        spec: PythonEnvironmentSpec,
+        sandbox: Sandbox,
+        *,
+        code: str | None = None,
+        ports: Sequence[int] = (),
+    ) -> None:
         """Starts it, and loads and tries the class.
+
+        Args:
+            spec: Which class, and its bounds.
+            sandbox: Where it runs.
+            code: Of the user, which the process sees; None: the class.
+            ports: TCP ports that it may connect to, also without a network.
 
         Raises:
             UserCodeError: The class cannot be loaded, is no Environment, or does not take its
                 config; or a path of `readable` is not there.
             EnvironmentFailedError: The system has no process or thread for it.
         """
-        self._class = spec.environment.rpartition(":")[2]
+        self._code, self._ports = code or spec.environment, ports
+        self._class = self._code.rpartition(":")[2]
         self._numbers = itertools.count()
         self._dropped: deque[int] = deque()
         self._spec, self._sandbox = spec, sandbox
@@ -64,13 +79,13 @@ class EnvironmentProcess:
         """Starts the process, and has it load the class."""
         spec, sandbox = self._spec, self._sandbox
         try:
-            view = sandbox.show(spec.environment, spec.readable, network=spec.network)
+            view = sandbox.show(self._code, spec.readable, network=spec.network, ports=self._ports)
         except ValueError as error:
             raise UserCodeError(f"environment has {error}: correct it") from error
         assert view is not None
         try:
             line = Line(
-                spec.environment,
+                self._code,
                 lambda: sandbox.start(_MODULE, view, spec.variables),
                 view,
                 max_output_bytes=spec.max_output_bytes,
@@ -83,7 +98,7 @@ class EnvironmentProcess:
         if self._owned is not None:
             self._owned.detach()
         self._owned = weakref.finalize(
-            self, line.end, f"the process of {spec.environment!r} is not used any more"
+            self, line.end, f"the process of {self._code!r} is not used any more"
         )
         order = {
             "spec": spec.model_dump(mode="json"),

@@ -11,8 +11,8 @@ from rolemesh.engine.environments.reasoning_gym import ReasoningGymEnvironment
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import (
     CalculatorEnvironmentSpec,
-    EnvironmentSpec,
     ReasoningGymEnvironmentSpec,
+    TurnEnvironmentSpec,
 )
 from rolemesh.engine.user_code import UserCodeError, load_named
 
@@ -20,7 +20,9 @@ EnvironmentMaker = Callable[[], Environment]
 """Makes a new environment for each trajectory."""
 
 
-def environment_maker(spec: EnvironmentSpec, sandbox: Sandbox | None = None) -> EnvironmentMaker:
+def environment_maker(
+    spec: TurnEnvironmentSpec, sandbox: Sandbox | None = None
+) -> EnvironmentMaker:
     """Returns the maker for a spec. A user's class is loaded and tried here, not later.
 
     Args:

@@ -32,7 +32,7 @@ from rolemesh.engine.rollout.episode_texts import EpisodeTexts
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.seeds import derive_seed
-from rolemesh.engine.specs import EnvironmentSpec, PythonEnvironmentSpec, SamplingSpec
+from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec, TurnEnvironmentSpec
 from rolemesh.engine.specs.environments import TurnLimits
 
 _CPU = torch.device("cpu")
@@ -48,6 +48,8 @@ class Episode:
 
     row: int
     """Row of the batch, as requested."""
+    prompt_tokens: Sequence[int] | None = None
+    """Token ids of the prompt, where that is not the data's; None: it is."""
     completion_tokens: list[int] = field(default_factory=list)
     """Token ids: what was sampled, and what the environment said between."""
     loss_mask: list[bool] = field(default_factory=list)
@@ -140,7 +142,7 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        spec: EnvironmentSpec,
+        spec: TurnEnvironmentSpec,
         tokenizer: ChatTokenizer,
         max_model_len: int,
         *,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,24 @@ OnBlock = Callable[[int, Experience], None]
 """Is handed the number of a block, and its rows."""
 
 
+class Agents(Protocol):
+    """Plays trajectories by programs that own their loop; see `engine.sessions.runner`."""
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether they give rewards."""
+
+    def run(
+        self,
+        backend: RolloutBackend,
+        prompts: Sequence[Prompt],
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        alive: Callable[[int], None],
+    ) -> Iterable[Sequence[Episode]]:
+        """The rows of each trajectory, by request; those that were left out have none."""
+
+
 def sample_experience(
     backend: RolloutBackend,
     prompts: Sequence[Prompt],
@@ -45,6 +63,7 @@ def sample_experience(
     block_rows: int = 0,
     on_block: OnBlock | None = None,
     episodes: EpisodeRunner | None = None,
+    agents: Agents | None = None,
 ) -> Experience:
     """Samples `samples_per_prompt` completions a prompt.
 
@@ -74,10 +93,12 @@ def sample_experience(
             soon as all its rows are finished, before the next completion is waited for. Blocks come
             in the order in which they are whole; what is in them does not depend on it.
         episodes: Plays each row with an environment; None: a completion is one turn.
+        agents: Plays them by programs of their own, without blocks. A trajectory then has a row for
+            each of its branches, or none where it was left out.
 
     Returns:
         The columns that RolloutService.Generate promises, B = prompts * samples_per_prompt rows.
-        With an environment, environment_rewards besides.
+        With an environment, environment_rewards besides; with agents, another number of rows.
 
     Raises:
         ValueError: block_rows would cut the samples of a prompt apart.
@@ -108,6 +129,20 @@ def sample_experience(
                     ),
                 )
             )
+
+    if agents is not None:
+        played_by_agents = agents.run(
+            backend,
+            rows,
+            requests,
+            sampling,
+            lambda done: progress("generate", done, len(requests)),
+        )
+        branches = [one for of_request in played_by_agents for one in of_request]
+        return _assemble(
+            [_row_of(rows[one.row], sample_indexes[one.row], one, tokenizer) for one in branches],
+            has_rewards=agents.gives_reward,
+        )
 
     # Rows lie in batch order, so a block is a run of them.
     members: dict[int, list[int]] = {}
@@ -175,9 +210,10 @@ def check_block_rows(block_rows: int, sampling: SamplingSpec) -> None:
 def _row_of(prompt: Prompt, sample_index: int, episode: Episode, tokenizer: ChatTokenizer) -> _Row:
     """What a finished row brings to each column, packed, so that little is left for the end."""
     completion = episode.completion_tokens
+    before = prompt.tokens if episode.prompt_tokens is None else episode.prompt_tokens
     return {
-        "tokens": _packed("tokens", [*prompt.tokens, *completion]),
-        "prompt_lengths": len(prompt.tokens),
+        "tokens": _packed("tokens", [*before, *completion]),
+        "prompt_lengths": len(before),
         "logprobs": _packed("logprobs", episode.logprobs),
         "loss_mask": _packed("loss_mask", episode.loss_mask),
         "policy_versions": _packed("policy_versions", episode.policy_versions),

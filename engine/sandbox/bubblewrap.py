@@ -51,7 +51,9 @@ def wrapped(program: str, command: Sequence[str], view: View) -> list[str]:
         command: What to run. Its first process has the parent 1.
         view: What it sees.
     """
-    words = [program, *_NAMESPACES, *(() if view.network else ("--unshare-net",))]
+    # Ports are this host's: the worker gives up all others by itself.
+    is_apart = not view.network and not view.ports
+    words = [program, *_NAMESPACES, *(("--unshare-net",) if is_apart else ())]
     # What is mounted later covers what was mounted there before.
     everything = "/" in view.reads
     words += ["--ro-bind", "/", "/", *_PLACES] if everything else [*_PLACES, "--tmpfs", "/tmp"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolemesh.engine.sandbox.bubblewrap import bubblewrap, why_not, wrapped
-from rolemesh.engine.sandbox.landlock import SCOPES_ABI, landlock_abi
+from rolemesh.engine.sandbox.landlock import PORTS_ABI, SCOPES_ABI, landlock_abi
 from rolemesh.engine.sandbox.seccomp import has_filters
 from rolemesh.engine.sandbox.view import View, environment_of, view_of
 
@@ -47,7 +47,7 @@ class Sandbox:
     program: str = ""
     """Path of bwrap, where that makes it."""
     abi: int = 0
-    """Version of Landlock, where that makes it."""
+    """Version of Landlock that the kernel has; 0: none, or there is no sandbox."""
     code_roots: tuple[Path, ...] = ()
     """Folders of functions, which functions may read as a whole."""
 
@@ -59,22 +59,30 @@ class Sandbox:
         """Whether there is any."""
         return self.kind != "none"
 
-    def show(self, code: str, readable: Sequence[Path], *, network: bool) -> View | None:
+    def show(
+        self, code: str, readable: Sequence[Path], *, network: bool, ports: Sequence[int] = ()
+    ) -> View | None:
         """What a new worker sees that runs a user's code; see `view_of`. Makes its folder.
 
         Returns:
             The view, for which `View.close` has to be called; None where there is no sandbox.
 
         Raises:
-            ValueError: A path of `readable` is not there.
+            ValueError: A path of `readable` is not there, or the kernel cannot open single ports.
         """
         for path in readable:
             if not os.path.exists(path):
                 raise ValueError(f"{str(path)!r} in readable, which is not there")
         if not self.is_there:
             return None
+        if ports and not network and self.abi < PORTS_ABI:
+            raise ValueError(
+                "network false, but this kernel cannot open single ports to a sandbox, which takes "
+                "Landlock of Linux 6.7: set network to true, where the service's owner grants it"
+            )
         folder = Path(tempfile.mkdtemp(prefix="rolemesh-worker-"))
-        return view_of(code, folder, (*self.code_roots, *readable), network=network)
+        reads = (*self.code_roots, *readable)
+        return view_of(code, folder, reads, network=network, ports=ports)
 
     def start(
         self, module: str, view: View | None, variables: Iterable[str]
@@ -146,7 +154,8 @@ def _best() -> Sandbox:
     program = bubblewrap()
     refusal = "it is not installed" if program is None else why_not(program)
     if program is not None and not refusal:
-        return Sandbox(kind="bubblewrap", program=program)
+        abi = landlock_abi() if has_filters() else 0
+        return Sandbox(kind="bubblewrap", program=program, abi=abi)
     abi = landlock_abi()
     if abi == 0 or not has_filters():
         what = "Landlock" if abi == 0 else "filters of system calls for this machine"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolemesh.engine.sandbox import frames
-from rolemesh.engine.sandbox.landlock import confine
+from rolemesh.engine.sandbox.landlock import confine, confine_connections
 from rolemesh.engine.sandbox.view import View
 
 _PR_SET_PDEATHSIG = 1
@@ -42,8 +42,12 @@ def begin(arguments: Sequence[str]) -> tuple[socket.socket, Mapping[str, Any] | 
         if order["memory_bytes"] is not None:
             set_limit(resource.RLIMIT_AS, order["memory_bytes"])
         sandbox = order["sandbox"]
-        if sandbox is not None and sandbox["kind"] == "landlock":
-            confine(View.read(sandbox["view"]), sandbox["abi"])
+        if sandbox is not None and sandbox["kind"] != "none":
+            view = View.read(sandbox["view"])
+            if sandbox["kind"] == "landlock":
+                confine(view, sandbox["abi"])
+            elif view.ports and not view.network:
+                confine_connections(view)
     return connection, order
 
 

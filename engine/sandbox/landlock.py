@@ -32,13 +32,16 @@ _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 _RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 """All rights to files that a version knows, from this one on."""
 
+PORTS_ABI = 4
+"""First version that knows of TCP ports (Linux 6.7)."""
 _TCP = 0b11
-"""Rights to bind and to connect, since version 4."""
+"""Rights to bind and to connect."""
+_CONNECT = 0b10
 _SCOPES = 0b11
 """Abstract sockets and signals."""
 
 _CREATE_RULESET_VERSION = 1
-_RULE_PATH_BENEATH = 1
+_RULE_PATH_BENEATH, _RULE_PORT = 1, 2
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITIES_VERSION_3 = 0x20080522
 _CAP_DAC_READ_SEARCH = 1 << 2
@@ -58,6 +61,10 @@ class _Ruleset(ctypes.Structure):
 class _PathBeneath(ctypes.Structure):
     _pack_ = 1
     _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
+
+
+class _Port(ctypes.Structure):
+    _fields_ = (("allowed", ctypes.c_uint64), ("port", ctypes.c_uint64))
 
 
 def landlock_abi() -> int:
@@ -84,7 +91,7 @@ def confine(view: View, abi: int) -> None:
     rights = next(_RIGHTS_BY_ABI[first] for first in sorted(_RIGHTS_BY_ABI)[::-1] if first <= abi)
     ruleset = _Ruleset(fs=rights)
     size = 8
-    if abi >= 4:
+    if abi >= PORTS_ABI:
         ruleset.net, size = 0 if view.network else _TCP, 16
     if abi >= SCOPES_ABI:
         ruleset.scoped, size = _SCOPES, 24
@@ -104,13 +111,48 @@ def confine(view: View, abi: int) -> None:
             ((view.folder,), rights & ~_MAKE_DEVICES),
         ):
             _allow(descriptor, paths, allowed & rights)
+        if ruleset.net:
+            _allow_ports(descriptor, view.ports)
         # Both that follow need it, so that programs with more rights cannot be confined.
         _checked("prctl", _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         _checked("landlock_restrict_self", _LIBC.syscall(_RESTRICT_SELF, descriptor, 0))
     finally:
         os.close(descriptor)
     _drop_capabilities()
-    seccomp.forbid(network=view.network, truncation=not rights & _TRUNCATE)
+    seccomp.forbid(
+        network=view.network,
+        tcp=bool(view.ports) and abi >= PORTS_ABI,
+        truncation=not rights & _TRUNCATE,
+    )
+
+
+def confine_connections(view: View) -> None:
+    """Leaves this process, and all that it starts, no connections but to the view's ports.
+
+    For a process whose files are confined otherwise.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    ruleset = _Ruleset(fs=0, net=_TCP)
+    descriptor = _checked(
+        "landlock_create_ruleset",
+        _LIBC.syscall(_CREATE_RULESET, ctypes.byref(ruleset), 16, 0),
+    )
+    try:
+        _allow_ports(descriptor, view.ports)
+        _checked("prctl", _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        _checked("landlock_restrict_self", _LIBC.syscall(_RESTRICT_SELF, descriptor, 0))
+    finally:
+        os.close(descriptor)
+    seccomp.forbid(network=False, tcp=True, truncation=False)
+
+
+def _allow_ports(ruleset: int, ports: Iterable[int]) -> None:
+    for port in ports:
+        rule = _Port(allowed=_CONNECT, port=port)
+        arguments = (ruleset, _RULE_PORT, ctypes.byref(rule), 0)
+        _checked("landlock_add_rule", _LIBC.syscall(_ADD_RULE, *arguments))
 
 
 def _allow(ruleset: int, paths: Iterable[str], allowed: int) -> None:

@@ -69,6 +69,8 @@ _TRUNCATE, _OPEN, _OPENAT, _OPENAT2 = (76, 45), (2, None), (257, 56), (437, 437)
 
 _INTERNET = (2, 10, 16)
 """AF_INET, AF_INET6, and AF_NETLINK, by which a machine's own addresses are asked for."""
+_STREAM = (1,)
+"""SOCK_STREAM, and of the internet's protocols TCP. Others are not seen by Landlock."""
 
 _PAIRED = (1, 5)
 """SOCK_STREAM and SOCK_SEQPACKET. One of a pair of datagram sockets can send to any path."""
@@ -76,6 +78,7 @@ _SOCKET_TYPE = 0xF
 """Bits of a socket's type that are no flags."""
 
 _LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_JUMP = 0x05
 """Operations of the kernel's BPF, on 32 bits."""
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 _X32 = 0x40000000
@@ -98,6 +101,8 @@ class Condition(NamedTuple):
     """Values of the masked argument."""
     refuses: bool
     """Whether these values are refused, or all others."""
+    goes_on: bool = False
+    """Whether what is not refused is looked at by further conditions, or allowed."""
 
 
 class _Program(ctypes.Structure):
@@ -109,20 +114,21 @@ def has_filters() -> bool:
     return platform.machine() in _AUDIT_ARCH and os.path.exists("/proc/sys/kernel/seccomp")
 
 
-def forbid(*, network: bool, truncation: bool) -> None:
+def forbid(*, network: bool, truncation: bool, tcp: bool = False) -> None:
     """Refuses calls of this process, which has one thread, and of all that it starts, for good.
 
     The process must have no way to new privileges any more (PR_SET_NO_NEW_PRIVS).
 
     Args:
         network: Whether sockets to the network may be opened. Those of files never may.
+        tcp: Whether sockets of TCP may be opened all the same: Landlock knows their ports.
         truncation: Whether files must not be emptied by a path, for the kernel's Landlock does
             not know that.
 
     Raises:
         OSError: The kernel refused.
     """
-    program = b"".join(_instructions(network=network, truncation=truncation))
+    program = b"".join(_instructions(network=network, truncation=truncation, tcp=tcp))
     libc = ctypes.CDLL(None, use_errno=True)
     filter_ = _Program(length=len(program) // 8, filter=program)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(filter_), 0, 0) != 0:
@@ -130,11 +136,17 @@ def forbid(*, network: bool, truncation: bool) -> None:
         raise OSError(number, f"seccomp: {os.strerror(number)}")
 
 
-def _instructions(*, network: bool, truncation: bool) -> Iterator[bytes]:
+def _instructions(*, network: bool, truncation: bool, tcp: bool) -> Iterator[bytes]:
     place = list(_AUDIT_ARCH).index(platform.machine())
     refused = [numbers[place] for numbers in _REFUSED.values()]
+    families = _INTERNET if network or tcp else ()
     conditions = [
-        Condition(_SOCKET[place], 0, _MOST, _INTERNET if network else (), refuses=False),
+        *(
+            ()
+            if network
+            else (Condition(_SOCKET[place], 1, _SOCKET_TYPE, _STREAM, refuses=False, goes_on=True),)
+        ),
+        Condition(_SOCKET[place], 0, _MOST, families, refuses=False),
         Condition(_SOCKETPAIR[place], 1, _SOCKET_TYPE, _PAIRED, refuses=False),
         # Limits of other processes; 0 is the caller itself.
         Condition(_PRLIMIT[place], 0, _MOST, (0,), refuses=False),
@@ -163,16 +175,29 @@ def _instructions(*, network: bool, truncation: bool) -> Iterator[bytes]:
 
 
 def _conditional(condition: Condition) -> Iterator[bytes]:
-    listed, others = (_REFUSE, _ALLOW) if condition.refuses else (_ALLOW, _REFUSE)
+    others, listed = (
+        [[_operation(_RETURN, _REFUSE)], [_operation(_RETURN, _ALLOW)]]
+        if not condition.refuses
+        else [[_operation(_RETURN, _ALLOW)], [_operation(_RETURN, _REFUSE)]]
+    )
+    if condition.goes_on:
+        # What is allowed goes on, with the number of the call looked at once more.
+        again = [_operation(_LOAD, _NUMBER_AT)]
+        if condition.refuses:
+            others = [*again, _operation(_JUMP, len(listed))]
+        else:
+            listed = again
     num_values = len(condition.values)
-    yield _operation(_IF_EQUAL, condition.number, if_false=num_values + 4)
+    length = 2 + num_values + len(others) + len(listed)
+    yield _operation(_IF_EQUAL, condition.number, if_false=length)
     # Little-endian on both machines, so the lower half comes first.
     yield _operation(_LOAD, _ARGUMENTS_AT + 8 * condition.argument)
     yield _operation(_AND, condition.mask)
-    for place, value in enumerate(condition.values):
-        yield _operation(_IF_EQUAL, value, if_true=num_values - place)
-    yield _operation(_RETURN, others)
-    yield _operation(_RETURN, listed)
+    for place in range(num_values):
+        to_listed = num_values - 1 - place + len(others)
+        yield _operation(_IF_EQUAL, condition.values[place], if_true=to_listed)
+    yield from others
+    yield from listed
 
 
 def _operation(code: int, value: int, *, if_true: int = 0, if_false: int = 0) -> bytes:

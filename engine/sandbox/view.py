@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -57,6 +57,8 @@ class View:
     """The only one that may be written to."""
     network: bool = False
     """Whether connections may be opened."""
+    ports: tuple[int, ...] = ()
+    """TCP ports to which they may be opened where `network` is false, on whichever host."""
 
     def close(self) -> None:
         """Removes its folder."""
@@ -66,10 +68,22 @@ class View:
     def read(cls, message: Mapping[str, Any]) -> Self:
         """What `Sandbox.order` tells a worker."""
         paths = {name: tuple(message[name]) for name in ("reads", "listed", "devices")}
-        return cls(**paths, folder=message["folder"], network=message["network"])
+        return cls(
+            **paths,
+            folder=message["folder"],
+            network=message["network"],
+            ports=tuple(message["ports"]),
+        )
 
 
-def view_of(code: str, folder: Path, reads: Iterable[Path] = (), *, network: bool = False) -> View:
+def view_of(
+    code: str,
+    folder: Path,
+    reads: Iterable[Path] = (),
+    *,
+    network: bool = False,
+    ports: Sequence[int] = (),
+) -> View:
     """The view of a worker that runs a user's code.
 
     Beside Python, its packages and the system's programs it holds what the code can import: of a
@@ -81,6 +95,7 @@ def view_of(code: str, folder: Path, reads: Iterable[Path] = (), *, network: boo
         folder: The worker's own, which exists.
         reads: Further files and folders, which its owner granted.
         network: Whether it may open connections.
+        ports: To which it may open them, where it may not otherwise.
     """
     listed, imported = _importable(code)
     variables = (os.environ.get(name, "").split(os.pathsep) for name in _PATH_VARIABLES)
@@ -102,6 +117,7 @@ def view_of(code: str, folder: Path, reads: Iterable[Path] = (), *, network: boo
         devices=devices,
         folder=str(folder),
         network=network,
+        ports=tuple(ports),
     )
 
 

@@ -5,6 +5,10 @@ section it receives with the same class. Unknown keys are refused. Numbers state
 """
 
 from rolemesh.engine.specs.adapters import AdapterSpec as AdapterSpec
+from rolemesh.engine.specs.agents import AgentSpec as AgentSpec
+from rolemesh.engine.specs.agents import HttpAgentSpec as HttpAgentSpec
+from rolemesh.engine.specs.agents import ProgramAgentSpec as ProgramAgentSpec
+from rolemesh.engine.specs.agents import PythonAgentSpec as PythonAgentSpec
 from rolemesh.engine.specs.base import EstimatorPartSpec as EstimatorPartSpec
 from rolemesh.engine.specs.base import PartSpec as PartSpec
 from rolemesh.engine.specs.base import Spec as Spec
@@ -30,6 +34,7 @@ from rolemesh.engine.specs.environments import PythonEnvironmentSpec as PythonEn
 from rolemesh.engine.specs.environments import (
     ReasoningGymEnvironmentSpec as ReasoningGymEnvironmentSpec,
 )
+from rolemesh.engine.specs.environments import TurnEnvironmentSpec as TurnEnvironmentSpec
 from rolemesh.engine.specs.estimators import AdaptiveKlSpec as AdaptiveKlSpec
 from rolemesh.engine.specs.estimators import CriticEstimatorSpec as CriticEstimatorSpec
 from rolemesh.engine.specs.estimators import DrGrpoSpec as DrGrpoSpec

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rolemesh.engine.specs.agents import AgentSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.named import Names
 from rolemesh.engine.specs.variables import VariableName
@@ -79,7 +80,9 @@ class PythonEnvironmentSpec(TurnLimits):
     """Whether the class may open connections, where the service's owner grants that."""
 
 
-EnvironmentSpec = Annotated[
-    ReasoningGymEnvironmentSpec | CalculatorEnvironmentSpec | PythonEnvironmentSpec,
-    Field(discriminator="type"),
-]
+TurnEnvironmentSpec = (
+    ReasoningGymEnvironmentSpec | CalculatorEnvironmentSpec | PythonEnvironmentSpec
+)
+"""Environments that answer the policy's turns, which the sampler asks for."""
+
+EnvironmentSpec = Annotated[TurnEnvironmentSpec | AgentSpec, Field(discriminator="type")]

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-NamedKind = Literal["code", "path", "url", "variable", "network"]
-"""Python code, a file or folder, an address that is connected to, an environment variable, and
-connections that a user's code opens by itself."""
+NamedKind = Literal["code", "command", "path", "url", "variable", "network"]
+"""Python code, a word of a command that is run, a file or folder, an address that is connected to,
+an environment variable, and connections that a user's code opens by itself."""
 
 CODE_PATTERN = r"^(.+:)?[A-Za-z_]\w*$"
 """Of a name of code: "path/to/file.py:name", "module:name", or that of an entry point."""

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.specs.adapters import AdapterSpec
+from rolemesh.engine.specs.agents import AgentSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
 from rolemesh.engine.specs.endpoint import EndpointSpec
@@ -44,12 +45,17 @@ class RoleSpec(Spec):
 
 
 def check_endpoint(
-    endpoint: EndpointSpec | None, rollout: RolloutSpec | None, layout: HybridLayout, name: str
+    endpoint: EndpointSpec | None,
+    environment: EnvironmentSpec | None,
+    rollout: RolloutSpec | None,
+    layout: HybridLayout,
+    name: str,
 ) -> None:
     """Refuses an endpoint where no sampler of this kind serves one.
 
     Args:
         endpoint: Of a role.
+        environment: Of its rows; agents need an endpoint.
         rollout: Its sampler.
         layout: Of its ranks.
         name: Of the field that says the layout.
@@ -58,6 +64,11 @@ def check_endpoint(
         ValueError: Names the fields.
     """
     if endpoint is None:
+        if rollout is not None and isinstance(environment, AgentSpec):
+            raise ValueError(
+                f"environment.type is {environment.type!r}, which asks the policy at an endpoint, "
+                "and there is none: give endpoint, e.g. `endpoint: {}`"
+            )
         return
     if rollout is None or rollout.type != "vllm":
         given = "left out" if rollout is None else repr(rollout.type)
@@ -113,7 +124,7 @@ class ActorSpec(RoleSpec):
 
     @model_validator(mode="after")
     def _check_endpoint(self) -> Self:
-        check_endpoint(self.endpoint, self.rollout, self.rank_layout(), "train")
+        check_endpoint(self.endpoint, self.environment, self.rollout, self.rank_layout(), "train")
         return self
 
     def rank_layout(self) -> HybridLayout:
@@ -159,7 +170,7 @@ class RolloutRoleSpec(RoleSpec):
 
     @model_validator(mode="after")
     def _check_endpoint(self) -> Self:
-        check_endpoint(self.endpoint, self.rollout, self.rank_layout(), "layout")
+        check_endpoint(self.endpoint, self.environment, self.rollout, self.rank_layout(), "layout")
         return self
 
     def rank_layout(self) -> HybridLayout:

@@ -27,6 +27,7 @@ from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights, before_each_pass
 from rolemesh.rpc.errors import PreconditionError
+from rolemesh.services.endpoint.role import EndpointRole
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
@@ -40,13 +41,12 @@ from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
     RolloutServicer,
-    SamplingRole,
 )
 from rolemesh.services.runtime.servicers.weights import WeightsServicer, checksums_of_sampler
 from rolemesh.v1 import weights_pb2
 
 
-class ActorRole(ModelRole, SamplingRole):
+class ActorRole(ModelRole, EndpointRole):
     """Holds the policy's trainer, its sampler and the prompts.
 
     Invariant: before a completion is sampled, the sampler holds the trainer's policy_version. A
@@ -94,7 +94,7 @@ class ActorRole(ModelRole, SamplingRole):
             progress(f"load {spec.rollout.type}", 2, 3)
             has_endpoint = spec.endpoint is not None
             self._load_sampler(spec.rollout, model, mesh, numerics, has_endpoint=has_endpoint)
-        door = self.open_endpoint(spec.endpoint)
+        door = self.open_endpoint(spec.endpoint, spec.environment, self.sandbox)
         progress("ready", 3, 3)
         sampler = "none" if spec.rollout is None else spec.rollout.type
         return replace(result, facts={**self._source.facts, **door, "rollout": sampler})

@@ -30,7 +30,7 @@ from rolemesh.engine.specs.endpoint import EndpointSpec
 from rolemesh.services.endpoint import session_routes
 from rolemesh.services.endpoint.chat import SessionChat
 from rolemesh.services.endpoint.client import SamplerClient
-from rolemesh.services.endpoint.guard import Guard
+from rolemesh.services.endpoint.guard import UNTRAINED, Guard
 from rolemesh.services.endpoint.parsers import tool_parser_of
 
 
@@ -67,7 +67,8 @@ def make_app(
     models = OpenAIServingModels(
         engine_client=client,
         base_model_paths=[
-            BaseModelPath(name=spec.model_name, model_path=str(engine.model_config.model))
+            BaseModelPath(name=name, model_path=str(engine.model_config.model))
+            for name in (spec.model_name, f"{spec.model_name}{UNTRAINED}")
         ],
     )
     renderer = OnlineRenderer(

@@ -79,6 +79,8 @@ class Endpoint:
         )
         self.url = ""
         """Where it answers, e.g. "http://127.0.0.1:8000"."""
+        self.model_name = spec.model_name
+        """What it calls the policy."""
         self._backend = backend
         self._calls = calls
         self._turns = turns

@@ -29,6 +29,10 @@ SESSIONS = "/sessions"
 """Where sessions are opened, read and ended. What stands below /sessions/ID/v1 is of that session.
 """
 
+UNTRAINED = ":untrained"
+"""Behind the model's name it says the same as metadata train "false", for clients that can set no
+metadata, e.g. the judge or the summariser of an agent."""
+
 _TRAIN = "train"
 """Key of a request's `metadata` by which a caller says "false": its tokens are not trained on."""
 
@@ -107,7 +111,8 @@ class Guard:
             raise Refusal(
                 400, f'metadata.train is {trains!r}: give "true" or "false"', "metadata.train"
             )
-        asked = Asked(opened=opened, body=given, is_trained=trains == "true")
+        is_trained = trains == "true" and not str(given.get("model") or "").endswith(UNTRAINED)
+        asked = Asked(opened=opened, body=given, is_trained=is_trained)
         return asked, _again(body, receive)
 
     def _named(self, path: str) -> tuple[str, str] | None:

@@ -20,11 +20,14 @@ from rolemesh.engine.environments.base import opening_of, raised
 from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.pretrained import load_config, load_tokenizer
 from rolemesh.engine.sandbox.host import find_sandbox
+from rolemesh.engine.sessions.python_agent import RunEnvironment
 from rolemesh.engine.specs import (
+    AgentSpec,
     DataSpec,
     EnvironmentSpec,
     OutsideRewardSpec,
     OwnFunctionSpec,
+    PythonAgentSpec,
     PythonEnvironmentSpec,
     PythonRewardSpec,
     Spec,
@@ -218,6 +221,11 @@ class Preview:
         spec = self._spec.environment
         if spec is None:
             return ""
+        if isinstance(spec, AgentSpec):
+            # It asks the policy, which nothing serves here; its code is loaded all the same.
+            if isinstance(spec, PythonAgentSpec):
+                RunEnvironment(spec.run)
+            return spec.type
         environment = environment_maker(spec, find_sandbox(sandbox_mode(os.environ)))()
         prompt, _ = self.first()
         if prompt is not None:

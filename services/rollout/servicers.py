@@ -31,6 +31,7 @@ from rolemesh.engine.weights.published import (
     target_layout,
 )
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, UnsupportedError
+from rolemesh.services.endpoint.role import EndpointRole
 from rolemesh.services.rollout.deliveries import Deliveries
 from rolemesh.services.rollout.updates import WeightUpdates
 from rolemesh.services.runtime.calls.role import (
@@ -47,7 +48,6 @@ from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
     RolloutServicer,
-    SamplingRole,
 )
 from rolemesh.services.runtime.servicers.weights import checksums_of_sampler
 from rolemesh.v1 import rollout_pb2, weights_pb2, weights_pb2_grpc
@@ -55,7 +55,7 @@ from rolemesh.v1 import rollout_pb2, weights_pb2, weights_pb2_grpc
 T = TypeVar("T")
 
 
-class RolloutRole(Role, SamplingRole):
+class RolloutRole(Role, EndpointRole):
     """Holds a sampler and the prompts.
 
     Invariant: no generation begins before weights came, nor after an update that failed.
@@ -116,7 +116,7 @@ class RolloutRole(Role, SamplingRole):
             has_endpoint=spec.endpoint is not None,
         )
         self._deliveries = Deliveries(self._backend, mesh, are_shards=self._takes_shards)
-        door = self.open_endpoint(spec.endpoint)
+        door = self.open_endpoint(spec.endpoint, spec.environment, self.sandbox)
         progress("ready", 2, 2)
         return InitializeResult(
             policy_version=self._backend.policy_version,

@@ -25,9 +25,10 @@ from rolemesh.engine.rollout.sampling import (
     sampling_metrics,
 )
 from rolemesh.engine.sandbox.host import Sandbox
+from rolemesh.engine.sessions.runner import SessionRunner
 from rolemesh.engine.specs import (
+    AgentSpec,
     DataSpec,
-    EndpointSpec,
     EnvironmentSpec,
     ModelSpec,
     PythonEnvironmentSpec,
@@ -36,7 +37,6 @@ from rolemesh.engine.specs import (
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError, UnsupportedError
 from rolemesh.rpc.references import merge_parts, shards_of
-from rolemesh.services.endpoint.endpoint import Endpoint
 from rolemesh.services.runtime.calls.role import ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime, Share
 from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
@@ -90,6 +90,8 @@ class PromptSource:
         """Facts of Initialize."""
         self.episodes: EpisodeRunner | None = None
         """Plays a row with the environment; None: a completion is one turn."""
+        self.agents: SessionRunner | None = None
+        """Plays rows by programs that own their loop; None: none does."""
 
     def probe_tokens(self) -> list[int]:
         """Beginning of the first prompt, by which samplers are checked: two tokens or more."""
@@ -114,7 +116,7 @@ class PromptSource:
         Raises:
             UserCodeError: The class of the environment cannot be loaded.
         """
-        if environment is not None:
+        if environment is not None and not isinstance(environment, AgentSpec):
             self.episodes = EpisodeRunner(
                 environment,
                 self.tokenizer,
@@ -134,40 +136,6 @@ class SamplingRole(ABC):
 
     Invariant: before a completion is sampled, `bring_weights` has seen to its weights.
     """
-
-    endpoint: Endpoint | None = None
-    """Where programs ask the policy; None: nowhere."""
-    runtime: Runtime | None = None
-    """Of the run that the role serves; set when it registers."""
-
-    def open_endpoint(self, spec: EndpointSpec | None) -> dict[str, str]:
-        """Serves the sampler at an endpoint from now on, where there is to be one.
-
-        Returns:
-            Where it answers, as a fact of Initialize.
-
-        Raises:
-            ValueError: The port cannot be bound, or a field cannot be served.
-        """
-        if spec is None:
-            return {}
-        if self.runtime is None:
-            raise RuntimeError("an endpoint is opened before the role was registered")
-        hold = self.runtime.hold
-        self.endpoint = Endpoint(
-            spec,
-            self.backend,
-            self.runtime.process.compute,
-            bring_weights=self.bring_weights,
-            may_sample=lambda: hold.part is not None and not hold.is_asleep,
-        )
-        return {"endpoint": self.endpoint.url}
-
-    def close_endpoint(self) -> None:
-        """Ends the endpoint with all its calls; nothing where there is none."""
-        if self.endpoint is not None:
-            self.endpoint.close()
-            self.endpoint = None
 
     @property
     @abstractmethod
@@ -226,6 +194,7 @@ class SamplingRole(ABC):
             block_rows=block_rows,
             on_block=on_block,
             episodes=source.episodes,
+            agents=source.agents,
         )
 
 
@@ -243,8 +212,16 @@ class RolloutServicer(RoleServicer[SamplingRole], rollout_pb2_grpc.RolloutServic
             with call.phase("weight_sync"):
                 received = await call.compute(self._role.bring_weights)
             prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * asked.count)
+            agents = self._role.source.agents
+            if agents is not None and request.block_rows:
+                raise InvalidRequestError(
+                    f"block_rows is {request.block_rows}, but rows are played by agents, which "
+                    "make any number of them: leave schedule.sampler.block_rows out",
+                    reason="SAMPLING_INVALID",
+                )
+            share = prompts.times(sampling.samples_per_prompt)
             published = _PublishedBlocks(
-                self._runtime, request, prompts.times(sampling.samples_per_prompt), call
+                self._runtime, request, share, call, is_whole=agents is not None
             )
             try:
                 batch = await call.compute(
@@ -299,10 +276,25 @@ class _PublishedBlocks:
     """
 
     def __init__(
-        self, runtime: Runtime, request: rollout_pb2.GenerateRequest, share: Share, call: Call
+        self,
+        runtime: Runtime,
+        request: rollout_pb2.GenerateRequest,
+        share: Share,
+        call: Call,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        """Begins; `share` says which rows of the batch are this rank's."""
+        """Begins.
+
+        Args:
+            runtime: Of the service.
+            request: Of the generation.
+            share: Which rows of the batch are this rank's.
+            call: Of the request.
+            is_whole: Whether all rows are this rank's, however many there come to be.
+        """
         self.share = share
+        self._is_whole = is_whole
         self._runtime = runtime
         self._request = request
         self._call = call
@@ -321,7 +313,8 @@ class _PublishedBlocks:
         """This rank's rows, all of them; published here unless blocks have brought them."""
         if self._parts:
             return merge_parts(self._parts)
-        return self._runtime.publish(self._request.key, batch, share=self.share)
+        share = None if self._is_whole else self.share
+        return self._runtime.publish(self._request.key, batch, share=share)
 
     def drop(self) -> None:
         """Forgets what was published."""

@@ -1,0 +1,103 @@
+"""What an agent says when its trajectory is over."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rolemesh.engine.data.prompts import Prompt
+
+
+class AgentFailedError(RuntimeError):
+    """A trajectory came to nothing; the text says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentWork:
+    """One trajectory, as its agent is told of it."""
+
+    prompt: Prompt
+    """The row of the data."""
+    base_url: str
+    """Of the session, for clients of OpenAI's protocol."""
+    session_url: str
+    """Of the session itself: /end takes its reward."""
+    api_key: str
+    """Opens this session alone."""
+    model: str
+    """What the policy is called."""
+
+    def task(self) -> dict[str, Any]:
+        """The row as JSON: prompt_id, text, messages, answer, and the columns in metadata."""
+        row = asdict(self.prompt)
+        del row["tokens"]
+        return {**row, "metadata": json.loads(self.prompt.metadata or "{}")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentResult:
+    """What an agent gave."""
+
+    reward: float | None = None
+    """Of the trajectory; None: it gave none."""
+    call_rewards: Mapping[int, float] = field(default_factory=dict)
+    """Of single calls, by number, in the order in which they ended."""
+
+
+def result_of(said: Any, who: str) -> AgentResult:
+    """Reads what an agent said: a number, an object with `reward` and `call_rewards`, or nothing.
+
+    Args:
+        said: JSON value.
+        who: Said it, for errors.
+
+    Raises:
+        AgentFailedError: It is something else.
+    """
+    if said is None:
+        return AgentResult()
+    if isinstance(said, int | float) and not isinstance(said, bool):
+        return AgentResult(reward=_finite(said, "reward", who))
+    if not isinstance(said, Mapping):
+        raise AgentFailedError(
+            f'{who} answered {said!r:.200}: give a number, or {{"reward": x, "call_rewards": '
+            "{number: x}}"
+        )
+    if unknown := [name for name in said if name not in ("reward", "call_rewards")]:
+        raise AgentFailedError(
+            f"{who} answered with {unknown[0]!r}, which nothing reads: give reward and "
+            "call_rewards alone"
+        )
+    rewards = said.get("call_rewards") or {}
+    if not isinstance(rewards, Mapping):
+        raise AgentFailedError(
+            f"{who} answered call_rewards {rewards!r:.200}: give {{number: reward}}"
+        )
+    reward = said.get("reward")
+    return AgentResult(
+        reward=None if reward is None else _finite(reward, "reward", who),
+        call_rewards={
+            _number(number, who): _finite(value, f"call_rewards of call {number}", who)
+            for number, value in rewards.items()
+        },
+    )
+
+
+def _number(given: Any, who: str) -> int:
+    try:
+        return int(given)
+    except (TypeError, ValueError) as error:
+        raise AgentFailedError(
+            f"{who} answered a reward for call {given!r}: number calls from 0, in the order in "
+            "which they ended"
+        ) from error
+
+
+def _finite(given: Any, what: str, who: str) -> float:
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not math.isfinite(given):
+        raise AgentFailedError(f"{who} answered {what} {given!r:.200}: give a finite number")
+    return float(given)

@@ -1,0 +1,330 @@
+"""Trajectories of agents: each has a session of the endpoint, and its branches become rows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.environments.base import EnvironmentFailedError
+from rolemesh.engine.rollout.base import RolloutBackend, generated
+from rolemesh.engine.rollout.episodes import Episode
+from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.sandbox.host import Sandbox
+from rolemesh.engine.sessions.agents import Agent, make_agent
+from rolemesh.engine.sessions.results import AgentFailedError, AgentResult, AgentWork
+from rolemesh.engine.sessions.session import Branch, SessionError
+from rolemesh.engine.sessions.store import OpenSession, SessionRules, Sessions
+from rolemesh.engine.specs import AgentSpec, SamplingSpec
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.05
+"""How long the sampler waits for a call or an end where it has nothing to do."""
+
+
+class SessionDoor(Protocol):
+    """Where sessions are opened: an endpoint."""
+
+    @property
+    def sessions(self) -> Sessions:
+        """The store of them."""
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+
+    @property
+    def model_name(self) -> str:
+        """What it calls the policy."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trajectory:
+    """One trajectory that an agent plays."""
+
+    request: RolloutRequest
+    prompt: Prompt
+    attempt: int = 0
+    opened: OpenSession | None = None
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What became of a trajectory's attempt."""
+
+    trajectory: _Trajectory
+    result: AgentResult | BaseException
+
+
+class SessionRunner:
+    """Plays trajectories with an agent, which asks the policy through an endpoint.
+
+    Each trajectory has a session: its calls are drawn as the run's sampling says, with seeds that
+    derive from the row's, so that an agent that depends on nothing else gets the same tokens again.
+    Agents run on threads beside the sampler, `spec.at_once` of them. A session's branches become
+    rows of the batch: so many that a trajectory may have several, or, where it is dropped, none.
+
+    A trajectory that fails begins again in a new session where the spec says so; nothing of the
+    failed one is trained on.
+    """
+
+    def __init__(self, spec: AgentSpec, sandbox: Sandbox | None, door: SessionDoor) -> None:
+        """Loads the agent.
+
+        Args:
+            spec: Which agent, and its bounds.
+            sandbox: Where a user's code runs.
+            door: Of the sampler that will be given to `run`.
+
+        Raises:
+            UserCodeError: The agent's code cannot be loaded.
+        """
+        self.gives_reward = spec.gives_reward
+        """Whether trajectories come with rewards."""
+        self._spec = spec
+        self._door = door
+        self._agent: Agent = make_agent(spec, sandbox, door.url)
+
+    def run(
+        self,
+        backend: RolloutBackend,
+        prompts: Sequence[Prompt],
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+        alive: Callable[[int], None],
+    ) -> Generator[Sequence[Episode], None, None]:
+        """Plays one trajectory a request, and yields the rows of each, by request.
+
+        Args:
+            backend: Draws the tokens; its endpoint is the door.
+            prompts: Of the requests, in their order.
+            requests: Row and seed of each trajectory.
+            sampling: How to draw; max_new_tokens bounds one call.
+            alive: Called again and again with the number of trajectories that have ended; what it
+                raises ends the generation.
+
+        Raises:
+            EnvironmentFailedError: A trajectory failed, and may not; names prompt and row. Or all
+                were dropped.
+        """
+        playing = _Playing(self, backend, sampling, alive)
+        for request, prompt in zip(requests, prompts, strict=True):
+            playing.add(_Trajectory(request=request, prompt=prompt))
+        try:
+            with generated(backend, (), sampling, playing) as trajectories:
+                for _ in trajectories:
+                    raise RuntimeError("the sampler gave a trajectory that nobody asked for")
+        finally:
+            playing.close()
+        yield from playing.rows(self._spec.on_failure == "drop_group")
+
+    def close(self) -> None:
+        """Ends what the agent keeps."""
+        self._agent.close()
+
+    # --- of one trajectory, on a thread of its own ------------------------------------------
+
+    def play(self, one: _Trajectory, sampling: SamplingSpec) -> AgentResult:
+        """Plays one attempt of a trajectory; its session stays as it ended."""
+        spec, sessions = self._spec, self._door.sessions
+        rules = SessionRules(
+            sampling=sampling,
+            seed=one.request.seed,
+            max_calls=spec.max_turns,
+            max_sampled_tokens=spec.max_tokens,
+        )
+        opened = one.opened = sessions.open(rules)
+        session_url = f"{self._door.url}/sessions/{opened.session_id}"
+        result = self._agent.run(
+            AgentWork(
+                prompt=one.prompt,
+                base_url=f"{session_url}/v1",
+                session_url=session_url,
+                api_key=opened.key,
+                model=self._door.model_name,
+            ),
+            one.stopped,
+        )
+        if opened.state == "open":
+            sessions.end(opened, reward=result.reward, call_rewards=dict(result.call_rewards))
+        elif result.reward is not None or result.call_rewards:
+            raise AgentFailedError(
+                "the agent gave its reward twice, to the session and at its end: give it once"
+            )
+        if opened.session.calls == []:
+            raise AgentFailedError(
+                "the agent has made no call: let it ask the policy at its base URL (as "
+                "OPENAI_BASE_URL, base_url or its client say)"
+            )
+        if spec.gives_reward and opened.reward is None and not opened.session.rewards:
+            raise AgentFailedError(
+                "the agent has given no reward: let it give one, or set environment.gives_reward "
+                "to false and let the reward role judge"
+            )
+        return result
+
+    def episodes(self, one: _Trajectory) -> list[Episode]:
+        """The rows of a trajectory that has ended well."""
+        assert one.opened is not None
+        session = one.opened.session
+        branches = session.branches()
+        if not branches:
+            raise AgentFailedError(
+                "no call of the agent is to be trained on: one at least must ask the policy by its "
+                "own model name, without metadata train"
+            )
+        return [
+            _episode(one.request.row, branch, one.opened.reward, session.reward_of(branch))
+            for branch in branches
+        ]
+
+
+class _Playing:
+    """The trajectories of one generation: the back end's later requests, of which there are none.
+
+    Their calls come through the endpoint. Owned by the compute thread, but for the agents' threads,
+    which put what became of a trajectory into a queue.
+    """
+
+    def __init__(
+        self,
+        runner: SessionRunner,
+        backend: RolloutBackend,
+        sampling: SamplingSpec,
+        alive: Callable[[int], None],
+    ) -> None:
+        self._runner = runner
+        self._spec = runner._spec
+        self._sampling = sampling
+        self._alive = alive
+        calls = backend.endpoint_calls
+        if calls is None:
+            raise RuntimeError(f"{type(backend).__name__} has no endpoint for agents")
+        self._has_come = calls.has_come
+        self._waiting: deque[_Trajectory] = deque()
+        self._running: dict[int, _Trajectory] = {}
+        self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
+        self._rows: dict[int, list[Episode]] = {}
+        self._prompts: dict[int, int] = {}
+        """Prompt of each row."""
+        self._dropped: dict[int, str] = {}
+        """Why, by row."""
+
+    def add(self, one: _Trajectory) -> None:
+        """Has a trajectory played when its turn has come."""
+        self._waiting.append(one)
+        self._prompts[one.request.row] = one.prompt.prompt_id
+
+    def take(self, *, is_idle: bool) -> Sequence[RolloutRequest] | None:
+        """See `LaterRequests`: it never gives any, and None when all trajectories have ended."""
+        self._start()
+        if is_idle and self._ends.empty():
+            self._has_come.wait(IDLE_S)
+        self._has_come.clear()
+        while True:
+            try:
+                end = self._ends.get_nowait()
+            except queue.Empty:
+                break
+            self._hear(end)
+        self._start()
+        self._alive(len(self._rows) + len(self._dropped))
+        return () if self._running or self._waiting else None
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self._spec.at_once:
+            one = self._waiting.popleft()
+            self._running[one.request.row] = one
+            threading.Thread(
+                target=self._play, args=(one,), name=f"agent-{one.request.row}", daemon=True
+            ).start()
+
+    def _play(self, one: _Trajectory) -> None:
+        try:
+            self._ends.put(_End(one, self._runner.play(one, self._sampling)))
+        except BaseException as error:  # a user's code raises what it likes
+            self._ends.put(_End(one, error))
+        self._has_come.set()
+
+    def _hear(self, end: _End) -> None:
+        one, row = end.trajectory, end.trajectory.request.row
+        # One of a generation that was given up is none of these.
+        if self._running.pop(row, None) is None:
+            return
+        failure: BaseException | None = None
+        if isinstance(end.result, BaseException):
+            failure = end.result
+        else:
+            try:
+                self._rows[row] = self._runner.episodes(one)
+            except AgentFailedError as error:
+                failure = error
+        self._forget(one)
+        if failure is not None:
+            self._failed(one, failure)
+
+    def _failed(self, one: _Trajectory, failure: BaseException) -> None:
+        spec, row = self._spec, one.request.row
+        what = (
+            str(failure) if isinstance(failure, AgentFailedError | SessionError) else repr(failure)
+        )
+        where = f"the {spec.type} agent failed for prompt {one.prompt.prompt_id}, row {row}"
+        if spec.on_failure == "retry" and one.attempt < spec.retries:
+            logger.warning("%s, and begins again: %s", where, what)
+            self._waiting.append(
+                _Trajectory(request=one.request, prompt=one.prompt, attempt=one.attempt + 1)
+            )
+            return
+        if spec.on_failure in ("fail", "retry"):
+            times = f" {one.attempt + 1} times" if one.attempt else ""
+            raise EnvironmentFailedError(f"{where}{times}: {what}") from failure
+        logger.warning("%s, and is left out: %s", where, what)
+        self._dropped[row] = what
+
+    def rows(self, drops_groups: bool) -> Generator[Sequence[Episode], None, None]:
+        """The rows of all trajectories, by request."""
+        gone = {self._prompts[row] for row in self._dropped} if drops_groups else set()
+        kept = [row for row in sorted(self._rows) if self._prompts[row] not in gone]
+        if self._prompts and not kept:
+            reasons = Counter(self._dropped.values()).most_common(1)
+            raise EnvironmentFailedError(
+                f"all {len(self._prompts)} trajectories are left out (environment.on_failure is "
+                f"{self._spec.on_failure!r}), most often since: {reasons[0][0]}"
+            )
+        for row in kept:
+            yield self._rows[row]
+
+    def close(self) -> None:
+        """Ends all that still runs, and forgets its sessions."""
+        self._waiting.clear()
+        for one in self._running.values():
+            one.stopped.set()
+            self._forget(one)
+        self._running.clear()
+
+    def _forget(self, one: _Trajectory) -> None:
+        if one.opened is not None:
+            with contextlib.suppress(SessionError):
+                self._runner._door.sessions.forget(one.opened)
+
+
+def _episode(row: int, branch: Branch, reward: float | None, call_rewards: float | None) -> Episode:
+    return Episode(
+        row=row,
+        prompt_tokens=branch.prompt_tokens,
+        completion_tokens=branch.completion_tokens,
+        loss_mask=branch.loss_mask,
+        logprobs=branch.logprobs,
+        policy_versions=branch.policy_versions,
+        finish_reason=branch.finish_reason,
+        reward=(reward or 0.0) + (call_rewards or 0.0),
+        num_turns=branch.num_turns,
+    )
