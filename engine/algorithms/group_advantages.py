@@ -12,7 +12,7 @@ import torch
 
 from rolemesh.engine.algorithms.advantages import whiten
 from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
-from rolemesh.engine.algorithms.groups import Groups
+from rolemesh.engine.algorithms.groups import Groups, trajectories_of
 from rolemesh.engine.algorithms.token_rewards import (
     BatchTokens,
     advantage_metrics,
@@ -46,7 +46,7 @@ def grpo_advantages(given: EstimatorInput, spec: GrpoSpec) -> tuple[Experience, 
     compared = _Compared(given, spec)
     advantages_B = compared.centred_B
     if spec.normalize_std:
-        stds_B = compared.groups.to_rows(compared.groups.stds(compared.scores_B))
+        stds_B = compared.to_rows(compared.groups.stds(compared.trajectory_scores_B))
         advantages_B = advantages_B / (stds_B + STD_EPS)
     return compared.result(advantages_B)
 
@@ -71,7 +71,7 @@ def rloo_advantages(given: EstimatorInput, spec: RlooSpec) -> tuple[Experience, 
     compared = _Compared(given, spec)
     sizes_G = compared.groups.sizes_G
     factors_G = sizes_G / (sizes_G - 1).clamp_min(1).double()
-    return compared.result(compared.centred_B * compared.groups.to_rows(factors_G))
+    return compared.result(compared.centred_B * compared.to_rows(factors_G))
 
 
 @estimator_for(ReinforcePlusPlusBaselineSpec)
@@ -87,16 +87,29 @@ def reinforce_plus_plus_baseline_advantages(
 
 
 class _Compared:
-    """Scores of rows beside those of their groups; float64, on the CPU."""
+    """Scores of rows beside those of their groups; float64, on the CPU.
+
+    The members of a group are trajectories. Where one has several rows, as an agent's session has
+    that went several ways, it counts once, with the mean of its rows' scores; each of its rows is
+    then compared with the group by its own score.
+    """
 
     def __init__(self, given: EstimatorInput, spec: GroupEstimatorSpec) -> None:
         self._given = given
         self._tokens = tokens = BatchTokens.of(given.experience)
         rewards_B, metrics = shaped_rewards(given.experience, spec, tokens)
         self._earned = token_rewards(given, spec, tokens, rewards_B, metrics)
-        self.groups = Groups.of(given.experience, tokens.takes_part_B)
-        self.scores_B = self._earned.scores_B.cpu()
-        self.centred_B = self.scores_B - self.groups.to_rows(self.groups.means(self.scores_B))
+        self._rows = rows = Groups.of(given.experience, tokens.takes_part_B)
+        scores_B = self._earned.scores_B.cpu()
+        leads_B, self.trajectory_scores_B = trajectories_of(given.experience, rows, scores_B)
+        self.groups = rows if leads_B is None else Groups.of(given.experience, leads_B)
+        """Of trajectories; each stands at its first row."""
+        means_G = self.groups.means(self.trajectory_scores_B)
+        self.centred_B = scores_B - self.to_rows(means_G)
+
+    def to_rows(self, numbers_G: torch.Tensor) -> torch.Tensor:
+        """[B], the number of each row's group; 0 for a row that takes no part."""
+        return self._rows.to_rows(numbers_G)
 
     def result(
         self, advantages_B: torch.Tensor, *, whitens: bool = False
@@ -112,8 +125,8 @@ class _Compared:
 
     def _group_metrics(self) -> dict[str, float]:
         is_single_G = self.groups.sizes_G < 2
-        smallest_G, largest_G = self.groups.extremes(self.scores_B)
-        stds_G = self.groups.stds(self.scores_B)[~is_single_G]
+        smallest_G, largest_G = self.groups.extremes(self.trajectory_scores_B)
+        stds_G = self.groups.stds(self.trajectory_scores_B)[~is_single_G]
         return {
             "groups/count": float(len(self.groups)),
             "groups/of_one": float(is_single_G.sum()),

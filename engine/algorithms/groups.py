@@ -12,6 +12,9 @@ import torch
 
 from rolemesh.engine.experience import ColumnKind, Experience
 
+SAMPLE_INDEXES = "sample_indexes"
+"""Column that tells the completions of a prompt apart."""
+
 
 def prompt_ids_of(experience: Experience) -> torch.Tensor:
     """int64 [B] on the CPU, the column prompt_ids; raises ValueError if it is anything else."""
@@ -100,3 +103,39 @@ class Groups:
     def _sums(self, numbers_B: torch.Tensor) -> torch.Tensor:
         zeros_G = torch.zeros(len(self), dtype=numbers_B.dtype)
         return zeros_G.index_add(0, self.index_B[self.is_member_B], numbers_B[self.is_member_B])
+
+
+def trajectories_of(
+    experience: Experience, rows: Groups, scores_B: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Which rows are the first of a trajectory, and what each trajectory scores.
+
+    Rows of one prompt with equal sample_indexes are one trajectory: its branches.
+
+    Args:
+        experience: The batch; without the column sample_indexes each row is a trajectory.
+        rows: Those that take part.
+        scores_B: [B], of each row.
+
+    Returns:
+        bool [B], the first row that takes part of each trajectory, or None where each has one row;
+        and [B], the mean score of the trajectory that the row belongs to.
+    """
+    if SAMPLE_INDEXES not in experience:
+        return None, scores_B
+    indexes_B = experience[SAMPLE_INDEXES].values.cpu()
+    members = rows.is_member_B.nonzero().squeeze(1)
+    keys = torch.stack((prompt_ids_of(experience)[members], indexes_B[members]))
+    _, trajectory, sizes_T = torch.unique(keys, dim=1, return_inverse=True, return_counts=True)
+    if bool((sizes_T == 1).all()):
+        return None, scores_B
+    sums_T = torch.zeros(len(sizes_T), dtype=scores_B.dtype)
+    sums_T = sums_T.index_add(0, trajectory, scores_B[members])
+    means_B = scores_B.clone()
+    means_B[members] = (sums_T / sizes_T)[trajectory]
+    first_T = torch.full((len(sizes_T),), len(indexes_B)).scatter_reduce(
+        0, trajectory, members, "amin"
+    )
+    leads_B = torch.zeros(len(indexes_B), dtype=torch.bool)
+    leads_B[first_T] = True
+    return leads_B, means_B

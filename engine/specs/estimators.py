@@ -174,6 +174,10 @@ class GroupEstimatorSpec(ShapedRewardSpec):
         """Those of rewards, and which rows form a group."""
         return (*super().columns(), "prompt_ids")
 
+    def optional_columns(self) -> tuple[str, ...]:
+        """Which rows of a prompt are of one trajectory."""
+        return (*super().optional_columns(), "sample_indexes")
+
 
 class GrpoSpec(GroupEstimatorSpec):
     """Group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2).

@@ -53,12 +53,11 @@ async def run(task: dict[str, Any], client: AsyncOpenAI) -> float:
     return float(bool(numbers) and numbers[-1] == task["answer"])
 
 
-async def main() -> None:
-    """The same as a program: the task is a file, and the reward the last line that it prints."""
-    task = json.loads(Path(os.environ["ROLEMESH_TASK"]).read_text())
+async def main(task: dict[str, Any]) -> None:
+    """The same as a program, whose last line is the reward."""
     async with AsyncOpenAI() as client:  # OPENAI_BASE_URL and OPENAI_API_KEY are this session's
         print(json.dumps({"reward": await run(task, client)}))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(json.loads(Path(os.environ["ROLEMESH_TASK"]).read_text())))

@@ -287,3 +287,30 @@ def test_a_fixed_penalty_of_a_long_row_counts_all_its_tokens() -> None:
     )
     assert result["advantages"].values.tolist() == [-0.5, 0.0, -0.5, 0.5]
     assert result["token_rewards"].values.tolist() == [-0.5, 0.0, 0.5, 1.0]
+
+
+def test_a_trajectory_of_several_rows_counts_once_in_its_group() -> None:
+    """An agent's session that went two ways: its mean stands for it, its rows for themselves."""
+    columns = {
+        "rewards": Column(ColumnKind.ROW, torch.tensor([1.0, 0.5, 0.0, 0.0])),
+        "loss_mask": Column.ragged(ColumnKind.COMPLETION, [[True]] * 4, torch.bool),
+        "prompt_ids": Column(ColumnKind.ROW, torch.tensor([5, 5, 5, 5])),
+        "sample_indexes": Column(ColumnKind.ROW, torch.tensor([0, 0, 1, 2])),
+    }
+    # Trajectories score 0.75, 0 and 0: mean 0.25, deviation sqrt(0.375 / 2).
+    centred = [0.75, 0.25, -0.25, -0.25]
+    deviation = math.sqrt(0.375 / 2)
+    expected = {
+        "grpo": [one / deviation for one in centred],
+        "dr_grpo": centred,
+        "rloo": [1.5 * one for one in centred],
+    }
+    for name, wanted in expected.items():
+        spec = ORACLES[name][0]
+        found, metrics = estimate_advantages(
+            Experience(columns), spec, Controllers.from_spec(spec), None, None
+        )
+        torch.testing.assert_close(
+            found["advantages"].values, torch.tensor(wanted), atol=1e-5, rtol=0
+        )
+        assert metrics["groups/count"] == 1.0

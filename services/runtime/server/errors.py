@@ -78,6 +78,9 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.transport.slot_files.SlotHeldError": "CUT_HELD",
         "rolemesh.engine.transport.slots.LogHeldError": "CUT_HELD",
         "rolemesh.engine.environments.base.EnvironmentFailedError": "ENVIRONMENT_FAILED",
+        "rolemesh.engine.sessions.results.AgentFailedError": "ENVIRONMENT_FAILED",
+        "rolemesh.engine.sessions.session.SessionError": "ENVIRONMENT_FAILED",
+        "rolemesh.engine.sessions.store.SessionLimitError": "ENVIRONMENT_FAILED",
         "rolemesh.engine.rewards.sources.RewardInvalidError": "REWARD_INVALID",
         "rolemesh.engine.transport.rendezvous.OfferInvalidError": "TRANSPORT_MISMATCH",
         "rolemesh.engine.transport.selection.TransportUnavailableError": "TRANSPORT_UNAVAILABLE",
@@ -111,6 +114,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
     },
     grpc.StatusCode.UNAVAILABLE: {
         "rolemesh.engine.transport.slot_readers.SlotGivenUpError": "SERVICE_DRAINING",
+        "rolemesh.services.endpoint.endpoint.EndpointClosedError": "SERVICE_DRAINING",
     },
     grpc.StatusCode.PERMISSION_DENIED: {
         "rolemesh.engine.grants.NotGrantedError": "NOT_GRANTED",

@@ -75,6 +75,7 @@ def every_column() -> Experience:
     }.items():
         columns[name] = Column(ColumnKind.ROW, torch.tensor(row))
     columns["prompt_ids"] = Column(ColumnKind.ROW, torch.tensor([4, 4, 2, 2]))
+    columns["sample_indexes"] = Column(ColumnKind.ROW, torch.tensor([0, 1, 0, 1]))
     return Experience(columns)
 
 
