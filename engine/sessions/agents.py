@@ -7,7 +7,6 @@ import json
 import os
 import threading
 from abc import ABC, abstractmethod
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -89,7 +88,7 @@ class ProgramAgent(Agent):
     def run(self, work: AgentWork, stopped: threading.Event) -> AgentResult:
         """See `Agent.run`."""
         spec = self._spec
-        who = f"the program {Path(spec.command[-1]).name!r}"
+        who = "the program"
         last_line = run_program(spec, self._sandbox, self._port, work, stopped)
         said = None
         if last_line.startswith("{"):

@@ -49,9 +49,11 @@ def run_program(
         AgentFailedError: It cannot be started, took too long, printed too much, or ended with
             another exit code than 0.
     """
-    name = Path(spec.command[-1]).name
     command = [_resolved(word, number) for number, word in enumerate(spec.command)]
-    shown = next((word for word in command[::-1] if os.path.isfile(word)), command[0])
+    # What it can import lies beside the program, or the script of an interpreter.
+    own = command[command[0] == sys.executable :] or command
+    shown = next((word for word in own if os.path.isfile(word)), command[0])
+    name = Path(shown).name
     try:
         view = sandbox.show(f"{shown}:main", spec.readable, network=spec.network, ports=(port,))
     except ValueError as error:

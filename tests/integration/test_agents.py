@@ -1,0 +1,334 @@
+"""Agents that own their loop, over a real sampler: rows, seeds, bounds, failures, the sandbox.
+
+One engine serves the whole file: loading vLLM takes many seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from support.agents import agent_server, played, write_agents
+from support.mesh_runs import tiny_model
+from transformers import AutoModelForCausalLM
+
+from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.environments.base import EnvironmentFailedError
+from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.episodes import Episode
+from rolemesh.engine.rollout.factory import make_backend
+from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
+from rolemesh.engine.sessions.runner import SessionRunner
+from rolemesh.engine.specs import (
+    AgentSpec,
+    EndpointSpec,
+    HttpAgentSpec,
+    ProgramAgentSpec,
+    PythonAgentSpec,
+    SamplingSpec,
+    VllmSpec,
+)
+from rolemesh.engine.user_code import load_named
+from rolemesh.services.endpoint.endpoint import Endpoint
+from rolemesh.services.runtime.calls.compute import ComputeThread
+
+Result = TypeVar("Result")
+
+SAMPLING = SamplingSpec(samples_per_prompt=2, temperature=0.8, max_new_tokens=6)
+LOGPROB = 5e-4
+"""What is promised of sampler and trainer in float32; seen here: 1e-6."""
+
+slow = pytest.mark.slow
+
+
+class World:
+    """A sampler with an endpoint, on a compute thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.agents = write_agents(folder)
+        self.tokenizer = load_tokenizer(folder / "model")
+        self._compute = ComputeThread()
+        self.backend: RolloutBackend
+        self.endpoint: Endpoint
+        self.on_compute(self._start)
+
+    def _start(self) -> None:
+        spec = VllmSpec(dtype="float32", max_model_len=256, max_num_seqs=16)
+        self.backend = make_backend(
+            spec, self.folder / "model", folder_version=7, has_endpoint=True
+        )
+        self.endpoint = Endpoint(
+            EndpointSpec(),
+            self.backend,
+            self._compute,
+            bring_weights=lambda: None,
+            may_sample=lambda: True,
+        )
+
+    def on_compute(self, fn: Callable[[], Result]) -> Result:
+        async def run() -> Result:
+            return await self._compute.run(fn)
+
+        return asyncio.run(run())
+
+    def close(self) -> None:
+        self.on_compute(lambda: (self.endpoint.close(), self.backend.close()))
+        self._compute.close(10.0)
+
+    def prompts(self) -> list[Prompt]:
+        prompts = []
+        for number in range(2):
+            messages = [{"role": "user", "content": f"count to {number}"}]
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompts.append(
+                Prompt(
+                    prompt_id=number,
+                    text=text,
+                    tokens=tokens,
+                    answer=str(number),
+                    metadata='{"level": 3}',
+                    messages=messages,
+                )
+            )
+        return prompts
+
+    def play(
+        self,
+        spec: AgentSpec,
+        sandbox: Sandbox | None = None,
+        alive: Callable[[int], None] = lambda _: None,
+    ) -> list[Sequence[Episode]]:
+        """The rows of four trajectories, two a prompt."""
+        runner = SessionRunner(spec, sandbox or find_sandbox("auto"), self.endpoint)
+        prompts = [prompt for prompt in self.prompts() for _ in range(2)]
+        requests = [
+            RolloutRequest(row=row, prompt_tokens=prompt.tokens, seed=100 + row)
+            for row, prompt in enumerate(prompts)
+        ]
+        try:
+            return self.on_compute(
+                lambda: list(runner.run(self.backend, prompts, requests, SAMPLING, alive))
+            )
+        finally:
+            runner.close()
+            assert len(self.endpoint.sessions) == 0
+            # Calls of agents that were given up end with their connections.
+            calls = self.backend.endpoint_calls
+            deadline = time.monotonic() + 30.0
+            while calls is not None and not calls.is_empty and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert calls is not None
+            assert calls.is_empty
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("agents")
+    tiny_model(folder / "model")
+    world = World(folder)
+    yield world
+    world.close()
+
+
+def program(world: World, *words: str, **more: Any) -> ProgramAgentSpec:
+    command = ("python", str(world.agents), *(words or ("play",)))
+    return ProgramAgentSpec(command=command, **more)
+
+
+def function(world: World, name: str = "run", **more: Any) -> PythonAgentSpec:
+    return PythonAgentSpec(run=f"{world.agents}:{name}", **more)
+
+
+def as_rows(trajectories: Sequence[Sequence[Episode]]) -> list[tuple[Any, ...]]:
+    """What is the same whenever an agent is played again: all but the last bits of log-probs."""
+    return [
+        (one.row, tuple(one.prompt_tokens or ()), tuple(one.completion_tokens), one.reward)
+        for rows in trajectories
+        for one in rows
+    ]
+
+
+def test_rows_are_what_was_sampled_by_agents_of_each_kind(world: World) -> None:
+    run = load_named(f"{world.agents}:run", "run")
+    with agent_server(lambda told: played(run, told)) as url:
+        by_server = world.play(HttpAgentSpec(url=url))
+    by_function = world.play(function(world))
+    by_program = world.play(program(world))
+    outside = world.play(function(world), Sandbox(kind="none"))
+    assert as_rows(by_server) == as_rows(by_function) == as_rows(by_program) == as_rows(outside)
+
+    model = AutoModelForCausalLM.from_pretrained(world.folder / "model", dtype=torch.float32)
+    prompts = [prompt for prompt in world.prompts() for _ in range(2)]
+    for prompt, (row,) in zip(prompts, by_program, strict=True):
+        assert list(row.prompt_tokens or ()) == list(prompt.tokens)
+        assert row.num_turns == 2
+        assert set(row.policy_versions) == {7}
+        # What the user says between is not trained, and what was sampled is, in two turns.
+        changes = sum(a != b for a, b in zip(row.loss_mask, row.loss_mask[1:], strict=False))
+        assert (row.loss_mask[0], row.loss_mask[-1], changes) == (True, True, 2)
+        tokens = torch.tensor([[*prompt.tokens, *row.completion_tokens]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt.tokens) - 1 : -1] / SAMPLING.temperature
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(row.completion_tokens)[:, None])
+        sampled = torch.tensor(row.loss_mask)
+        torch.testing.assert_close(
+            torch.tensor(row.logprobs)[sampled], wanted[:, 0][sampled], atol=LOGPROB, rtol=0
+        )
+        assert not torch.tensor(row.logprobs)[~sampled].any()
+
+
+def test_a_session_that_went_two_ways_is_two_rows_and_shares_its_first_turn(world: World) -> None:
+    trajectories = world.play(function(world, "forks"))
+    assert [len(rows) for rows in trajectories] == [2, 2, 2, 2]
+    for left, right in trajectories:
+        assert left.prompt_tokens == right.prompt_tokens
+        first = left.loss_mask.index(False)
+        assert left.completion_tokens[:first] == right.completion_tokens[:first]
+        # The first turn is trained once, each second one too, and the judge never.
+        assert left.loss_mask[:first] == [True] * first
+        assert right.loss_mask[:first] == [False] * first
+        assert (left.loss_mask[-1], right.loss_mask[-1]) == (True, True)
+        assert (left.reward, right.reward) == (1.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "what"),
+    [
+        (("exit",), {}, r"ended with exit code 3.*what went wrong"),
+        (("loud",), {"max_output_bytes": 5000}, "printed more than 5000 bytes"),
+        (("hang",), {"timeout_s": 3.0}, "took more than 3 s"),
+        (("word",), {}, "printed '{no json' last, which is no JSON"),
+        (("play",), {"max_turns": 1}, "ended with exit code 1"),
+        (("play",), {"max_tokens": 6}, "ended with exit code 1"),
+        (("play",), {"memory_mib": 64}, "ended with"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+@slow
+def test_a_program_that_fails_says_why(
+    world: World, words: tuple[str, ...], more: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(EnvironmentFailedError, match=rf"(?s)program agent failed.*{what}"):
+        world.play(program(world, *words, **more))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "what"),
+    [
+        ("silent", {}, "has made no call"),
+        ("unrewarded", {}, "has given no reward"),
+        ("wrong", {}, "answered with 'rewards', which nothing reads"),
+        ("falls", {}, "out of order"),
+    ],
+)
+@slow
+def test_a_function_that_fails_says_why(
+    world: World, name: str, more: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(EnvironmentFailedError, match=rf"(?s)python_agent agent failed.*{what}"):
+        world.play(function(world, name, **more))
+
+
+@slow
+def test_an_agent_may_leave_the_reward_to_the_reward_role(world: World) -> None:
+    trajectories = world.play(function(world, "unrewarded", gives_reward=False))
+    assert [len(rows) for rows in trajectories] == [1, 1, 1, 1]
+
+
+@slow
+def test_rows_and_groups_are_left_out_as_declared(world: World) -> None:
+    with pytest.raises(EnvironmentFailedError, match="out of order"):
+        world.play(function(world, "falls"))
+    kept = world.play(function(world, "falls", on_failure="drop_row"))
+    # Prompt 1 fails, both samples of it.
+    assert [rows[0].row for rows in kept] == [0, 1]
+    assert as_rows(kept) == as_rows(world.play(function(world, "run")))[:2]
+    tries: list[int] = []
+    run = load_named(f"{world.agents}:run", "run")
+
+    def once(told: dict[str, Any]) -> Any:
+        tries.append(told["task"]["prompt_id"])
+        if tries.count(1) == 1 and tries[-1] == 1:
+            return 503
+        return played(run, told)
+
+    with agent_server(once) as url:
+        kept = world.play(HttpAgentSpec(url=url, on_failure="drop_group", at_once=1))
+        assert [rows[0].row for rows in kept] == [0, 1]
+    with pytest.raises(EnvironmentFailedError, match=r"all 4 trajectories are left out.*no call"):
+        world.play(function(world, "silent", on_failure="drop_row"))
+
+
+@slow
+def test_a_trajectory_that_begins_again_is_what_it_would_have_been(world: World) -> None:
+    whole = world.play(function(world))
+    failed: set[int] = set()
+    run = load_named(f"{world.agents}:run", "run")
+
+    def falls_once(told: dict[str, Any]) -> Any:
+        said = played(run, told)
+        number = told["task"]["prompt_id"]
+        if number in failed:
+            return said
+        failed.add(number)
+        return 500
+
+    with agent_server(falls_once) as url:
+        again = world.play(HttpAgentSpec(url=url, on_failure="retry"))
+    assert failed == {0, 1}
+    # Nothing of the attempts that failed is among the rows.
+    assert as_rows(again) == as_rows(whole)
+    with (
+        agent_server(lambda told: 500) as url,
+        pytest.raises(
+            EnvironmentFailedError, match=r"failed for prompt 0, row 0 3 times: .*status 500"
+        ),
+    ):
+        world.play(HttpAgentSpec(url=url, on_failure="retry", at_once=1))
+
+
+@slow
+def test_a_program_reaches_the_endpoint_and_nothing_else(world: World) -> None:
+    sandbox = find_sandbox("auto")
+    if not sandbox.is_there or sandbox.abi < 4:
+        pytest.skip(f"the sandbox here, {sandbox}, opens no single ports")
+    secret = world.folder.parent / "secret.txt"
+    secret.write_text("a key")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = ("elsewhere", str(other.getsockname()[1]), str(secret))
+        trajectories = world.play(program(world, *words))
+    assert len(trajectories) == 4
+
+
+@slow
+def test_agents_that_nobody_waits_for_are_ended(world: World) -> None:
+    began = threading.Event()
+
+    def alive(done: int) -> None:
+        # As a run that gives the generation up.
+        if began.wait(20.0):
+            raise KeyboardInterrupt("given up")
+
+    def hang(told: dict[str, Any]) -> Any:
+        began.set()
+        threading.Event().wait(2.0)
+        return {"reward": 0.0}
+
+    with agent_server(hang) as url, pytest.raises(KeyboardInterrupt):
+        world.play(HttpAgentSpec(url=url), alive=alive)
+    before = json.dumps(as_rows(world.play(function(world))))
+    assert json.dumps(as_rows(world.play(function(world)))) == before
