@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rolemesh.coordinator.recipe.algorithms import SampledSpec
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs import AgentSpec, Spec
 
 
 class _SamplerSpec(Spec):
@@ -127,6 +127,7 @@ def check_schedule(recipe: Any) -> None:
                 f"{recipe.algorithm.type!r} cannot be run with: set the type to 'sync'"
             )
     _check_sampler(recipe)
+    _check_agents(recipe)
     if sampler.weights == "nccl":
         _check_exchanges(recipe)
 
@@ -181,4 +182,22 @@ def _check_exchanges(recipe: Any) -> None:
             f"{given}, but rollout.layout has {num_ranks} ranks, which exchange activations by "
             "NCCL while new weights come: set schedule.sampler.partial_rollouts to false, "
             "give each rollout service one rank, or leave weights out"
+        )
+
+
+def _check_agents(recipe: Any) -> None:
+    """Refuses what deals out a known number of rows: trajectories of agents have any number."""
+    environment = None if recipe.actor is None else recipe.actor.environment
+    if not isinstance(environment, AgentSpec):
+        return
+    why = f"actor.environment.type is {environment.type!r}, whose trajectories have any number of "
+    if recipe.schedule.sampler.block_rows:
+        raise ValueError(
+            f"schedule.sampler.block_rows is {recipe.schedule.sampler.block_rows}, but {why}rows: "
+            "leave block_rows out"
+        )
+    if recipe.algorithm.type == "dapo":
+        raise ValueError(
+            f"algorithm.type is {recipe.algorithm.type!r}, which selects whole groups of "
+            f"samples_per_prompt rows, but {why}rows: give 'grpo' or 'rloo'"
         )
