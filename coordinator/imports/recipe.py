@@ -1,0 +1,142 @@
+"""A recipe of what another system's settings say, with a comment for what it has no place for."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import get_args
+
+from rolemesh.coordinator.imports.draft import Draft
+from rolemesh.coordinator.imports.source import ImportedError, Source, SystemName
+from rolemesh.coordinator.imports.tables.algorithm import ALGORITHM, SAMPLING
+from rolemesh.coordinator.imports.tables.data import DATA
+from rolemesh.coordinator.imports.tables.models import MODELS
+from rolemesh.coordinator.imports.values.batch import batch
+from rolemesh.coordinator.imports.values.choices import choice
+from rolemesh.coordinator.imports.values.data import NO_DATA, NO_REWARD
+from rolemesh.coordinator.imports.values.placing import placing, put_pools
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import read_recipe
+
+TOPICS = (SAMPLING, ALGORITHM, MODELS, DATA)
+SYSTEMS: tuple[SystemName, ...] = get_args(SystemName)
+
+_NO_MODEL = "FILL-IN/model"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """A recipe that was made."""
+
+    text: str
+    missing: tuple[str, ...]
+    """Fields that the user has to fill in."""
+    lost: dict[str, str]
+    """Fields without a counterpart, each with the reason."""
+
+
+def imported(source: Source, command: str) -> Imported:
+    """The recipe of a source.
+
+    Args:
+        source: Settings.
+        command: What wrote it, for the first line.
+
+    Raises:
+        ImportedError: A value is wrong, or nothing here does what it asks for.
+    """
+    draft = Draft()
+    chosen = choice(source)
+    draft.put("run.name", "")
+    draft.put("algorithm.type", chosen.type)
+    for topic in TOPICS:
+        for fact in topic.facts:
+            fact.apply(source, draft)
+    _finish(source, draft)
+    lost, at_default = source.leftover(table_fields(source.system))
+    text = draft.text(_head(source, draft, command), _foot(source, lost, at_default))
+    try:
+        read_recipe(text, "the recipe")
+    except RecipeError as error:
+        raise ImportedError(
+            f"these settings of {source.title} make no recipe that is valid: {error}"
+        ) from error
+    return Imported(text=text, missing=tuple(draft.missing), lost=lost)
+
+
+def table_fields(system: SystemName) -> set[str]:
+    """All fields of a system that the tables have."""
+    return {name for topic in TOPICS for name in topic.fields(system)}
+
+
+def _finish(source: Source, draft: Draft) -> None:
+    """What several facts decide together."""
+    tree = draft.tree
+    if draft.get("actor.model.path") is None:
+        draft.fill_in("actor.model.path", _NO_MODEL, "folder of the model, or hf:ORG/NAME.")
+    model = draft.get("actor.model.path")
+    if draft.get("actor.data") is None:
+        data = {**NO_DATA, "max_prompt_tokens": batch(source).prompt_tokens}
+        draft.fill_in("actor.data", data, "the prompts (docs/data.md).")
+    if draft.get("reward") is None:
+        draft.fill_in("reward", NO_REWARD, _no_reward(source))
+    if tree["algorithm"]["type"] == "ppo" and draft.get("critic.model.path") is None:
+        draft.fill_in("critic.model.path", model, "the critic's model, if it is another one.")
+    if tree["algorithm"]["type"] != "ppo":
+        tree.pop("critic", None)
+    if draft.get("algorithm.policy_loss.kl_in_loss") or draft.get(
+        "algorithm.advantages.kl_in_reward"
+    ):
+        if draft.get("actor.model.adapter") is not None:
+            draft.put("reference", {}, "The actor's base, with its adapter off.")
+        else:
+            draft.put("reference.model.path", model)
+            for path, value in draft.kept.items():
+                draft.put(path, value)
+    if draft.get("actor.rollout.type") == "vllm_server" and draft.get("actor.model.adapter"):
+        draft.fill_in(
+            "actor.rollout.shared_folder", "FILL-IN/shared", "folder that the servers see, too."
+        )
+    if draft.get("actor.optimizer.offload") is False:
+        del tree["actor"]["optimizer"]["offload"]
+    put_pools(draft, placing(source))
+
+
+def _no_reward(source: Source) -> str:
+    if source.system == "verl":
+        return (
+            "verl chooses one of its own scorers by the column data_source: name a function "
+            "with verl's signature, e.g. python:FILE.py:compute_score (docs/rewards.md)."
+        )
+    return "who judges: a function, a server or a model (docs/rewards.md)."
+
+
+def _head(source: Source, draft: Draft, command: str) -> list[str]:
+    lines = [
+        f"Made of settings of {source.title} by `{command}`. What is left out there has the "
+        f"default of {source.title} here.",
+        "",
+        "  rolemesh check RECIPE    # problems that would stop a run, in seconds",
+        "  rolemesh train RECIPE",
+    ]
+    if draft.missing:
+        lines += ["", f"To fill in: {', '.join(draft.missing)}."]
+    lines += ["", *source.notes] if source.notes else []
+    return lines
+
+
+def _foot(source: Source, lost: dict[str, str], at_default: list[str]) -> list[str]:
+    lines: list[str] = []
+    if lost:
+        lines += [f"Without a counterpart here, of what was given ({len(lost)}):"]
+        by_reason: dict[str, list[str]] = {}
+        for name, why in lost.items():
+            by_reason.setdefault(why, []).append(name)
+        for why, names in by_reason.items():
+            lines += ["", f"{why[:1].upper()}{why[1:]}:"]
+            lines += [f"  {source.name_of(name)} = {source.shown_value(name)}" for name in names]
+    if at_default:
+        named = ", ".join(source.name_of(name) for name in at_default)
+        lines += ["", f"At the default of {source.title}, which asks for nothing here:"]
+        lines += [f"  {line}" for line in textwrap.wrap(named, 94, break_on_hyphens=False)]
+    return lines
