@@ -66,6 +66,10 @@ class Draft:
         self.put(path, value, f"{FILL_IN}: {comment}")
         self.missing.append(path)
 
+    def body(self) -> tuple[dict[str, Any], dict[str, list[str]]]:
+        """The tree and what is said beside it, to be compared with those of another one."""
+        return self.tree, self._comments
+
     def text(self, head: Sequence[str], foot: Sequence[str]) -> str:
         """The recipe with its comments between two blocks of comments."""
         lines = [*comment_lines(head), ""]
@@ -84,9 +88,29 @@ class Draft:
                 yield from self._entry(inner, f"{path}.{inner}", part, f"{indent}  ")
         elif isinstance(value, list) and len(value) > 1 and isinstance(value[0], dict):
             yield f"{indent}{key}:"
-            yield from (f"{indent}  - {inline(part)}" for part in value)
+            for part in value:
+                yield from self._item(part, path, indent)
+        elif isinstance(value, list):
+            yield from textwrap.wrap(
+                f"{indent}{key}: {inline(value)}",
+                _WIDTH,
+                subsequent_indent=f"{indent}  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         else:
             yield f"{indent}{key}: {inline(value)}"
+
+    def _item(self, part: dict[str, Any], path: str, indent: str) -> Iterator[str]:
+        """An entry of a list: in one line where that is short."""
+        text = f"{indent}  - {inline(part)}"
+        if len(text) <= _WIDTH:
+            yield text
+            return
+        for number, (name, value) in enumerate(part.items()):
+            first, *rest = self._entry(name, f"{path}.{number}.{name}", value, f"{indent}    ")
+            yield f"{indent}  - {first.lstrip()}" if number == 0 else first
+            yield from rest
 
 
 def _is_short(value: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import get_args
 
-from rolemesh.coordinator.imports.draft import Draft
+from rolemesh.coordinator.imports.draft import Draft, inline
 from rolemesh.coordinator.imports.source import ImportedError, Source, SystemName
 from rolemesh.coordinator.imports.tables.algorithm import ALGORITHM, SAMPLING
 from rolemesh.coordinator.imports.tables.data import DATA
@@ -45,14 +45,10 @@ def imported(source: Source, command: str) -> Imported:
     Raises:
         ImportedError: A value is wrong, or nothing here does what it asks for.
     """
-    draft = Draft()
-    chosen = choice(source)
-    draft.put("run.name", "")
-    draft.put("algorithm.type", chosen.type)
-    for topic in TOPICS:
-        for fact in topic.facts:
-            fact.apply(source, draft)
-    _finish(source, draft)
+    draft = _drafted(source)
+    for name in source.read_and_given():
+        if _is_without_effect(source, draft, name):
+            source.lose(name, "it changes nothing here, with what else is given")
     lost, at_default = source.leftover(table_fields(source.system))
     text = draft.text(_head(source, draft, command), _foot(source, lost, at_default))
     try:
@@ -62,6 +58,26 @@ def imported(source: Source, command: str) -> Imported:
             f"these settings of {source.title} make no recipe that is valid: {error}"
         ) from error
     return Imported(text=text, missing=tuple(draft.missing), lost=lost)
+
+
+def _drafted(source: Source) -> Draft:
+    draft = Draft()
+    draft.put("run.name", "")
+    draft.put("algorithm.type", choice(source).type)
+    for topic in TOPICS:
+        for fact in topic.facts:
+            fact.apply(source, draft)
+    _finish(source, draft)
+    return draft
+
+
+def _is_without_effect(source: Source, draft: Draft, name: str) -> bool:
+    """Whether the recipe is the same without a value."""
+    other = source.without(name)
+    try:
+        return _drafted(other).body() == draft.body() and other.notes_here == source.notes_here
+    except ImportedError:
+        return False
 
 
 def table_fields(system: SystemName) -> set[str]:
@@ -80,8 +96,14 @@ def _finish(source: Source, draft: Draft) -> None:
         draft.fill_in("actor.data", data, "the prompts (docs/data.md).")
     if draft.get("reward") is None:
         draft.fill_in("reward", NO_REWARD, _no_reward(source))
+    elif "FILL-IN" in inline(draft.get("reward")):
+        draft.missing.append("reward")
+        draft.say("reward", "FILL IN: which functions these names mean.")
     if tree["algorithm"]["type"] == "ppo" and draft.get("critic.model.path") is None:
-        draft.fill_in("critic.model.path", model, "the critic's model, if it is another one.")
+        if source.system == "openrlhf":
+            draft.put("critic.model.path", model)
+        else:
+            draft.fill_in("critic.model.path", model, "the critic's model, if it is another one.")
     if tree["algorithm"]["type"] != "ppo":
         tree.pop("critic", None)
     if draft.get("algorithm.policy_loss.kl_in_loss") or draft.get(
@@ -121,8 +143,15 @@ def _head(source: Source, draft: Draft, command: str) -> list[str]:
     ]
     if draft.missing:
         lines += ["", f"To fill in: {', '.join(draft.missing)}."]
-    lines += ["", *source.notes] if source.notes else []
+    notes = [*source.given_notes, *source.notes_here]
+    lines += ["", *notes] if notes else []
     return lines
+
+
+def _begun(text: str) -> str:
+    """A sentence's beginning in a capital, unless it is a name."""
+    first = text.split()[0]
+    return f"{text[0].upper()}{text[1:]}" if first.isalpha() and first.islower() else text
 
 
 def _foot(source: Source, lost: dict[str, str], at_default: list[str]) -> list[str]:
@@ -133,7 +162,7 @@ def _foot(source: Source, lost: dict[str, str], at_default: list[str]) -> list[s
         for name, why in lost.items():
             by_reason.setdefault(why, []).append(name)
         for why, names in by_reason.items():
-            lines += ["", f"{why[:1].upper()}{why[1:]}:"]
+            lines += ["", f"{_begun(why)}:"]
             lines += [f"  {source.name_of(name)} = {source.shown_value(name)}" for name in names]
     if at_default:
         named = ", ".join(source.name_of(name) for name in at_default)

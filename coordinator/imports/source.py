@@ -29,6 +29,10 @@ class Unresolved(str):
     """A text with a part that is known only where the other system runs, e.g. "${NNODES}"."""
 
 
+ANY = object()
+"""A default of fields of which no value asks for anything."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What is said of fields without a counterpart."""
@@ -38,7 +42,7 @@ class Rule:
     """Name of a field, or of several: "*.param_offload"."""
     default: Any = None
     has_default: bool = False
-    """Whether a value that is equal to the default asks for nothing."""
+    """Whether a value that is equal to the default asks for nothing; ANY is equal to all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,7 @@ def known(system: SystemName, trainer: str = "") -> Known:
         for pattern, default, has_default in (
             *((name, None, False) for name in one.get("names", ())),
             *((name, default, True) for name, default in one.get("defaults", {}).items()),
+            *((name, ANY, True) for name in one.get("any", ())),
         )
     ]
     defaults = {**read["defaults"], **read.get(trainer, {})}
@@ -88,8 +93,12 @@ class Source:
         """Takes the fields that were given, by their own names or earlier ones."""
         self.system: SystemName = system
         self.known = known(system)
-        self.notes = list(notes)
-        self.options = dict(options or {})
+        self.given_notes = tuple(notes)
+        """Of reading the settings."""
+        self.notes_here: list[str] = []
+        """Remarks on what became of them."""
+        self._asked = dict(options or {})
+        self.options = dict(self._asked)
         self._values: dict[str, Any] = {}
         self._shown: dict[str, str] = {}
         self._used: set[str] = set()
@@ -104,11 +113,14 @@ class Source:
         for old, later in self.known.renamed.items():
             if old.endswith(".*") and name.startswith(old[:-1]):
                 new = later[:-1] + name.removeprefix(old[:-1])
-        # null asks for the default, and a newer name counts before an older one.
-        if new in self._values and (value is None or new != name):
-            self._shown[name] = name
-            self._values[name] = value
-            self.lose(name, f"{self.name_of(new)} is given, too, and is taken")
+        if self._values.get(new) is not None and new != name:
+            # A newer name counts before an older one; null asks for nothing.
+            if value is not None:
+                self._shown[name] = name
+                self._values[name] = value
+                self.lose(name, f"{self.name_of(new)} is given, too, and is taken")
+            return
+        if new in self._values and value is None:
             return
         self._values[new] = value
         self._shown[new] = name
@@ -119,6 +131,11 @@ class Source:
             self._made[make] = make(self)
         made: T = self._made[make]
         return made
+
+    def say(self, remark: str) -> None:
+        """Remarks on what becomes of the settings, once."""
+        if remark not in self.notes_here:
+            self.notes_here.append(remark)
 
     @property
     def title(self) -> str:
@@ -143,6 +160,28 @@ class Source:
         self._used.add(field)
         value = self._values.get(field)
         return self.known.defaults.get(field) if value is None else value
+
+    def without(self, field: str) -> Source:
+        """The same settings, of which the user has left this one out."""
+        others = {name: value for name, value in self._values.items() if name != field}
+        made = Source(self.system, others, options=self._asked)
+        made.known = self.known
+        return made
+
+    def read_and_given(self) -> list[str]:
+        """Fields that were read, with a value that is neither lost nor the default."""
+        return [
+            field
+            for field, value in self._values.items()
+            if field in self._used
+            and field not in self.lost
+            and value is not None
+            and not (field in self.known.defaults and _same(value, self.known.defaults[field]))
+        ]
+
+    def was_read(self, field: str) -> bool:
+        """Whether something has taken the field's value."""
+        return field in self._used
 
     def lose(self, field: str, why: str) -> None:
         """Says why a value that was given has no counterpart."""
@@ -271,7 +310,7 @@ def _flag(value: Any) -> bool:
 
 def _same(value: Any, default: Any) -> bool:
     """Whether a value is the default, however it is written: "1e-6", 1.0E-06 and 0.000001."""
-    if value == default:
+    if default is ANY or value == default:
         return True
     if isinstance(default, bool):
         return str(value).lower() == str(default).lower()

@@ -132,6 +132,10 @@ class _Script:
         if self._depth:
             self._conditional.add(name)
             return
+        if "$(" in text.replace("$((", "") or "`" in text:
+            # What a command prints is not known.
+            self.values.pop(name, None)
+            return
         try:
             words = shlex.split(self._expanded(text), comments=True)
         except ValueError:

@@ -7,6 +7,7 @@ from rolemesh.coordinator.imports.values import algorithm as of
 from rolemesh.coordinator.imports.values.batch import batch
 from rolemesh.coordinator.imports.values.choices import choice
 
+_LOW = (f"{of.ACTOR}clip_ratio_low", f"{of.ACTOR}clip_ratio")
 _LOSS = f"{of.ACTOR}policy_loss.loss_mode"
 
 SAMPLING = Topic(
@@ -156,7 +157,7 @@ ALGORITHM = Topic(
             target="algorithm.policy_loss.clip_low",
             trl=cell("epsilon", take=of.trl_low),
             openrlhf=cell("actor.eps_clip_low_high", "actor.eps_clip", take=of.openrlhf_clip(0)),
-            verl=cell(f"{of.ACTOR}clip_ratio_low", take=of.verl_clip("low")),
+            verl=cell(*_LOW, text="{0}", take=of.verl_clip("low")),
         ),
         Fact(
             what="upper clip",

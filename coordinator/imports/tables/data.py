@@ -134,7 +134,10 @@ DATA = Topic(
             target="trackers",
             take=of.trackers,
             trl=cell("report_to", "project"),
-            openrlhf=cell("logger.wandb.key", "logger.wandb.project"),
+            openrlhf=cell(
+                *("logger.wandb.key", "logger.wandb.project"),
+                *("logger.wandb.org", "logger.wandb.group"),
+            ),
             verl=cell("trainer.logger", "trainer.project_name"),
         ),
     ),

@@ -89,6 +89,12 @@ class Fact:
         """Takes the value and puts it into the recipe."""
         own = self.cell(source.system)
         take = self.take or own.take
+        why = self.target and unsupported(draft, self.target)
+        if why:
+            for name in own.fields:
+                if not source.was_read(name):
+                    source.lose(name, why)
+            return
         if take is None:
             if len(own.fields) != 1 or not (self.target or self.put):
                 return
@@ -97,11 +103,7 @@ class Fact:
             value = take(source)
         if value is None:
             return
-        why = self.target and unsupported(draft, self.target)
-        if why:
-            for name in own.fields:
-                source.lose(name, why)
-        elif self.put is not None:
+        if self.put is not None:
             self.put(draft, value)
         else:
             draft.put(self.target, value)

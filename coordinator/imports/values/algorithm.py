@@ -260,6 +260,10 @@ def trl_importance(source: Source) -> float | None:
     mode = source.text(f"{prefix}mode")
     if not (is_on and source.flag("use_vllm")) or is_rloo(source) or not cap:
         return None
-    if mode != "token_truncate" and source.given(f"{prefix}mode"):
+    if mode != "token_truncate":
         source.lose(f"{prefix}mode", "weights are those of tokens here, cut at the bound")
+        source.say(
+            f"TRL's {prefix}mode is {mode}; here the weight of each token is cut at the bound "
+            "(policy_loss.importance_cap), and no completion is left out"
+        )
     return cap

@@ -69,6 +69,9 @@ def _of_verl(source: Source) -> Batch:
     else:
         prompts, sampled = _positive(source, "data.train_batch_size"), None
     group = _positive(source, "actor_rollout_ref.rollout.n")
+    if mini > prompts and source.given(f"{actor}.ppo_mini_batch_size"):
+        source.lose(f"{actor}.ppo_mini_batch_size", f"a step has {prompts} prompts: that is taken")
+        mini = prompts
     steps, unknown = source.whole("trainer.total_training_steps"), ""
     if steps is None and sampled is not None:
         steps = max(1, sampled // prompts)
@@ -82,7 +85,7 @@ def _of_verl(source: Source) -> Batch:
     return Batch(
         prompts=prompts,
         group=group,
-        mini_rows=min(mini, prompts) * group,
+        mini_rows=mini * group,
         epochs=_positive(source, f"{actor}.ppo_epochs"),
         prompt_tokens=_positive(source, "data.max_prompt_length"),
         new_tokens=_positive(source, "data.max_response_length"),
@@ -110,7 +113,7 @@ def _of_openrlhf(source: Source) -> Batch:
     most = source.whole("data.max_samples") if source.given("data.max_samples") else None
     if rows is None and most is not None:
         steps, unknown = passes * -(-most // prompts), ""
-        source.notes.append(
+        source.say(
             f"run.steps counts {most} rows of data ({source.name_of('data.max_samples')}): where "
             "there are fewer, import with --rows"
         )
@@ -123,7 +126,7 @@ def _of_openrlhf(source: Source) -> Batch:
     prompt = source.whole("data.prompt_max_len")
     if new is None:
         new = max(1, whole - (prompt or whole // 2))
-        source.notes.append(
+        source.say(
             f"{source.name_of('rollout.max_new_tokens')} is not given: completions get {new} of "
             f"the {whole} tokens of {source.name_of('data.max_len')}, prompts the rest"
         )
@@ -180,9 +183,7 @@ def _of_trl(source: Source) -> Batch:
     prompt, context = source.whole("max_prompt_length"), source.whole("vllm_max_model_length")
     if prompt is None:
         prompt = context - new if context and context > new else _SOME_PROMPT_TOKENS
-        source.notes.append(
-            f"TRL sets no bound on prompts: those of more than {prompt} tokens are left out"
-        )
+        source.say(f"TRL sets no bound on prompts: those of more than {prompt} tokens are left out")
     return Batch(
         prompts=rows // group,
         group=group,
@@ -219,6 +220,8 @@ def warmup_steps(source: Source, given: float | None, share: float | None, unit:
     if given is not None and given >= 0:
         return int(given) * unit
     steps = numbers.optimizer_steps() // unit
+    if numbers.unknown and share:
+        source.say("A warm-up that is a share counts run.steps: set warmup_steps again with it.")
     found = (
         int((share or 0) * steps)
         if unit > 1 or source.system == "verl"

@@ -156,7 +156,7 @@ def openrlhf_reward(source: Source) -> Any:
     return [{"source": one} for one in made] or None
 
 
-_TRL_OWN = re.compile(r"[a-z_]\w*")
+_TRL_OWN = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
 def trl_reward(source: Source) -> Any:
@@ -171,9 +171,11 @@ def trl_reward(source: Source) -> Any:
             )
             continue
         module, _, last = name.rpartition(".")
-        if not module and _TRL_OWN.fullmatch(name):
+        if name in _TRL_OWN:
             module = "trl.rewards"
-            source.notes.append(f"{name} is TRL's own: the reward service needs TRL installed")
+            source.say(f"{name} is TRL's own: the reward service needs TRL installed")
+        elif not module:
+            module = "FILL-IN/rewards.py"
         made.append(f"python:{module}:{last}")
     if not made:
         return None
@@ -199,17 +201,20 @@ def _in_steps(source: Source, value: float | None, optimizer_steps: bool) -> int
     return max(1, int(value) // numbers.updates)
 
 
-def every(name: str, kind: str = "") -> Callable[[Source], int]:
+def every(name: str, kind: str = "") -> Callable[[Source], int | None]:
     """Takes an interval; of TRL one in optimizer steps, where `kind` says that there is one."""
 
-    def take(source: Source) -> int:
+    def take(source: Source) -> int | None:
         value = source.number(name)
         if source.system != "trl":
             return _in_steps(source, value, False)
-        strategy = source.text(kind)
-        if strategy not in ("no", "steps"):
-            source.lose(kind, "intervals are steps here")
-        return 0 if strategy == "no" else _in_steps(source, value, True)
+        strategy, passes = source.text(kind), source.number("num_train_epochs") or 1
+        if strategy in ("no", "steps"):
+            return 0 if strategy == "no" else _in_steps(source, value, True)
+        if strategy == "epoch" and not batch(source).unknown and not source.whole("max_steps"):
+            return max(1, round(batch(source).steps / passes))
+        source.lose(kind, "intervals are steps here")
+        return None
 
     return take
 
@@ -287,7 +292,14 @@ def trackers(source: Source) -> list[dict[str, Any]] | None:
         if kinds:
             source.lose("logger.wandb.key", "give it as the variable WANDB_API_KEY")
     else:
-        kinds = source.texts(named[source.system])
+        # Another system's tracker is none that was asked for by leaving it out.
+        is_given = source.given(named[source.system])
+        kinds = source.texts(named[source.system]) if is_given else []
+    if kinds and all(kind in _ALWAYS for kind in kinds):
+        source.lose(
+            named[source.system],
+            "the terminal, metrics.jsonl and TensorBoard's files are always there",
+        )
     for kind in kinds:
         if kind in ("wandb", "swanlab", "trackio"):
             found.append({"type": kind} | ({"project": project} if project else {}))

@@ -69,6 +69,8 @@ def _of_verl(source: Source) -> Placing:
     if not is_cut:
         # The sampler's slices are cut out of those of training here.
         tp = math.gcd(wanted, gpus)
+        if tp < wanted and not source.given(f"{ROLLOUT}tensor_model_parallel_size"):
+            source.say(f"verl's default of {wanted} slices of the sampler does not fit {gpus} GPUs")
         if tp > 1:
             said = (
                 f"The sampler's {tp} slices have to be slices of training here; verl trains "
