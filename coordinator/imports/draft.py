@@ -120,15 +120,25 @@ def _is_short(value: Mapping[str, Any]) -> bool:
 def _wrapped(comment: str, indent: str) -> list[str]:
     lead = f"{indent}# "
     return textwrap.wrap(
-        comment, _WIDTH, initial_indent=lead, subsequent_indent=lead, break_on_hyphens=False,
+        _one_line(comment),
+        _WIDTH,
+        initial_indent=lead,
+        subsequent_indent=lead,
         break_long_words=False,
-    )  # fmt: skip
+        break_on_hyphens=False,
+    )
+
+
+def _one_line(text: str) -> str:
+    """A text without characters that could end a comment."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def comment_lines(lines: Sequence[str]) -> list[str]:
     """Lines of a block of comments; what is indented keeps its indent where it is wrapped."""
     made: list[str] = []
-    for line in lines:
+    for given in lines:
+        line = _one_line(given)
         inner = " " * (len(line) - len(line.lstrip()))
         if not line.strip():
             made.append("#")

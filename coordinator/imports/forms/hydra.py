@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from rolemesh.coordinator.imports.forms.plain import plain_yaml
 from rolemesh.coordinator.imports.source import ImportedError, Unresolved
 
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/-]+)(?:=(?P<value>.*))?", re.S)
@@ -75,8 +76,8 @@ def _value(written: str, text: str) -> Any:
 
 def _parsed(written: str) -> Any:
     try:
-        return yaml.safe_load(written)
-    except yaml.YAMLError:
+        return plain_yaml(written)
+    except (yaml.YAMLError, ValueError, RecursionError):
         return written
 
 

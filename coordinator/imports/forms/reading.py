@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from rolemesh.coordinator.imports.forms.hydra import flat, interpolated, overridden
+from rolemesh.coordinator.imports.forms.plain import plain_yaml
 from rolemesh.coordinator.imports.forms.shell import read_text, split, words_of
 from rolemesh.coordinator.imports.source import ImportedError, Source, Unresolved, known
 from rolemesh.coordinator.imports.values.choices import is_rloo
@@ -120,12 +121,12 @@ def read_trl(config: Path, options: Mapping[str, int]) -> Source:
 
 def _mapping(text: str, field: str, path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        read = json.loads(text) if path.suffix == ".json" else plain_yaml(text)
     except json.JSONDecodeError as error:
         raise ImportedError(
             f"{field} {path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}"
         ) from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or error
@@ -170,7 +171,7 @@ def _flags(words: Sequence[str], field: str) -> dict[str, Any]:
 def _scalar(word: str) -> Any:
     """A word as a number or a boolean where it is one."""
     try:
-        value = yaml.safe_load(word)
-    except yaml.YAMLError:
+        value = plain_yaml(word)
+    except (yaml.YAMLError, ValueError, RecursionError):
         return word
     return value if isinstance(value, bool | int | float) else word

@@ -66,33 +66,47 @@ def _plain(word: str) -> str:
 def _lines(text: str) -> list[str]:
     """Logical lines: continued ones, and those within an array or a quote, are one."""
     logical: list[str] = []
-    current = ""
+    current, quote = "", ""
     for line in text.splitlines():
         if line.lstrip().startswith("#") and (not current or current.endswith("\n")):
             continue
         if line.rstrip().endswith("\\"):
             current += line.rstrip()[:-1] + " "
+            quote = _quote_after(quote, line.rstrip()[:-1])
             continue
         current += line
+        quote = _quote_after(quote, line)
         opened = re.match(r"^\s*(?:export\s+)?\w+\+?=\(", current)
-        if (opened and not re.search(r"\)\s*(#.*)?$", current)) or _is_open(current):
+        if (opened and not re.search(r"\)\s*(#.*)?$", current)) or quote:
             current += "\n"
             continue
         logical.append(current.strip())
-        current = ""
+        current, quote = "", ""
     return [*logical, current.strip()]
 
 
-def _is_open(text: str) -> bool:
-    """Whether a quote has begun and not ended."""
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
-    lexer.whitespace_split = True
-    try:
-        for _ in lexer:
-            pass
-    except ValueError as error:
-        return "quotation" in str(error)
-    return False
+def _quote_after(quote: str, line: str) -> str:
+    """The quote that is open at the end of a line, if one is.
+
+    Args:
+        quote: The one that is open at its beginning; empty for none.
+        line: The line.
+    """
+    is_escaped = False
+    before = " "
+    for char in line:
+        if is_escaped:
+            is_escaped = False
+        elif char == "\\" and quote != "'":
+            is_escaped = True
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char == "#" and before.isspace():
+            break
+        before = char
+    return quote
 
 
 class _Script:

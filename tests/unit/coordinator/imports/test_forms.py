@@ -9,7 +9,9 @@ import pytest
 from rolemesh.coordinator.imports.forms.hydra import interpolated, overridden
 from rolemesh.coordinator.imports.forms.reading import read_trl, read_verl
 from rolemesh.coordinator.imports.forms.shell import arithmetic, words_of
-from rolemesh.coordinator.imports.source import ImportedError, Unresolved
+from rolemesh.coordinator.imports.recipe import imported
+from rolemesh.coordinator.imports.source import ImportedError, Source, Unresolved
+from rolemesh.coordinator.recipe.loading import read_recipe
 
 SCRIPT = r"""#!/bin/bash
 set -x
@@ -121,9 +123,11 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
         ("a.yaml", "- 1", "a mapping of names to values, this is a list"),
         ("a.yaml", "", "this is empty"),
         ("a.yaml", "a: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("a.yaml", "a: &x [1]\nb: *x", "aliases .* are not read: write out the value"),
+        ("a.json", "[" * 100_000, "not valid|cannot be read"),
         ("a.sh", "echo nothing", "no command of the script calls"),
     ],
-    ids=["json", "yaml", "list", "empty", "object", "script"],
+    ids=["json", "yaml", "list", "empty", "object", "alias", "deep", "script"],
 )
 def test_bad_files_say_where_and_what(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = tmp_path / name
@@ -141,3 +145,13 @@ def test_a_script_of_trl(tmp_path: Path) -> None:
     )
     values = dict(read_trl(script, {}).fields())
     assert values == {"model_name_or_path": "me/tiny", "num_generations": 4, "use_vllm": True}
+
+
+def test_quotes_may_span_lines() -> None:
+    script = "x='a\nb'\nbash -c \"cd /x \\\n && main_ppo a=1 \\\n b='[c, d]'\" # it's\n"
+    assert words_of(script, "main_ppo")[0] == ["a=1", "b=[c, d]"]
+
+
+def test_what_a_value_holds_cannot_end_its_comment() -> None:
+    source = Source("trl", {"mystery": "a\nrun: {seed: 3}\x85run: {seed: 4}", "b\nrun": 1})
+    assert read_recipe(imported(source, "a test").text, "the import").run.seed == 42
