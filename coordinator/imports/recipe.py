@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from rolemesh.coordinator.imports.draft import Draft, inline
-from rolemesh.coordinator.imports.source import ImportedError, Source, SystemName
+from rolemesh.coordinator.imports.source import ImportedError, Leftover, Source, SystemName
 from rolemesh.coordinator.imports.tables.algorithm import ALGORITHM, SAMPLING
 from rolemesh.coordinator.imports.tables.data import DATA
 from rolemesh.coordinator.imports.tables.models import MODELS
@@ -49,15 +49,15 @@ def imported(source: Source, command: str) -> Imported:
     for name in source.read_and_given():
         if _is_without_effect(source, draft, name):
             source.lose(name, "it changes nothing here, with what else is given")
-    lost, at_default = source.leftover(table_fields(source.system))
-    text = draft.text(_head(source, draft, command), _foot(source, lost, at_default))
+    left = source.leftover(table_fields(source.system))
+    text = draft.text(_head(source, draft, command), _foot(source, left))
     try:
         read_recipe(text, "the recipe")
     except RecipeError as error:
         raise ImportedError(
             f"these settings of {source.title} make no recipe that is valid: {error}"
         ) from error
-    return Imported(text=text, missing=tuple(draft.missing), lost=lost)
+    return Imported(text=text, missing=tuple(draft.missing), lost=left.reasons)
 
 
 def _drafted(source: Source) -> Draft:
@@ -154,18 +154,22 @@ def _begun(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}" if first.isalpha() and first.islower() else text
 
 
-def _foot(source: Source, lost: dict[str, str], at_default: list[str]) -> list[str]:
+def _foot(source: Source, left: Leftover) -> list[str]:
     lines: list[str] = []
-    if lost:
-        lines += [f"Without a counterpart here, of what was given ({len(lost)}):"]
+    if left.reasons:
+        lines += [f"Without a counterpart here, of what was given ({len(left.reasons)}):"]
         by_reason: dict[str, list[str]] = {}
-        for name, why in lost.items():
+        for name, why in left.reasons.items():
             by_reason.setdefault(why, []).append(name)
         for why, names in by_reason.items():
             lines += ["", f"{_begun(why)}:"]
             lines += [f"  {source.name_of(name)} = {source.shown_value(name)}" for name in names]
-    if at_default:
-        named = ", ".join(source.name_of(name) for name in at_default)
-        lines += ["", f"At the default of {source.title}, which asks for nothing here:"]
-        lines += [f"  {line}" for line in textwrap.wrap(named, 94, break_on_hyphens=False)]
+    for title, fields in (
+        ("So it is here in any case:", left.as_here),
+        (f"At the default of {source.title}, which asks for nothing here:", left.at_default),
+    ):
+        if fields:
+            named = ", ".join(source.name_of(name) for name in fields)
+            lines += ["", title]
+            lines += [f"  {line}" for line in textwrap.wrap(named, 94, break_on_hyphens=False)]
     return lines

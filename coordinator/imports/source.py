@@ -53,6 +53,8 @@ class Known:
     """Of fields that have a counterpart."""
     renamed: Mapping[str, str]
     """Other names of fields, of earlier versions and of other back ends."""
+    always: Mapping[str, Any]
+    """Values of fields without a counterpart that are so here in any case, by pattern."""
     rules: Sequence[Rule]
     """Of fields without a counterpart; the first that fits counts."""
 
@@ -72,7 +74,19 @@ def known(system: SystemName, trainer: str = "") -> Known:
         )
     ]
     defaults = {**read["defaults"], **read.get(trainer, {})}
-    return Known(defaults=defaults, renamed=read["renamed"], rules=rules)
+    return Known(defaults=defaults, renamed=read["renamed"], always=read["always"], rules=rules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """What was given and has no place in a recipe."""
+
+    reasons: dict[str, str]
+    """By field that has no counterpart."""
+    at_default: list[str]
+    """Fields with the system's default, which ask for nothing."""
+    as_here: list[str]
+    """Fields with a value that is so here in any case."""
 
 
 class Source:
@@ -243,16 +257,13 @@ class Source:
         value = self._typed(field, "numbers", lambda given: [_number(one) for one in given])
         return value or []
 
-    def leftover(self, in_table: set[str]) -> tuple[dict[str, str], list[str]]:
+    def leftover(self, in_table: set[str]) -> Leftover:
         """What is left when all has been read.
 
         Args:
             in_table: Fields that the table has.
-
-        Returns:
-            Reasons by field that has no counterpart, and fields at their default.
         """
-        reasons, at_default = dict(self.lost), []
+        reasons, at_default, as_here = dict(self.lost), list[str](), list[str]()
         for field, value in self._values.items():
             if field in reasons or field in self._used:
                 continue
@@ -261,13 +272,18 @@ class Source:
             has_default = field in self.known.defaults or (rule is not None and rule.has_default)
             if value is None or (has_default and _same(value, own)):
                 at_default.append(field)
+            elif any(
+                fnmatch.fnmatch(field, pattern) and _same(value, here)
+                for pattern, here in self.known.always.items()
+            ):
+                as_here.append(field)
             elif rule is not None:
                 reasons[field] = rule.why
             elif field in in_table:
                 reasons[field] = "nothing reads it with what else is given here"
             else:
                 reasons[field] = "not known to the importer: look for it by hand"
-        return reasons, at_default
+        return Leftover(reasons=reasons, at_default=at_default, as_here=as_here)
 
     def shown_value(self, field: str) -> str:
         """A value for a comment, in one line; of a secret nothing."""

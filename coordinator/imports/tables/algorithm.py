@@ -306,7 +306,7 @@ ALGORITHM = Topic(
             ),
             verl=cell(
                 *(f"{of.OVERLONG}enable", f"{of.OVERLONG}len", f"{of.OVERLONG}penalty_factor"),
-                "reward.reward_kwargs.max_resp_len",
+                *("reward.reward_kwargs.max_resp_len", "reward.reward_manager.name"),
                 text="`reward.reward_kwargs.overlong_buffer_cfg`",
                 take=of.verl_overlong,
             ),

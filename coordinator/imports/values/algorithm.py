@@ -200,15 +200,20 @@ def trl_std(source: Source) -> bool | None:
 
 
 def verl_overlong(source: Source) -> dict[str, Any] | None:
-    """The punishment of long completions."""
-    if not source.flag(f"{OVERLONG}enable"):
-        for name in ("len", "penalty_factor", "log"):
-            source.lose(f"{OVERLONG}{name}", "the punishment is not enabled")
-        source.lose("reward.reward_kwargs.max_resp_len", "the punishment is not enabled")
+    """The punishment of long completions, which one of verl's reward managers knows."""
+    manager = source.text("reward.reward_manager.name")
+    is_on = source.flag(f"{OVERLONG}enable")
+    if not is_on or manager != "dapo":
+        why = "the reward manager dapo alone reads it"
+        if not is_on:
+            why = "the punishment is not enabled"
+        for name in ("len", "penalty_factor", *(("enable",) if is_on else ())):
+            source.lose(f"{OVERLONG}{name}", why)
+        source.lose("reward.reward_kwargs.max_resp_len", why)
+        if manager != "naive":
+            source.lose("reward.reward_manager.name", "a reward function does all that it does")
         return None
-    source.lose(f"{OVERLONG}log", "the reward after it is a metric in any case")
     most = source.whole("reward.reward_kwargs.max_resp_len") or batch(source).new_tokens
-    source.text("reward.reward_manager.name")
     factor = source.number(f"{OVERLONG}penalty_factor") or 1.0
     length = source.whole(f"{OVERLONG}len") or most
     return {"max_length": most, "buffer": min(length, most), "penalty": factor}

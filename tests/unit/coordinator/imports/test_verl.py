@@ -237,6 +237,13 @@ def test_long_completions_are_punished_alike() -> None:
     }
 
 
+def test_a_punishment_that_verl_would_not_read_is_none_here() -> None:
+    made = of_verl("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True")
+    assert "overlong" not in str(tree_of(made)["algorithm"])
+    why = made.lost["reward.reward_kwargs.overlong_buffer_cfg.enable"]
+    assert why == "the reward manager dapo alone reads it"
+
+
 def test_what_is_unknown_or_has_no_place_is_a_comment_with_its_value() -> None:
     made = of_verl("+trainer.mystery=7", f"{ACTOR}.ulysses_sequence_parallel_size=2")
     assert made.lost["trainer.mystery"].startswith("not known to the importer")
@@ -254,6 +261,12 @@ def test_defaults_of_verl_are_named_and_no_more() -> None:
     assert made.lost == {}
     assert "At the default of verl" in made.text
     assert "trainer.critic_warmup" in made.text
+
+
+def test_what_is_so_in_any_case_is_no_loss() -> None:
+    made = of_verl("data.filter_overlong_prompts=True", "data.truncation=left")
+    assert list(made.lost) == ["data.truncation"]
+    assert "So it is here in any case:\n#   data.filter_overlong_prompts\n" in made.text
 
 
 def test_a_wrong_value_names_the_field_and_what_to_give() -> None:
