@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 COMMANDS = {
     "init": "Writes a small recipe that trains a model on your data with your reward.",
+    "import": "Writes a recipe from settings of TRL, OpenRLHF or verl.",
     "fetch": "Brings the models and data that a recipe names at the Hugging Face hub.",
     "check": "Looks for problems that would stop a recipe's run, and loads no model.",
     "fit": "Estimates what each GPU of a recipe holds, and says what to change where it does not "

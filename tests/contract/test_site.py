@@ -40,16 +40,21 @@ CALLS = {
 GENERATOR = REPOSITORY / ".venv-docs" / "bin" / "python"
 
 
-@pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    """The module docs/reference.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("reference", REPOSITORY / "docs/reference.py")
+def loaded(name: str) -> ModuleType:
+    """A module of docs/, which is in no package."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The module docs/reference.py."""
+    return loaded("reference")
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +154,13 @@ def paths(reference: ModuleType) -> set[str]:
         found |= {f"{place}.{key.name}" for place in places for key in keys_of(section)}
         found |= {f"{place}.type" for place in places}
     return found
+
+
+def test_the_tables_for_other_systems_are_those_that_recipes_are_made_by() -> None:
+    others = loaded("others")
+    page = (REPOSITORY / "docs" / "from-others.md").read_text()
+    # `python docs/others.py` writes them anew.
+    assert others.with_tables(page) == page
 
 
 def test_settings_named_for_other_systems_are_keys_of_a_recipe(paths: set[str]) -> None:

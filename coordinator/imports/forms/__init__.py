@@ -1,0 +1,1 @@
+"""Forms in which settings come: files, overrides of Hydra, command lines, shell scripts."""

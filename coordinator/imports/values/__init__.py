@@ -1,0 +1,1 @@
+"""Values of the others as those of a recipe: units, choices, places."""

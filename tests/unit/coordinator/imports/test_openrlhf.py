@@ -1,0 +1,126 @@
+"""Arguments of OpenRLHF as settings of a recipe."""
+
+from __future__ import annotations
+
+import pytest
+from support.imports import of_openrlhf, recipe_of, tree_of
+
+from rolemesh.coordinator.imports.source import ImportedError
+
+NEW = (
+    "--actor.model_name_or_path /models/mine --reward.remote_url http://10.0.0.1:5000/get_reward "
+    "--data.prompt_dataset rows.jsonl --data.input_key question --data.label_key answer "
+    "--data.max_samples 6400 --data.max_len 300 --rollout.max_new_tokens 200 "
+    "--rollout.batch_size 64 --rollout.n_samples_per_prompt 4 --train.batch_size 128 "
+    "--algo.advantage.estimator group_norm --actor.num_gpus_per_node 2 --vllm.num_engines 2 "
+    "--train.colocate_all"
+)
+OLD = (
+    "ray job submit --address=http://127.0.0.1:8265 -- python3 -m openrlhf.cli.train_ppo_ray "
+    "--pretrain /models/mine --remote_rm_url http://10.0.0.1:5000/get_reward "
+    "--prompt_data rows.jsonl --input_key question --label_key answer "
+    "--max_samples 6400 --max_len 300 --max_new_tokens 200 "
+    "--rollout_batch_size 64 --n_samples_per_prompt 4 --train_batch_size 128 "
+    "--advantage_estimator group_norm --actor_num_gpus_per_node 2 --vllm_num_engines 2 "
+    "--colocate_all_models"
+)
+
+
+def test_flags_of_before_mean_the_same() -> None:
+    assert tree_of(of_openrlhf(OLD)) == tree_of(of_openrlhf(NEW))
+
+
+def test_batches_and_steps() -> None:
+    made = recipe_of(of_openrlhf(NEW))
+    assert (made.run.prompts_per_step, made.run.steps) == (64, 100)
+    assert made.algorithm.type == "grpo"
+    assert made.algorithm.mini_batch_rows == 128
+    assert made.actor is not None
+    # 100 steps with 64 * 4 / 128 optimizer steps each, of which 0.03 warm up; to a tenth.
+    assert made.actor.optimizer.warmup_steps == 6
+    assert tree_of(of_openrlhf(NEW))["actor"]["optimizer"]["schedule"] == {
+        **{"type": "cosine", "min_learning_rate": 1e-7}
+    }
+
+
+def test_data_and_reward_server() -> None:
+    tree = tree_of(of_openrlhf(NEW))
+    assert tree["actor"]["data"] == {
+        **{"type": "jsonl", "path": "rows.jsonl", "max_prompt_tokens": 100},
+        "columns": {"prompt": "question", "answer": "answer"},
+    }
+    assert tree["reward"] == "http://10.0.0.1:5000/get_reward"
+
+
+def test_the_kl_goes_where_the_flags_say() -> None:
+    reward = tree_of(of_openrlhf(f"{NEW} --algo.kl.init_coef 0.02"))["algorithm"]
+    assert reward["advantages"]["kl_in_reward"] == {"type": "fixed", "coefficient": 0.02}
+    loss = tree_of(
+        of_openrlhf(f"{NEW} --algo.kl.init_coef 0.02 --algo.kl.use_loss --algo.kl.estimator k3")
+    )["algorithm"]
+    assert loss["policy_loss"]["kl_in_loss"] == 0.02
+    assert loss["policy_loss"]["kl_form"] == "k3"
+    assert "advantages" not in loss
+
+
+def test_two_clips_in_one_flag() -> None:
+    loss = tree_of(of_openrlhf(f"{NEW} --actor.eps_clip_low_high 0.1 0.3"))["algorithm"]
+    assert (loss["policy_loss"]["clip_low"], loss["policy_loss"]["clip_high"]) == (0.1, 0.3)
+
+
+def test_ppo_has_a_critic_of_the_actors_model() -> None:
+    tree = tree_of(of_openrlhf(NEW.replace("group_norm", "gae")))
+    assert tree["algorithm"]["type"] == "ppo"
+    assert tree["critic"]["model"]["path"] == "/models/mine"
+    assert tree["critic"]["optimizer"]["learning_rate"] == 9e-6
+    assert tree["pools"]["gpus"]["roles"] == ["actor", "critic", "reference"]
+
+
+def test_samplers_apart_that_run_ahead() -> None:
+    tree = tree_of(
+        of_openrlhf(
+            NEW.replace("--train.colocate_all", "--train.colocate_actor_ref")
+            + " --train.async_enable --train.async_queue_size 2 --vllm.tensor_parallel_size 2"
+        )
+    )
+    assert tree["pools"]["samplers"]["devices"] == ["cuda:2", "cuda:3", "cuda:4", "cuda:5"]
+    assert tree["services"]["rollout"] == {"replicas": 2}
+    assert tree["rollout"]["layout"] == {"tp": 2}
+    assert tree["schedule"]["sampler"] == {
+        **{"type": "async", "max_staleness": 2, "partial_rollouts": False}
+    }
+
+
+def test_an_adapter() -> None:
+    made = of_openrlhf(
+        f"{NEW} --ds.lora.rank 16 --ds.lora.alpha 64 --ds.lora.target_modules q_proj k_proj"
+    )
+    assert tree_of(made)["actor"]["model"]["adapter"] == {
+        **{"rank": 16, "alpha": 64.0, "targets": ["q_proj", "k_proj"]}
+    }
+
+
+def test_a_key_of_a_tracker_is_not_written_down() -> None:
+    made = of_openrlhf(f"{NEW} --logger.wandb.key abc123 --logger.wandb.project mine")
+    assert tree_of(made)["trackers"] == [{"type": "wandb", "project": "mine"}]
+    assert "abc123" not in made.text
+
+
+def test_what_has_no_place_is_a_comment_by_the_flag_that_was_given() -> None:
+    made = of_openrlhf(f"{NEW} --normalize_reward --mystery 3")
+    assert "#   --normalize_reward = True\n" in made.text
+    assert "#   --mystery = 3\n" in made.text
+    assert made.lost["mystery"].startswith("not known")
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ImportedError, match="stands before the first flag"):
+        of_openrlhf("/models/mine --train.seed 1")
+    with pytest.raises(ImportedError, match="close the quotes"):
+        of_openrlhf("--actor.model_name_or_path 'models")
+    with pytest.raises(ImportedError, match="another program of OpenRLHF"):
+        of_openrlhf("deepspeed --module openrlhf.cli.train_sft --seed 1")
+    with pytest.raises(ImportedError, match=r"--n_samples_per_prompt is 1, but rloo compares"):
+        of_openrlhf("--n_samples_per_prompt 1 --advantage_estimator rloo")
+    with pytest.raises(ImportedError, match=r"--algo\.advantage\.estimator is 'flash_reinforce'"):
+        of_openrlhf("--algo.advantage.estimator flash_reinforce")

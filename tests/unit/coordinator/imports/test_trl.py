@@ -1,0 +1,149 @@
+"""Configurations of TRL as settings of a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.imports import of_trl, recipe_of, tree_of
+
+from rolemesh.coordinator.imports.source import ImportedError
+
+BASE: dict[str, Any] = {
+    **{"model_name_or_path": "/models/mine", "dataset_name": "rows.jsonl", "max_steps": 40},
+    **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 4},
+    **{"max_prompt_length": 100, "max_completion_length": 200, "reward_funcs": ["mine.judge"]},
+}
+
+
+def test_batches_of_devices_become_prompts_and_completions() -> None:
+    made = recipe_of(of_trl({**BASE, "num_iterations": 2, "steps_per_generation": 4}, gpus=2))
+    # 2 devices make 8 * 4 rows each in a generation, and an optimizer step of 8 * 2 each.
+    assert made.run.prompts_per_step == 8 * 4 * 2 / 4
+    assert made.algorithm.mini_batch_rows == 8 * 2 * 2
+    # 40 optimizer steps, of which a step here makes 2 * 2.
+    assert made.run.steps == 10
+
+
+def test_groups_have_to_come_out_even() -> None:
+    with pytest.raises(ImportedError, match="num_generations is 5, which does not divide the 16"):
+        of_trl({**BASE, "num_generations": 5})
+
+
+def test_passes_need_the_rows_of_the_data() -> None:
+    passes = {**BASE, "max_steps": -1, "num_train_epochs": 2}
+    assert "run.steps" in of_trl(passes).missing
+    assert recipe_of(of_trl(passes, rows=400)).run.steps == 2 * 400 / 4
+
+
+@pytest.mark.parametrize(
+    ("given", "mean"),
+    [
+        ({}, {"aggregation": "token_mean"}),
+        ({"loss_type": "grpo"}, {"aggregation": "seq_mean_token_mean"}),
+        ({"loss_type": "dr_grpo"}, {"aggregation": "seq_sum_norm", "norm_length": 200}),
+    ],
+    ids=["dapo", "grpo", "dr_grpo"],
+)
+def test_means_of_the_loss(given: dict[str, Any], mean: dict[str, Any]) -> None:
+    loss = tree_of(of_trl({**BASE, **given}))["algorithm"]["policy_loss"]
+    assert {key: loss[key] for key in loss if key in ("aggregation", "norm_length")} == mean
+
+
+def test_clips_kl_and_deviation() -> None:
+    tree = tree_of(
+        of_trl(
+            {**BASE, "epsilon": 0.1, "epsilon_high": 0.3, "delta": 4.0, "beta": 0.04}
+            | {"scale_rewards": False}
+        )
+    )["algorithm"]
+    loss = tree["policy_loss"]
+    assert (loss["clip_low"], loss["clip_high"], loss["dual_clip"]) == (0.1, 0.3, 4.0)
+    assert loss["kl_in_loss"] == 0.04
+    assert tree["advantages"] == {"normalize_std": False}
+
+
+def test_sequence_ratios_and_clipped_weights() -> None:
+    sequence = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4}
+    assert tree_of(of_trl({**BASE, **sequence}))["algorithm"]["type"] == "gspo"
+    weights = tree_of(of_trl({**BASE, "loss_type": "cispo", "epsilon_high": 5.0}))["algorithm"]
+    assert weights["type"] == "cispo"
+    # TRL's bound is that of the weight, ours is what lies above 1.
+    assert weights["policy_loss"]["clip_high"] == 4.0
+
+
+def test_rloo_has_its_own_defaults() -> None:
+    values = {key: value for key, value in BASE.items() if key != "num_generations"}
+    made = recipe_of(of_trl({**values, "trainer": "rloo"}))
+    assert made.algorithm.type == "rloo"
+    assert made.sampling is not None
+    assert made.sampling.samples_per_prompt == 2
+    tree = tree_of(of_trl({**values, "normalize_advantages": False}))
+    assert tree["algorithm"]["advantages"]["kl_in_reward"]["coefficient"] == 0.05
+
+
+def test_warm_ups_of_both_kinds() -> None:
+    for given, steps in (({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.1}, 4)):
+        actor = recipe_of(of_trl({**BASE, **given})).actor
+        assert actor is not None
+        assert actor.optimizer.warmup_steps == steps
+    assert tree_of(of_trl(BASE))["actor"]["optimizer"]["schedule"] == {"type": "linear"}
+
+
+def test_an_adapter_of_the_script_and_of_peft() -> None:
+    lora = {"use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_target_modules": ["q_proj"]}
+    made = tree_of(of_trl({**BASE, **lora, "use_rslora": True}))["actor"]["model"]["adapter"]
+    assert made == {"rank": 8, "alpha": 16.0, "targets": ["q_proj"], "scaling": "rslora"}
+    off = tree_of(of_trl({**BASE, "lora_r": 8}))["actor"]["model"]
+    assert "adapter" not in off
+
+
+def test_samplers() -> None:
+    assert tree_of(of_trl(BASE))["actor"]["rollout"]["type"] == "hf"
+    vllm = tree_of(of_trl({**BASE, "use_vllm": True, "vllm_gpu_memory_utilization": 0.5}))
+    assert vllm["actor"]["rollout"]["gpu_memory_utilization"] == 0.5
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://h:8000"}
+    made = tree_of(of_trl({**BASE, **server}))["actor"]["rollout"]
+    assert made["urls"] == ["http://h:8000"]
+
+
+def test_rewards_by_name() -> None:
+    two = {"reward_funcs": ["mine.judge", "think_format_reward"], "reward_weights": [1.0, 0.5]}
+    assert tree_of(of_trl({**BASE, **two}))["reward"] == [
+        {"source": "python:mine:judge", "weight": 1.0},
+        {"source": "python:trl.rewards:think_format_reward", "weight": 0.5},
+    ]
+    made = of_trl({**BASE, "reward_funcs": ["accuracy"]})
+    assert made.missing == ("reward",)
+
+
+def test_data_sets_of_the_hub() -> None:
+    named = {"dataset_name": "me/rows", "dataset_config": "main", "dataset_train_split": "small"}
+    data = tree_of(of_trl({**BASE, **named}))["actor"]["data"]
+    assert data["path"] == "hf:me/rows:main"
+    assert data["split"] == "small"
+
+
+def test_intervals_are_steps_of_the_run() -> None:
+    # A step of the run makes 2 optimizer steps.
+    given = {
+        "eval_strategy": "steps",
+        "eval_steps": 20,
+        "save_steps": 10,
+        "steps_per_generation": 4,
+    }
+    run = tree_of(of_trl({**BASE, **given, "steps_per_generation": 4}))["run"]
+    assert run["evaluation"]["every_steps"] == 10
+    assert run["checkpoint"]["every_steps"] == 5
+
+
+def test_a_value_without_a_place_is_a_comment() -> None:
+    made = of_trl({**BASE, "repetition_penalty": 1.1, "mystery": "x", "push_to_hub": False})
+    assert "#   repetition_penalty = 1.1\n" in made.text
+    assert "#   mystery = x\n" in made.text
+    assert "push_to_hub" not in made.lost
+
+
+def test_a_loss_that_is_none_of_ours_is_refused() -> None:
+    with pytest.raises(ImportedError, match=r"loss_type is 'sapo'.*give one of grpo, dr_grpo"):
+        of_trl({**BASE, "loss_type": "sapo"})
