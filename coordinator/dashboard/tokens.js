@@ -21,10 +21,23 @@ export function tokenCells(sample, colouredBy) {
     giveTip(cell, () => [`token ${place + 1} of ${sample.token_ids.length}`, rowsOf(token)]);
     return cell;
   });
-  const list = el("div", { class: "tokens", role: "list", "aria-label": "Tokens of the completion", onkeydown: walk }, ...cells);
+  const list = el("div", { class: "tokens", role: "list", "aria-label": "Tokens of the completion", onkeydown: walk }, ...byTurn(sample, cells));
   const left = sample.token_ids.length - cells.length;
   if (left > 0) list.append(el("span", { class: "quiet" }, ` and ${left} more`));
   return list;
+}
+
+/** The cells with a heading before each turn, where there are several: the policy's and others'. */
+function byTurn(sample, cells) {
+  const isOwn = cells.map((_, place) => sample.loss_mask[place] !== false);
+  if (!isOwn.includes(true) || !isOwn.includes(false)) return cells;
+  let turn = 0;
+  return cells.flatMap((cell, place) => {
+    if (place > 0 && isOwn[place] === isOwn[place - 1]) return [cell];
+    if (isOwn[place]) turn += 1;
+    const name = isOwn[place] ? `turn ${turn}` : "not trained";
+    return [el("span", { class: "turn-name", role: "presentation" }, name), cell];
+  });
 }
 
 /** What the colours mean. */
@@ -74,7 +87,9 @@ function told(token) {
 /** Arrow keys move from token to token: one stop of the tab key for all of them. */
 function walk(event) {
   const moves = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" };
-  const next = event.key in moves ? event.target[moves[event.key]] : null;
+  if (!(event.key in moves)) return;
+  let next = event.target[moves[event.key]];
+  if (next?.classList.contains("turn-name")) next = next[moves[event.key]];
   if (!next?.classList.contains("token")) return;
   event.preventDefault();
   event.target.tabIndex = -1;

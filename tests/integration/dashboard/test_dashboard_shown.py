@@ -236,6 +236,9 @@ def test_tokens_are_coloured_by_log_prob_and_foreign_ones_are_hatched(opened: An
     cells = page.locator("#samples .tokens .token")
     assert cells.count() == 12
     expect(cells.last).to_have_class(re.compile("foreign"))
+    # A heading stands before each turn of the policy, and before what is not trained.
+    turns = page.locator("#samples .tokens .turn-name")
+    expect(turns).to_have_text(["turn 1", "not trained"])
     cells.first.focus()
     expect(page.locator("#tip")).to_contain_text("log-prob")
     expect(page.locator("#tip")).to_contain_text("advantage")
