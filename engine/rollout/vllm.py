@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.devices import current_device, device_of, free_bytes, give_back_memory
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
-from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, served_adapter
 from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine, joined, settings_of, share
 from rolemesh.engine.rollout.vllm_process import (
-    own_random_state,
     prepare_environment,
     untouched_process,
 )
@@ -40,9 +35,9 @@ from rolemesh.engine.rollout.vllm_ranks import (
     engine_start,
     leave_groups,
 )
-from rolemesh.engine.rollout.vllm_running import RunningRequests
+from rolemesh.engine.rollout.vllm_sampling import VllmSampling
 from rolemesh.engine.rollout.vllm_updates import load_whole, place_parts
-from rolemesh.engine.specs import AdapterSpec, Numerics, SamplingSpec, VllmSpec
+from rolemesh.engine.specs import AdapterSpec, Numerics, VllmSpec
 from rolemesh.engine.specs.by_device import Choices, described, sampler_choices
 
 logger = logging.getLogger(__name__)
@@ -51,7 +46,7 @@ _MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this one."""
 
 
-class VllmBackend(RolloutBackend):
+class VllmBackend(VllmSampling):
     """A vLLM engine that takes its weights from the trainer beside it.
 
     Invariant: `policy_version` is that of the last whole update, or -1 while the engine holds no
@@ -158,7 +153,7 @@ class VllmBackend(RolloutBackend):
         self._held = held
         if self._served is not None:
             try:
-                self._served.check(self._engine)
+                self._served.check(self.engine)
             except ValueError:
                 self.close()
                 raise
@@ -218,8 +213,6 @@ class VllmBackend(RolloutBackend):
         """VLLM's LLMEngine."""
         return self._held.engine
 
-    _engine = engine
-
     def _take_engine(self) -> None:
         """Gives the engine this back end's weights where another one has used it since."""
         held = self._held
@@ -232,142 +225,6 @@ class VllmBackend(RolloutBackend):
         self._begin_anew()
         held.user = self
 
-    def generate(
-        self,
-        requests: Sequence[RolloutRequest],
-        sampling: SamplingSpec,
-        later: LaterRequests | None = None,
-    ) -> Iterator[RolloutTrajectory]:
-        """Samples one completion a request, yielding each as it finishes.
-
-        Closing the iterator early aborts what is left. The next call then starts from nothing. A
-        temperature that vLLM does not take raises ValueError, besides what `RolloutBackend` says.
-        """
-        self._check_asked(requests)
-        if not sampling.greedy and sampling.temperature < _MIN_TEMPERATURE:
-            raise ValueError(
-                f"sampling.temperature is {sampling.temperature}, below vLLM's least of "
-                f"{_MIN_TEMPERATURE}: raise it, or set sampling.greedy"
-            )
-        return self._alone(self._generate(requests, sampling, later))
-
-    def _generate(
-        self,
-        requests: Sequence[RolloutRequest],
-        sampling: SamplingSpec,
-        later: LaterRequests | None,
-    ) -> Iterator[RolloutTrajectory]:
-        self._take_engine()
-        if self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
-            # Rows that share no keys with an earlier generation have the same bits when a call is
-            # made again by a service that was started anew. On a GPU the next generation uses them,
-            # unless the run asks for the same bits.
-            self._forget_keys("of an earlier generation")
-        running = RunningRequests(
-            self._engine,
-            sampling,
-            max_model_len=self._spec.max_model_len,
-            stop_tokens=self._folder.stop_tokens,
-        )
-        try:
-            more: Sequence[RolloutRequest] | None = requests
-            while running or more is not None:
-                self._attend_to_calls()
-                for request in more or ():
-                    running.add(
-                        str(next(self._request_numbers)),
-                        request,
-                        policy_version=self.policy_version,
-                        lora_request=self._lora_request,
-                    )
-                if self._pause():
-                    running.note_version(self.policy_version)
-                is_idle = not running and (
-                    self.endpoint_calls is None or self.endpoint_calls.is_empty
-                )
-                if not is_idle:
-                    yield from running.taken(self._step())
-                more = None if later is None else later.take(is_idle=is_idle)
-                self._check_requests(more or ())
-        finally:
-            # Also when the caller stopped early or a step raised: the engine must be left empty.
-            running.abort()
-
-    def serve(self, goes_on: Callable[[], bool]) -> None:
-        """Samples calls of the endpoint; see `RolloutBackend.serve`."""
-        calls = self.endpoint_calls
-        if calls is None:
-            return super().serve(goes_on)
-        self._check_ready()
-        self._is_generating = True
-        try:
-            self._take_engine()
-            while not calls.is_empty and goes_on():
-                self._attend_to_calls()
-                self._pause()
-                self._step()
-        finally:
-            self._is_generating = False
-
-    def _attend_to_calls(self) -> None:
-        if self.endpoint_calls is not None:
-            self.endpoint_calls.attend(self._engine, lora_request=self._lora_request)
-
-    def _step(self) -> list[Any]:
-        """A step of the engine; returns the outputs that are not calls of the endpoint."""
-        calls = self.endpoint_calls
-        try:
-            if calls is not None:
-                # With each token it says which weights have drawn it.
-                self._engine.set_weight_version(str(self.policy_version))
-            with own_random_state(), self._threads():
-                outputs: list[Any] = self._engine.step()
-        except Exception as error:
-            if calls is not None:
-                calls.fail(self._engine, error)
-            raise
-        return outputs if calls is None else calls.taken(outputs)
-
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs of all tokens but the first; see `RolloutBackend.score`."""
-        from rolemesh.engine.rollout.vllm_scoring import score_row
-
-        self._check_ready()
-        self._take_engine()
-        with own_random_state(), self._threads():
-            return score_row(
-                self._engine,
-                str(next(self._request_numbers)),
-                tokens,
-                lora_request=self._lora_request,
-            )
-
-    def _threads(self) -> AbstractContextManager[None]:
-        """Computes the engine's next step with the threads that it is worth."""
-        if self._device.type != "cpu":
-            # There is nothing to choose, and counting a thousand requests takes time.
-            return nullcontext()
-        scheduled = self._scheduled.values()
-        product = largest_product(
-            self._folder.config,
-            num_tokens=sum(one.num_tokens - one.num_computed_tokens for one in scheduled),
-            longest=max((one.num_tokens for one in scheduled), default=0),
-            num_predicted=len(scheduled),
-            num_slices=self._num_slices,
-        )
-        return threads_worth(product, self._device)
-
-    @property
-    def _scheduled(self) -> Mapping[str, Any]:
-        """Requests of the engine that have not ended, by its ids."""
-        scheduled: Mapping[str, Any] = self._engine.engine_core.engine_core.scheduler.requests
-        return scheduled
-
-    @property
-    def _lora_request(self) -> Any:
-        """What a request names to have the adapter of a slot; None where there is none."""
-        return None if self._served is None else self._served.request
-
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
@@ -379,7 +236,7 @@ class VllmBackend(RolloutBackend):
         with self._update(policy_version):
             checked = self._expected.checked(weights)
             if self._served is None:
-                load_whole(self._engine, map(self._rounded, checked))
+                load_whole(self.engine, map(self._rounded, checked))
             else:
                 self._factors = own_copies(checked)
                 self._held.user = None
@@ -403,7 +260,7 @@ class VllmBackend(RolloutBackend):
                 self.update_weights(tensors, policy_version)
                 return
             with self._update(policy_version):
-                place_parts(self._engine, map(self._rounded, tensors))
+                place_parts(self.engine, map(self._rounded, tensors))
                 self._begin_anew()
                 self._held.user = self
         finally:
@@ -422,12 +279,12 @@ class VllmBackend(RolloutBackend):
         # their tokens so far.
         self._forget_keys("of the old weights")
         if self._served is not None:
-            self._served.redirect(self._engine)
+            self._served.redirect(self.engine)
 
     def _forget_keys(self, whose: str) -> None:
         """Empties the cache of keys and values, of requests that run, too."""
         puts_back = bool(self._scheduled)
-        if not self._engine.reset_prefix_cache(reset_running_requests=puts_back):
+        if not self.engine.reset_prefix_cache(reset_running_requests=puts_back):
             raise RuntimeError(f"vLLM kept keys and values {whose}: its cache is in use")
 
     def weight_checksums(self) -> Mapping[str, str]:
@@ -448,7 +305,7 @@ class VllmBackend(RolloutBackend):
         if self._held.are_weights_asleep:
             self._check_whole()
         checksums: dict[str, str]
-        (checksums,) = self._engine.apply_model(model_checksums)
+        (checksums,) = self.engine.apply_model(model_checksums)
         return checksums
 
     def sleep(self) -> int:

@@ -112,7 +112,7 @@ async def test_keys_of_old_weights_would_show(
     before, old = services.version, services.model(base)
     await services.train()
     weights = (await services.actor.publish()).weights
-    engine = services.rollout_role.backend._engine  # type: ignore[attr-defined]
+    engine = services.rollout_role.backend.engine
     monkeypatch.setattr(engine, "reset_prefix_cache", lambda **_: True)
     arrived = halt_at(services.rollout_role, SWITCH)
     generating = asyncio.create_task(services.rollout.generate(2, count=6))

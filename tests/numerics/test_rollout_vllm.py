@@ -134,7 +134,7 @@ def test_nothing_is_sampled_before_the_first_weights(loaded: Loaded) -> None:
 
 
 def test_code_and_pickles_in_the_folder_are_left_alone(loaded: Loaded, folder: Path) -> None:
-    engine = loaded.backend._engine
+    engine = loaded.backend.engine
     assert not engine.model_config.trust_remote_code
     assert not (folder.parent / "ran").exists()
 
@@ -161,7 +161,7 @@ def test_prompts_take_more_threads_than_a_token_for_each_row(
     def note(_: Any, arguments: Any) -> None:
         seen.append((len(arguments[0]), torch.get_num_threads()))
 
-    (hook,) = backend._engine.apply_model(
+    (hook,) = backend.engine.apply_model(
         lambda model: model.model.norm.register_forward_pre_hook(note)
     )
     # As long as it takes for their product to be larger than that of four rows' vocabulary.
@@ -369,7 +369,7 @@ def test_closing_early_leaves_a_clean_engine(backend: VllmBackend, model: PreTra
     with pytest.raises(RuntimeError, match="finish or close it first"):
         backend.generate(requests, sampling)
     trajectories.close()
-    assert not backend._engine.has_unfinished_requests()
+    assert not backend.engine.has_unfinished_requests()
     assert tokens_by_row(backend.generate(requests, sampling)) == whole
     backend.update_weights(model.named_parameters(), 4)
 
@@ -383,7 +383,7 @@ def test_a_step_that_raises_leaves_a_clean_engine(backend: VllmBackend) -> None:
         if next(calls) == 2:
             raise ArithmeticError("the device failed")
 
-    (handle,) = backend._engine.apply_model(
+    (handle,) = backend.engine.apply_model(
         lambda m: m.model.norm.register_forward_pre_hook(fail_at_third)
     )
     try:
@@ -391,7 +391,7 @@ def test_a_step_that_raises_leaves_a_clean_engine(backend: VllmBackend) -> None:
             list(backend.generate(requests, sampling))
     finally:
         handle.remove()
-    assert not backend._engine.has_unfinished_requests()
+    assert not backend.engine.has_unfinished_requests()
     assert tokens_by_row(backend.generate(requests, sampling)) == whole
 
 
@@ -414,7 +414,7 @@ def test_bad_requests_are_refused_before_anything_is_sampled(
     fields = {"row": 7, "prompt_tokens": [5, 6], "seed": 0, **request_fields}
     with pytest.raises(error, match=complaint):
         backend.generate([make_requests(1)[0], RolloutRequest(**fields)], SamplingSpec())
-    assert not backend._engine.has_unfinished_requests()
+    assert not backend.engine.has_unfinished_requests()
 
 
 def test_a_temperature_that_vllm_would_change_is_refused(backend: VllmBackend) -> None:

@@ -252,7 +252,7 @@ def test_half_an_adapter_in_flight_ends_the_generation(sampler: Sampler) -> None
 def test_slots_hold_the_newest_adapter_alone_and_under_a_new_id(sampler: Sampler) -> None:
     if sampler.case.way != "slots":
         pytest.skip("a merged engine has no slots")
-    engine, model, seen = sampler.backend._engine, sampler.trainer(15), []
+    engine, model, seen = sampler.backend.engine, sampler.trainer(15), []
     for version in (15, 16):
         sampler.backend.update_weights(factors(model).items(), version)
         list(sampler.backend.generate(make_requests(2), SAMPLING))

@@ -107,7 +107,7 @@ def _same_prompt(num_rows: int) -> list[RolloutRequest]:
 def test_completions_share_their_prompt_within_a_generation(
     backend: VllmBackend, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = backend._engine.engine_core.engine_core.scheduler
+    scheduler = backend.engine.engine_core.engine_core.scheduler
     schedule, computed = scheduler.schedule, []
 
     def counting(*arguments: Any, **options: Any) -> Any:
@@ -132,7 +132,7 @@ def test_completions_share_their_prompt_within_a_generation(
 
 
 def test_no_key_of_old_weights_outlives_them(backend: VllmBackend, model: PreTrainedModel) -> None:
-    pool = backend._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    pool = backend.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     backend.update_weights(model.named_parameters(), 10)
     list(backend.generate(_same_prompt(2), SamplingSpec(max_new_tokens=1)))
     assert len(pool.cached_block_hash_to_block) > 0

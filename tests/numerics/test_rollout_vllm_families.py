@@ -65,7 +65,7 @@ def place_and_load(at: RankContext, folder: Path, dtype: str) -> Result:
         backend.update_shard(shard_tensors(rank_shard(folder), weights), 2)
         placed = dict(backend.weight_checksums())
         sampled = list(backend.generate(requests(), SamplingSpec(max_new_tokens=16)))
-        (padding,) = backend._engine.apply_model(largest_padding)
+        (padding,) = backend.engine.apply_model(largest_padding)
         backend.update_weights(weights.items(), 3)
         return placed, dict(backend.weight_checksums()), sampled, padding
     finally:

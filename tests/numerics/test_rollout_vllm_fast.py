@@ -79,7 +79,7 @@ def test_logits_are_not_rounded(backend: VllmBackend, model: PreTrainedModel) ->
             if type(child).__name__ == "LogitsProcessor":
                 child.register_forward_hook(lambda _, __, result: logits.append(result))
 
-    backend._engine.apply_model(look)
+    backend.engine.apply_model(look)
     list(backend.generate(make_requests(2), SamplingSpec(max_new_tokens=2)))
     assert logits
     assert {tensor.dtype for tensor in logits} == {torch.float32}

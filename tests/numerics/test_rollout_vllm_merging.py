@@ -51,7 +51,7 @@ def as_the_kernels_read(backend: VllmBackend) -> dict[str, str]:
     """Checksums of the merged model; those of the back end are of the factors."""
     from rolemesh.engine.rollout.vllm_weights import model_checksums
 
-    (checksums,) = backend._engine.apply_model(model_checksums)
+    (checksums,) = backend.engine.apply_model(model_checksums)
     return dict(checksums)
 
 

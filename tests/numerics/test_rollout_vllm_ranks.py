@@ -202,7 +202,7 @@ def chunk_prompts(chunk: int) -> list[RolloutRequest]:
 def one_rank_greedy(at: RankContext, folder: Path) -> list[RolloutTrajectory]:
     backend = VllmBackend(SPEC, folder, folder_version=3)
     try:
-        (model,) = backend._engine.apply_model(weakref.ref)
+        (model,) = backend.engine.apply_model(weakref.ref)
         return list(backend.generate(prompts(12), GREEDY))
     finally:
         backend.close()

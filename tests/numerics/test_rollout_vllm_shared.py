@@ -45,7 +45,7 @@ def test_back_ends_that_share_an_engine_sample_what_each_samples_alone(
         made_sampler(case, folder, shares_engine=True) as one,
         made_sampler(case, folder, shares_engine=True) as two,
     ):
-        assert one.backend._engine is two.backend._engine
+        assert one.backend.engine is two.backend.engine
         one.backend.update_weights(factors(one.trainer(1)).items(), 1)
         two.backend.update_weights(factors(two.trainer(2)).items(), 2)
         # Each finds the engine with the other's adapter, and keys of the same prompts.

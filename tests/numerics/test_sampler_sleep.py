@@ -266,7 +266,7 @@ def test_an_engine_that_had_no_room_to_wake_is_ended_and_no_other_is_made(
         "rolemesh.engine.rollout.vllm_held_engine.end_engine", lambda *_, **__: None
     )
     backend.sleep()
-    backend._engine.has_room = False
+    backend.engine.has_room = False
     backend.close()
     with pytest.raises(RuntimeError, match=r"out of memory.*start the service again"):
         VllmBackend(VllmSpec(), folder)
