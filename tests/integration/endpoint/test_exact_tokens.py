@@ -16,7 +16,6 @@ from support.endpoints import (
     Sampler,
     Served,
     Session,
-    halted,
     serving_endpoint,
 )
 from support.in_flight_checks import at_steps
@@ -251,19 +250,3 @@ def test_tokens_name_the_version_that_sampled_them_when_an_update_lands_inside(
         assert call["policy_versions"] == [FIRST_VERSION] * 5 + [5] * 4 + [6] * 3
     sampler.update(FIRST_VERSION)
     assert errors_of_calls(sampler, session) < LOGPROB
-
-
-def test_a_call_that_waits_in_the_engine_is_sampled_by_the_weights_that_came(
-    sampler: Sampler, served: Served
-) -> None:
-    session = served.session()
-    with halted(sampler) as (has_stopped, goes_on):
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(session.chat, ASK, max_tokens=4)
-            assert has_stopped.wait(60)
-            served.may_sample.clear()
-            goes_on.set()
-            asked.result()
-    assert session.read()["calls"][0]["policy_versions"] == [FIRST_VERSION] * 4
