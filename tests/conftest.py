@@ -32,7 +32,8 @@ LOAD_VLLM = [
     f"tests/numerics/test_{name}.py"
     for name in ("rollout_vllm", "rollout_vllm_bfloat16", "rollout_vllm_fast", "sampler_sleep")
 ]
-"""Loading it takes ten seconds of computing."""
+"""Loading it takes ten seconds of computing. So do those of one folder, which share an engine."""
+ENDPOINT = "tests/integration/endpoint/"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,7 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "vllm" if file in LOAD_VLLM else file
+            return "vllm" if file in LOAD_VLLM or file.startswith(ENDPOINT) else file
 
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 

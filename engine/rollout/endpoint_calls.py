@@ -54,6 +54,8 @@ class EndpointCalls:
         self._new: deque[EndpointCall] = deque()
         self._cancelled: deque[str] = deque()
         self._running: dict[str, _Running] = {}
+        self._lock = threading.Lock()
+        """Of the list of new calls, from which one that begins must not be lost."""
         self._closed_by: BaseException | None = None
         """Told to calls that come after the end."""
 
@@ -69,10 +71,12 @@ class EndpointCalls:
 
     def begin(self, call: EndpointCall) -> None:
         """Has a call sampled as soon as the engine's owner attends to it."""
-        if self._closed_by is not None:
-            call.told(self._closed_by)
-            return
-        self._new.append(call)
+        with self._lock:
+            closed_by = self._closed_by
+            if closed_by is None:
+                self._new.append(call)
+        if closed_by is not None:
+            call.told(closed_by)
         self.has_come.set()
 
     def cancel(self, call_id: str) -> None:
@@ -118,12 +122,14 @@ class EndpointCalls:
     def fail(self, engine: Any, error: BaseException) -> None:
         """Ends all calls with an error, and takes them out of the engine."""
         running, self._running = self._running, {}
-        new, self._new = self._new, deque()
+        with self._lock:
+            new, self._new = self._new, deque()
         engine.abort_request([one.engine_id for one in running.values()], internal=True)
         for call in (*(one.call for one in running.values()), *new):
             call.told(error)
 
     def close(self, engine: Any, error: BaseException) -> None:
         """Ends all calls with an error, and those that still come."""
-        self._closed_by = error
+        with self._lock:
+            self._closed_by = error
         self.fail(engine, error)

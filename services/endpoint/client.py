@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
         self._max_waiting = max_waiting
         self._begun = begun
         self._supported_tasks = engine.get_supported_tasks()
+        self._numbers = itertools.count()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuses a call when too many wait."""
@@ -95,12 +97,14 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
             if not loop.is_closed():
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
+        # A request's own name may be its client's choice, and that of another request as well.
+        call_id = f"{request_id}-{next(self._numbers)}"
         left = params.n
         drawn: dict[int, _Drawn] = {}
         is_over = False
         try:
             self._calls.begin(
-                EndpointCall(call_id=request_id, prompt=prompt, params=params, told=told)
+                EndpointCall(call_id=call_id, prompt=prompt, params=params, told=told)
             )
             self._begun()
             while not is_over:
@@ -121,7 +125,7 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
                 yield output
         finally:
             if not is_over:
-                self._calls.cancel(request_id)
+                self._calls.cancel(call_id)
                 self._begun()
             if opened is not None and left:
                 self._sessions.drop_call(opened, left)
@@ -144,12 +148,6 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
             finish_reason=completion.finish_reason,
             is_trained=asked.is_trained,
         )
-
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends calls that nobody waits for."""
-        for one in [request_id] if isinstance(request_id, str) else request_id:
-            self._calls.cancel(one)
-        self._begun()
 
     async def get_supported_tasks(self) -> Any:
         """What the engine can do."""
@@ -194,6 +192,7 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
         """Refused: nothing is pooled."""
         raise NotImplementedError("the endpoint serves no embeddings")
 
+    abort = _not_served
     notify_kv_transfer_request_rejected = _not_served
     start_profile = _not_served
     stop_profile = _not_served

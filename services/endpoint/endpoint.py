@@ -140,12 +140,19 @@ class Endpoint:
             return
         try:
             self._bring_weights()
-        except (WeightsStaleError, RolemeshError) as error:
+            self._backend.serve(lambda: not self._turns.has_waiting())
+        except WeightsStaleError:
+            raise
+        except RolemeshError as error:
             raise WeightsStaleError(str(error)) from error
-        self._backend.serve(lambda: not self._turns.has_waiting())
+        except Exception as error:  # each call hears of it, and those that come are tried again
+            logger.exception("a turn of the endpoint failed")
+            self._calls.fail(self._backend.engine, error)
 
     def close(self) -> None:
-        """Ends all sessions and calls, on the compute thread."""
+        """Ends all sessions and calls, on the compute thread; idempotent."""
+        if not self._loop.is_running:
+            return
         self._calls.close(
             self._backend.engine, EndpointClosedError("the service ends its endpoint")
         )

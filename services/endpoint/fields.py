@@ -42,7 +42,6 @@ _SAMPLING = frozenset(
         "cache_salt",
         "session_id",
         "metadata",
-        "store",
         "prompt_logprobs",
         "logprob_token_ids",
     }
@@ -59,6 +58,46 @@ _RENDERING = frozenset(
         "reasoning_effort",
     }
 )
+
+_PARAMETERS = frozenset(
+    {
+        "max_tokens",
+        "n",
+        "seed",
+        "stop",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "logprobs",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "stop_token_ids",
+        "min_tokens",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "allowed_token_ids",
+        "bad_words",
+        "structured_outputs",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "detokenize",
+        "thinking_token_budget",
+        # Some clients say from where on they want to know of experts, whatever the model.
+        "routed_experts_prompt_start",
+    }
+)
+"""Of `sampling_params`, where tokens go in and out."""
+
+_INNER: Mapping[str, frozenset[str]] = {
+    "sampling_params": _PARAMETERS,
+    "stream_options": frozenset({"include_usage", "continuous_usage_stats"}),
+}
+"""Fields that are objects of a fixed form, each with what is served of it."""
 
 _NEUTRAL: Mapping[str, Any] = {
     "chat_template": None,
@@ -96,12 +135,20 @@ class Route:
     """Those that are not, each with the value that changes nothing."""
 
     def unserved(self, body: Mapping[str, Any]) -> str | None:
-        """The first field of a request that is not served; None where all are."""
+        """The first field of a request that is not served; None where all are.
+
+        Example: "best_of", or "sampling_params.best_of" of one inside another.
+        """
         for name, value in body.items():
-            if name in self.fields or value is None:
+            if value is None:
                 continue
-            if name not in self.neutral or value != self.neutral[name]:
-                return name
+            if name not in self.fields:
+                if name not in self.neutral or value != self.neutral[name]:
+                    return name
+            elif name in _INNER and isinstance(value, Mapping):
+                for inner, given in value.items():
+                    if given is not None and inner not in _INNER[name]:
+                        return f"{name}.{inner}"
         return None
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -144,8 +145,7 @@ class Guard:
         if self._key is not None:
             is_owner = hmac.compare_digest(given.encode(), self._key.encode())
             return by_key, is_owner
-        host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-        is_local = is_loopback(host) and "origin" not in headers
+        is_local = is_loopback(_host(headers)) and "origin" not in headers
         return by_key, is_local and by_key is None
 
     async def _body(self, receive: Receive) -> bytes:
@@ -164,6 +164,14 @@ class Guard:
                 )
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+
+def _host(headers: Headers) -> str:
+    """Which host a request names, without its port; "" where it names none."""
+    try:
+        return urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _object(body: bytes) -> dict[str, Any]:
