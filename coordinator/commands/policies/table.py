@@ -25,7 +25,9 @@ def show_evaluation(console: Console, found: EvaluationFile) -> None:
     """A row for each task, and below it what could not be scored."""
     samples = max((task.samples for task in found.tasks.values()), default=1)
     drawn = "1 completion a prompt" if samples == 1 else f"{samples} completions a prompt"
-    table = Table(title=Text(f"{found.policy}: {drawn}"), title_justify="left")
+    # A title of a table is as narrow as the table.
+    console.print(Text(f"{found.policy}: {drawn}", "bold"), soft_wrap=True)
+    table = Table()
     table.add_column("task", overflow="fold")
     passes = [f"pass@{k}" for k in found.ks]
     for heading in ("prompts", "score", *passes, "cut", "unscored"):
@@ -55,7 +57,8 @@ def show_differences(
     console: Console, one: str, other: str, compared: Sequence[TaskComparison]
 ) -> None:
     """A row for each task that both have: how far the second is above the first."""
-    table = Table(title=Text(f"{other} minus {one}"), title_justify="left")
+    console.print(Text(f"{other} minus {one}", "bold"), soft_wrap=True)
+    table = Table()
     table.add_column("task", overflow="fold")
     for heading in ("shared prompts", "first", "second", "difference"):
         table.add_column(heading, justify="right")
