@@ -93,9 +93,9 @@ def _write(found: Comparison, metrics: Sequence[str]) -> None:
         console.write("metric", {"name": name, "runs": values})
     for one, other, tasks in found.evaluations():
         for task in tasks:
-            told = None if task.difference is None else task.difference.to_dict()
+            differs = None if task.difference is None else task.difference.to_dict()
             facts = {"first": one.label, "second": other.label, "task": task.task}
-            console.write("evaluation", {**facts, "difference": told})
+            console.write("evaluation", {**facts, "difference": differs})
     for name, fields in found.differences.items():
         labels = [run.label for run in found.runs]
         console.write("difference", {"field": name, "runs": dict(zip(labels, fields, strict=True))})

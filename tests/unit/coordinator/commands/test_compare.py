@@ -323,7 +323,7 @@ def test_evaluations_stand_beside_the_curves_with_a_paired_difference(tmp_path: 
     assert "Evaluations: the second minus the first" in written
     assert "+0.500 [" in written
     lines = [json.loads(line) for line in called(one, two, "--json")[1].splitlines()]
-    (told,) = [line for line in lines if line["event"] == "evaluation"]
+    (told,) = [line for line in lines if line["type"] == "evaluation"]
     assert told["difference"]["num_prompts"] == 4
 
 
