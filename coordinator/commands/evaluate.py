@@ -356,6 +356,11 @@ def _scored(
     with _rows_file(rows_beside(path, ROWS_SUFFIX)) as rows:
         result = scored(question, key=key, rows=rows, pass_score=wish.pass_score, tell=wish.tell)
     ended = {} if run is None or "url" not in facts else {"step_after": read_status(run).step}
+    if ended and ended["step_after"] != step:
+        wish.tell(
+            f"the run has come from step {step} to {ended['step_after']} meanwhile: the scores are "
+            "of weights in between, and stand at the first"
+        )
     found = EvaluationFile(
         policy=name,
         step=step,

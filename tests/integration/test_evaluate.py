@@ -24,6 +24,8 @@ from support.sum_server import sum_server
 from rolemesh.coordinator.run.folders.evaluations import read_evaluation
 
 RUN_S = 240
+LONGEST_S = 500
+"""Two policies of a real model are served one after another, where other tests share the cores."""
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 # A question with its two numbers alone, and an answer that is right if it is their sum.
 SUMS = {
@@ -48,7 +50,7 @@ def rolemesh(folder: Path, *arguments: str, **variables: str) -> subprocess.Comp
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         cwd=folder,
-        timeout=RUN_S,
+        timeout=LONGEST_S,
         check=False,
     )
 
@@ -266,6 +268,7 @@ def test_smollm2_knows_some_sums_and_draws_the_same_twice(tmp_path: Path, suite:
         pytest.skip("make model brings it")
     prefixed = {
         **SUMS,
+        "size": 24,
         "question_template": "{expression} = ?",
         "assistant_prefix": "{expression} =",
     }
@@ -275,9 +278,10 @@ def test_smollm2_knows_some_sums_and_draws_the_same_twice(tmp_path: Path, suite:
     code, lines = evaluated(tmp_path, str(model), str(model), *drawn)
     assert code == 0
     first, second, difference = lines
-    # 20 % of such sums were answered in four tries; 0 of 40 has a chance of 10^-4.
+    # 20 % of such sums were answered in four tries: none of 24 has a chance of 0.005, once for all
+    # draws of this seed.
     assert first["tasks"]["sums"]["pass_at"]["4"]["mean"] > 0
-    assert difference["difference"]["num_prompts"] == 40
+    assert difference["difference"]["num_prompts"] == 24
     texts = [
         {(row["key"], row["sample"]): row["completion"] for row in map(json.loads, lines)}
         for lines in (

@@ -116,5 +116,5 @@ def as_numbers(text: str) -> Sequence[int]:
 
 
 def plain(values: Any) -> Any:
-    """A spec as plain JSON values without defaults."""
-    return values.model_dump(mode="json", exclude_defaults=True)
+    """A spec as plain JSON values, without what is not set."""
+    return values.model_dump(mode="json", exclude_none=True)

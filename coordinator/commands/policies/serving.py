@@ -285,7 +285,9 @@ def _ended_by_signals() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, end) for number in _ENDINGS}
+    # nohup has one of them ignored, which stays so.
+    heard = [one for one in _ENDINGS if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         yield
     finally:
