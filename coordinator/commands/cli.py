@@ -37,6 +37,9 @@ COMMANDS = {
     "cuts": "Lists what runs keep in this host's shared memory, and removes what no live run "
     "holds.",
     "export": "Writes the policy of a checkpoint as a Hugging Face folder.",
+    "serve-policy": "Serves the policy of a run, a checkpoint or a model folder over OpenAI's "
+    "protocol.",
+    "evaluate": "Scores policies on held-out rows and reasoning-gym tasks, with standard errors.",
     "doctor": "Checks what this machine has, and says what to do about what it lacks.",
     "compliance": "Holds a server to the contract of its role. Exit code 0: all that it MUST do, "
     "it does.",
@@ -48,8 +51,8 @@ COMMANDS = {
 }
 """The commands in the order of the help, each with the first paragraph of its own help.
 
-A new one is a line here, and a `typer.Typer` called `app` in commands/NAME.py, which is imported
-once the command is called.
+A new one is a line here, and a `typer.Typer` called `app` in commands/NAME.py, with "_" for "-",
+which is imported once the command is called.
 """
 
 
@@ -76,7 +79,7 @@ app = typer.Typer(
 
 def load_command(name: str) -> Any:
     """The command of a name in COMMANDS, with all its options."""
-    module = importlib.import_module(f"rolemesh.coordinator.commands.{name}")
+    module = importlib.import_module(f"rolemesh.coordinator.commands.{name.replace('-', '_')}")
     return typer.main.get_command(module.app)
 
 

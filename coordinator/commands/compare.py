@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolemesh.coordinator.commands.compare_page import page
+from rolemesh.coordinator.commands.policies.table import show_differences
 from rolemesh.coordinator.commands.terminal.console import COLUMNS, JsonConsole
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json
@@ -90,6 +91,11 @@ def _write(found: Comparison, metrics: Sequence[str]) -> None:
         curves = {run.label: run.curves.get(name) for run in found.runs}
         values = {label: None if one is None else one.to_dict() for label, one in curves.items()}
         console.write("metric", {"name": name, "runs": values})
+    for one, other, tasks in found.evaluations():
+        for task in tasks:
+            differs = None if task.difference is None else task.difference.to_dict()
+            facts = {"first": one.label, "second": other.label, "task": task.task}
+            console.write("evaluation", {**facts, "difference": differs})
     for name, fields in found.differences.items():
         labels = [run.label for run in found.runs]
         console.write("difference", {"field": name, "runs": dict(zip(labels, fields, strict=True))})
@@ -106,6 +112,9 @@ def _show(console: Console, found: Comparison, chosen: Sequence[str]) -> None:
         console.print("no two runs have a metric in common: --metric names those of one run")
     for name in chosen or [name for name in metrics if name in _PLOTTED]:
         _plot(console, found, name, styles)
+    for one, other, tasks in found.evaluations():
+        console.print()
+        show_differences(console, one.label, other.label, tasks)
     _show_differences(console, found, styles)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from rolemesh.coordinator import dashboard
+from rolemesh.coordinator.commands.policies.table import DIFFERENCES, ERRORS
 from rolemesh.coordinator.explained.metrics import explanation
 from rolemesh.coordinator.run.folders.comparison import (
     Comparison,
@@ -79,6 +80,7 @@ def page(found: Comparison, metrics: Sequence[str]) -> str:
         _tag("div", *charts, class_="charts")
         if charts
         else _tag("p", "No two runs have a metric in common."),
+        *_evaluations(found),
         _tag("h2", "Where the recipes differ"),
         _differences(found),
     )
@@ -240,6 +242,25 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     first = math.ceil(low / size)
     ticks = (round(n * size, 12) if size > 1e-9 else n * size for n in itertools.count(first))
     return list(itertools.islice(itertools.takewhile(lambda tick: tick <= high, ticks), 20))
+
+
+def _evaluations(found: Comparison) -> Iterator[_Markup]:
+    """What `rolemesh evaluate` says of runs, the first evaluated one against each other."""
+    headings = ("task", "first", "second", "shared prompts", "first", "second", "difference")
+    rows = []
+    for one, other, compared in found.evaluations():
+        for each in compared:
+            scores = [
+                "-" if score is None else score.told()
+                for score in (each.one.score(), each.other.score())
+            ]
+            told = each.difference
+            shared = ("none", "-") if told is None else (str(told.num_prompts), told.told())
+            rows.append((each.task, one.label, other.label, shared[0], *scores, shared[1]))
+    if rows:
+        yield _tag("h2", "Evaluations: the second minus the first")
+        yield _table(headings, rows, numbers=3)
+        yield _tag("p", f"{ERRORS} {DIFFERENCES}", class_="quiet")
 
 
 def _differences(found: Comparison) -> _Markup:

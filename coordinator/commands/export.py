@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +13,13 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.model_card import has_adapter, model_card
+from rolemesh.coordinator.commands.policies.exporting import export_command, step_of
 from rolemesh.coordinator.commands.publishing import PushError, check_can_push, push
 from rolemesh.coordinator.commands.terminal.ending import EXIT_FAILED, fail, refuse
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import model_folder
-from rolemesh.coordinator.recipe.hf_names import is_hf_name
 from rolemesh.coordinator.run.folders.folder import NoRunError, read_config, read_json
 from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
-from rolemesh.coordinator.run.saving.checkpoints import checkpoint_folder, committed_steps
-from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER, CONFIG_FILE, RUN_FILE
+from rolemesh.coordinator.run.saving.resume import RUN_FILE
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.files import write_atomically
 
@@ -72,7 +69,7 @@ def export(
     try:
         if push_to is not None:
             check_can_push(push_to)
-        wanted = _step(directory, step)
+        wanted = step_of(directory, step)
         if merge and not has_adapter(read_config(directory)):
             refuse(
                 f"--merge is given, but {directory} trains a whole model, without "
@@ -80,7 +77,7 @@ def export(
             )
         with _folder(directory, to) as folder:
             command = [
-                *_export_command(directory, wanted, folder, is_pushed=push_to is not None),
+                *export_command(directory, wanted, folder, is_pushed=push_to is not None),
                 *(() if dtype is None else ("--dtype", dtype)),
                 *(("--merge",) if merge else ()),
             ]
@@ -108,50 +105,6 @@ def _folder(run: Path, to: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix=".export-", dir=run) as folder:
         yield Path(folder) / "model"
-
-
-def _step(directory: Path, step: int | None) -> int:
-    """The step of the checkpoint; raises NoRunError where there is none."""
-    if not read_config(directory):
-        raise NoRunError(f"{directory} holds no run: there is no {CONFIG_FILE}")
-    steps = committed_steps(directory / CHECKPOINTS_FOLDER)
-    if not steps:
-        raise NoRunError(f"{directory} has no complete checkpoint to export")
-    wanted = steps[-1] if step is None else step
-    if wanted not in steps:
-        raise NoRunError(f"--step {wanted}: {directory} has checkpoints of steps {steps}")
-    return wanted
-
-
-def _export_command(directory: Path, step: int, to: Path, *, is_pushed: bool) -> list[str]:
-    """The command that writes a checkpoint's policy as a Hugging Face folder.
-
-    Args:
-        directory: The run's folder.
-        step: Step of the checkpoint.
-        to: Folder to write.
-        is_pushed: Whether it leaves this machine.
-
-    Raises:
-        RecipeError: Its model is at the hub, and cannot be had.
-    """
-    config = read_config(directory)
-    model = config["actor"]["model"]["path"]
-    base: dict[str, object] = {}
-    if is_hf_name(model):
-        name, model = model_folder(model, "actor.model.path")
-        base = {"--base-name": name.repo, "--base-revision": name.revision}
-    elif is_pushed:
-        # A path of this machine is nothing to others.
-        base = {"--base-name": Path(model).name}
-    flags = {
-        "--checkpoint": checkpoint_folder(directory / CHECKPOINTS_FOLDER, step) / "actor",
-        "--model": model,
-        "--out": to,
-        **(base if has_adapter(config) else {}),
-    }
-    words = [word for flag, value in flags.items() for word in (flag, str(value))]
-    return [sys.executable, "-m", "rolemesh.engine.train.export", *words]
 
 
 def _card(directory: Path, name: str, step: int, is_merged: bool) -> str:

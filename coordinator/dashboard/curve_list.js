@@ -9,6 +9,7 @@ export const CURVES = [
     title: "Held-out score", unit: "mean and standard error",
     lines: [{ name: "held_out/score", label: "score", spread: "held_out/standard_error" }],
   },
+  { title: "Evaluated", unit: "mean and standard error, by rolemesh evaluate", prefix: "evaluated/", lines: [] },
   { title: "KL to reference", unit: "nats a token", lines: [{ name: "kl/mean", label: "KL" }] },
   { title: "Entropy", unit: "nats a token", zero: true, lines: [{ name: "entropy", label: "entropy" }] },
   {
@@ -69,6 +70,6 @@ export const WANTED = [
   ...new Set([
     ...CURVES.flatMap((curve) => curve.lines.flatMap((line) =>
       [line.name, line.spread, line.low, line.high].filter((name) => name !== undefined))),
-    "time/*", "reward/*", "policy_version/max",
+    "time/*", "reward/*", "evaluated/*", "policy_version/max",
   ]),
 ];

@@ -132,8 +132,13 @@ export class Curves {
   linesOf(spec) {
     if (spec.prefix === undefined) return spec.lines;
     const names = this.runs.length === 0 ? [] : this.runs[0].history.names;
-    return names.filter((name) => name.startsWith(spec.prefix) && name !== spec.except)
-      .map((name) => ({ name, label: name.slice(spec.prefix.length).replaceAll("_", " ") }));
+    return names.filter((name) => name.startsWith(spec.prefix) && name !== spec.except
+      && !name.endsWith("/standard_error"))
+      .map((name) => ({
+        name,
+        label: name.slice(spec.prefix.length).replaceAll("_", " "),
+        spread: name.replace(/\/score$/, "/standard_error"),
+      })).map((line) => (line.spread === line.name ? { ...line, spread: undefined } : line));
   }
 
   /** Of one run, lines differ by colour; of several, runs do, and lines by dashes. */

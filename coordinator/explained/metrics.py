@@ -174,6 +174,11 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "and `reward_model`. Lower is better.",
         "held_out/<metric>": "A metric of sampling, of rewards or of that loss, over all "
         "held-out prompts or rows together.",
+        "evaluated/<task>/score": "Mean score over the prompts of a task, by `rolemesh evaluate` "
+        "of a checkpoint; a prompt counts once, with the mean of its completions.",
+        "evaluated/<task>/standard_error": "Its standard error over prompts.",
+        "evaluated/<task>/pass@<k>": "Chance that one of k completions passes, over the prompts "
+        "of a task (arXiv 2107.03374, eq. 1).",
     },
 }
 """By topic and name: formula or meaning, with the unit of what is no share or number.

@@ -160,6 +160,24 @@ def read_recipe(
     return _validated([_from_text(text, source)], overrides, environment)
 
 
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The fields that texts "a.b=c" of the command line set, as a tree; raises RecipeError.
+
+    Example: ["rollout.kv_cache_gib=2"] gives {"rollout": {"kv_cache_gib": 2}}.
+    """
+    return _from_overrides(overrides)[0]
+
+
+def read_yaml(path: Path) -> Any:
+    """Plain data of a YAML file, within the bounds of a recipe; raises RecipeError."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    return _parsed(text, str(path), has_lines=True)
+
+
 def _validated(
     layers: Sequence[_Layer], overrides: Sequence[str], environment: Mapping[str, str] | None
 ) -> Recipe:

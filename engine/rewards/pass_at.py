@@ -10,18 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
+from rolemesh.engine.evaluation.statistics import pass_chance
+
 
 def pass_at(
     passes_B: torch.Tensor, prompt_ids_B: torch.Tensor, ks: Sequence[int]
 ) -> dict[str, float]:
     """The chance that at least one of k completions passes, averaged over prompts.
 
-    If c of n completions of a prompt pass, then k of the n, drawn without replacement, all fail
-    with probability
-
-        C(n - c, k) / C(n, k) = product over j < k of (n - c - j) / (n - j)
-
-    which is the unbiased estimate of the chance that k fresh ones all fail.
+    See `rolemesh.engine.evaluation.statistics.pass_chance` for the formula.
 
     Args:
         passes_B: bool [B], whether each row passes.
@@ -53,7 +50,7 @@ def pass_at(
                 f"rows ({len(small)} such prompts): draw at least {k} samples a prompt"
             )
         chances = [
-            1.0 - math.prod(max(size - passed - j, 0) / (size - j) for j in range(k))
+            pass_chance(size, passed, k)
             for size, passed in zip(sizes_G.tolist(), passed_G.tolist(), strict=True)
         ]
         found[f"pass@{k}"] = math.fsum(chances) / len(chances)

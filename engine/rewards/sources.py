@@ -114,11 +114,13 @@ class ArithmeticReward:
         completions = batch["completion_text"].strings()
         answers = batch["answer"].strings()
         return torch.tensor(
-            [self._one(text.strip(), ans) for text, ans in zip(completions, answers, strict=True)],
+            [self.score_one(text, ans) for text, ans in zip(completions, answers, strict=True)],
             dtype=torch.float32,
         )
 
-    def _one(self, text: str, answer: str) -> float:
+    def score_one(self, completion: str, answer: str) -> float:
+        """The reward of one completion; raises RewardInvalidError without an answer."""
+        text = completion.strip()
         if not answer:
             raise RewardInvalidError(
                 "a row has no answer, so that arithmetic cannot be judged: use data that has "

@@ -34,7 +34,7 @@ def main() -> int:
         spec = EndpointSpec.model_validate_json(arguments.endpoint)
         asyncio.run(_serve(arguments, rollout, spec))
     except (ValidationError, ValueError) as error:
-        print(f"serve-policy: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -19,7 +19,13 @@ from support.planned_runs import PLAN
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.run.folders.ended_runs import read_runs
+from rolemesh.coordinator.run.folders.evaluations import (
+    EvaluationFile,
+    new_path,
+    write_evaluation,
+)
 from rolemesh.coordinator.run.results.samples_file import SamplesFile
+from rolemesh.coordinator.run.results.scores import TaskScores
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.v1 import coordinator_pb2
 
@@ -126,3 +132,16 @@ async def test_a_run_is_read_with_the_plan_that_it_began_with(runs: Path) -> Non
     assert {task["name"] for task in PLAN["tasks"]} < measured
     # A recipe of another version hides no run.
     assert not (await plan(step_minutes=0.1)).HasField("plan")
+
+
+async def test_evaluations_are_points_of_the_curves(runs: Path) -> None:
+    scored = TaskScores(name="sums", num_prompts=2, samples=1)
+    scored.scores = {"a": [1.0], "b": [0.0]}
+    found = EvaluationFile(policy="p", step=2, tasks={"sums": scored})
+    write_evaluation(new_path(runs / "whole" / "evaluations", "x"), found, runs / "whole")
+    read = await read_runs(runs / "whole")
+    records = [one.values for one in await read.store.read_metrics(read.run_ids[0])]
+    shown = {r["step"]: r["evaluated/sums/score"] for r in records if "evaluated/sums/score" in r}
+    assert shown == {2: 0.5}
+    steps = [record["step"] for record in records]
+    assert steps == sorted(set(steps))

@@ -6,13 +6,20 @@ import difflib
 import fnmatch
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.api.plans import usual
 from rolemesh.coordinator.run.folders.ended_runs import read_records
+from rolemesh.coordinator.run.folders.evaluations import (
+    NewestScores,
+    TaskComparison,
+    compare_tasks,
+    newest_scores,
+    with_evaluations,
+)
 from rolemesh.coordinator.run.folders.folder import (
     UNREADABLE,
     NoRunError,
@@ -103,6 +110,8 @@ class ComparedRun:
     """By name of the metric."""
     not_finite: Mapping[str, int]
     """How many values of a metric are NaN or infinite, where there are any. No curve has them."""
+    evaluated: Mapping[str, NewestScores] = field(default_factory=dict)
+    """By task, what `rolemesh evaluate` found of it last."""
 
     @property
     def algorithm(self) -> str:
@@ -177,6 +186,7 @@ class Comparison:
                 told.append(f"{run.label} has values that are not finite, left out here: {counts}.")
             if run.recipe.get("plan"):
                 told.append(f"{run.label}: {run.planned_and_measured()}.")
+        told += self._unlike_evaluations()
         step = self.shared_step()
         if step is not None:
             told.append(
@@ -184,6 +194,34 @@ class Comparison:
                 f"up to step {step}, which all of them have made."
             )
         return told
+
+    def _unlike_evaluations(self) -> Iterator[str]:
+        evaluated = [run for run in self.runs if run.evaluated]
+        for other in evaluated[1:]:
+            for name, found in evaluated[0].evaluated.items():
+                if name in other.evaluated and found.drawing != other.evaluated[name].drawing:
+                    yield (
+                        f"{evaluated[0].label} and {other.label} were evaluated on {name} with "
+                        "completions that were drawn in different ways, and are not compared by it."
+                    )
+
+    def evaluations(self) -> Iterator[tuple[ComparedRun, ComparedRun, list[TaskComparison]]]:
+        """The first evaluated run with each other one, and the tasks that both have done.
+
+        Of a task that they drew in different ways nothing is told but by `notes`.
+        """
+        evaluated = [run for run in self.runs if run.evaluated]
+        for other in evaluated[1:]:
+            one = evaluated[0]
+            alike = {
+                name: found.scores
+                for name, found in one.evaluated.items()
+                if name in other.evaluated and found.drawing == other.evaluated[name].drawing
+            }
+            others = {name: found.scores for name, found in other.evaluated.items()}
+            compared = compare_tasks(alike, others)
+            if compared:
+                yield one, other, compared
 
     def headings(self) -> list[str]:
         """Headings of `cells`."""
@@ -262,7 +300,7 @@ def _read_run(directory: Path, label: str) -> ComparedRun:
         raise NoRunError(f"{directory} cannot be read: {status.failure}")
     try:
         summary = read_json(directory / SUMMARY_FILE)
-        records = _kept(read_records(directory, summary))
+        records = with_evaluations(_kept(read_records(directory, summary)), directory)
         recipe = read_config(directory)
         if not recipe:
             raise NoRunError(
@@ -276,6 +314,7 @@ def _read_run(directory: Path, label: str) -> ComparedRun:
             recipe=without_passwords(recipe),
             curves=curves,
             not_finite=not_finite,
+            evaluated=newest_scores(directory),
         )
     except NoRunError:
         raise

@@ -13,6 +13,7 @@ from rolemesh.coordinator.api.messages import to_state
 from rolemesh.coordinator.api.plans import kept_plan
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.run.folders.evaluations import with_evaluations
 from rolemesh.coordinator.run.folders.folder import (
     UNREADABLE,
     changed_at,
@@ -125,7 +126,7 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     # All files are read before the run is entered, so that it is there as a whole or not at all.
     samples = [one for one in read_samples(directory) if not one.held_out]
     records, graphs = (
-        list(read_records(directory, summary, MAX_STEPS_READ)),
+        with_evaluations(read_records(directory, summary, MAX_STEPS_READ), directory),
         list(_graphs(directory)),
     )
     try:

@@ -23,6 +23,12 @@ from rolemesh.coordinator.commands.compare import app
 from rolemesh.coordinator.commands.compare_page import page
 from rolemesh.coordinator.commands.terminal.plot import HEIGHT, WIDTH, plot
 from rolemesh.coordinator.run.folders.comparison import Curve, Point, compare
+from rolemesh.coordinator.run.folders.evaluations import (
+    EvaluationFile,
+    new_path,
+    write_evaluation,
+)
+from rolemesh.coordinator.run.results.scores import TaskScores
 from rolemesh.coordinator.state.memory import MemoryStateStore
 
 HOSTILE = "</title></style><script>alert(1)</script><img src=http://x.example/y onerror='a()'>\"&"
@@ -286,3 +292,54 @@ def test_what_cannot_be_compared_is_refused_with_its_reason(tmp_path: Path) -> N
         code, shown = called(*arguments)
         assert code == (1 if "--out" in arguments else 2), arguments
         assert told in " ".join(shown.split()), shown
+
+
+def evaluated(run: Path, step: int, scores: Sequence[float], **drawing: Any) -> None:
+    task = TaskScores(name="sums", num_prompts=len(scores), samples=1, full_score=1.0)
+    task.scores = {str(at): [score] for at, score in enumerate(scores)}
+    found = EvaluationFile(
+        policy=run.name, step=step, tasks={"sums": task}, facts={"drawing": drawing}
+    )
+    write_evaluation(new_path(run / "evaluations", f"step-{step}"), found, run)
+
+
+def test_evaluations_stand_beside_the_curves_with_a_paired_difference(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", steps([0.1, 0.2, 0.3]))
+    two = write_run(tmp_path / "two", steps([0.1, 0.2, 0.3]))
+    evaluated(one, 3, [0.0, 0.0, 0.0, 1.0])
+    evaluated(two, 3, [1.0, 1.0, 0.0, 1.0])
+    found = compare([one, two])
+    assert found.runs[0].curves["evaluated/sums/score"].points == (Point(3, 0.25),)
+    ((first, second, (task,)),) = found.evaluations()
+    assert (first.label, second.label) == ("one", "two")
+    assert task.difference is not None
+    assert task.difference.mean == 0.5
+    assert task.difference.p_value == 0.5
+    code, shown = called(one, two, "--out", tmp_path / "page.html")
+    assert code == 0
+    assert "two minus one" in shown
+    assert "+0.500" in shown
+    written = (tmp_path / "page.html").read_text()
+    assert "Evaluations: the second minus the first" in written
+    assert "+0.500 [" in written
+    lines = [json.loads(line) for line in called(one, two, "--json")[1].splitlines()]
+    (told,) = [line for line in lines if line["type"] == "evaluation"]
+    assert told["difference"]["num_prompts"] == 4
+
+
+def test_what_was_drawn_in_different_ways_is_not_compared(tmp_path: Path) -> None:
+    one, two = (write_run(tmp_path / name, steps([0.1])) for name in ("one", "two"))
+    evaluated(one, 1, [0.0], samples=1)
+    evaluated(two, 1, [1.0], samples=4)
+    found = compare([one, two])
+    assert list(found.evaluations()) == []
+    assert any("drawn in different ways" in note for note in found.notes())
+
+
+def test_a_broken_evaluation_is_named(tmp_path: Path) -> None:
+    one, two = (write_run(tmp_path / name, steps([0.1])) for name in ("one", "two"))
+    evaluated(one, 1, [0.0])
+    next((one / "evaluations").iterdir()).write_text("{")
+    code, shown = called(one, two)
+    assert code == 2
+    assert "is no evaluation" in " ".join(shown.split())

@@ -1,0 +1,1 @@
+"""Policies that commands serve and score: which one is meant, and the process that serves it."""

@@ -1,0 +1,82 @@
+"""Rows of an evaluated task, each with a key by which two evaluations find the same prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rolemesh.engine.data import reasoning_gym
+from rolemesh.engine.data.prompts import load_prompts, load_rows
+from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.rows import DataInvalidError, PromptRow
+from rolemesh.engine.specs import ReasoningGymSpec
+from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec
+
+_KEY_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedRow:
+    """A prompt that is asked."""
+
+    key: str
+    """Equal for equal prompts with equal answers, whatever tokenizer renders them."""
+    row: PromptRow
+
+
+def rows_of(task: EvaluatedTaskSpec, tokenizer: ChatTokenizer | None) -> list[EvaluatedRow]:
+    """The held-out rows of a task, in the order of a run's own evaluation.
+
+    Args:
+        task: Which.
+        tokenizer: Measures rows that the data bounds; None: a bound is refused.
+
+    Raises:
+        ValueError: They cannot be read, there are none, or fewer than wanted.
+    """
+    rows = _held_out(task, tokenizer)
+    wanted = len(rows) if task.num_prompts is None else task.num_prompts
+    if not rows:
+        raise DataInvalidError(
+            f"task {task.name}: its data holds out no rows: give held_out_size, held_out_path or "
+            "held_out_split"
+        )
+    if wanted > len(rows):
+        raise DataInvalidError(
+            f"task {task.name}: {wanted} prompts are wanted, but its data holds out {len(rows)}: "
+            "ask for fewer"
+        )
+    texts = [row for row in rows[:wanted] if row.text is not None]
+    if texts:
+        raise DataInvalidError(f"task {task.name}: {texts[0].where} is text without a prompt")
+    return _with_keys(rows[:wanted])
+
+
+def _held_out(task: EvaluatedTaskSpec, tokenizer: ChatTokenizer | None) -> Sequence[PromptRow]:
+    data = task.data
+    if isinstance(data, ReasoningGymSpec) and data.max_prompt_tokens is None:
+        return reasoning_gym.load(data)[1]
+    if tokenizer is not None:
+        # The order of epochs has a seed, held-out rows have none.
+        prompts = load_prompts(data, tokenizer=tokenizer, seed=0)
+        return list(prompts.every("held_out"))
+    if getattr(data, "max_prompt_tokens", None) or getattr(data, "max_row_tokens", None):
+        raise DataInvalidError(
+            f"task {task.name}: its data leaves out rows by their tokens (max_prompt_tokens, "
+            "max_row_tokens), and there is no tokenizer to count them: give --tokenizer"
+        )
+    return load_rows(data)[1]
+
+
+def _with_keys(rows: Sequence[PromptRow]) -> list[EvaluatedRow]:
+    seen: Counter[str] = Counter()
+    keyed = []
+    for row in rows:
+        content = row.identity + b"\0" + row.answer.encode("utf-8", "surrogatepass")
+        key = hashlib.sha256(content).hexdigest()[: 2 * _KEY_BYTES]
+        seen[key] += 1
+        # A prompt that is there twice is two rows.
+        keyed.append(EvaluatedRow(key=key if seen[key] == 1 else f"{key}#{seen[key]}", row=row))
+    return keyed

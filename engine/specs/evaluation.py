@@ -1,0 +1,115 @@
+"""What is evaluated: tasks with their rows and scorers, how they are drawn, and who is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.data import DataSpec, ReasoningGymSpec
+from rolemesh.engine.specs.rewards import ReasoningGymRewardSpec, RewardSourceSpec
+
+TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+"""A name stands in metrics and in names of files."""
+
+
+class GymTaskSpec(Spec):
+    """A reasoning-gym task with its own scorer."""
+
+    task: str
+    """Registered name of the task, e.g. "chain_sum"."""
+    size: int = Field(default=100, ge=1)
+    """Prompts, all distinct."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the task's generator: equal seeds make equal prompts."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the task's config class."""
+    question_template: str = "{question}"
+    """Text of the user turn, as in data of a recipe."""
+    system_prompt: str | None = None
+    """Text of the system turn; None leaves the turn out."""
+    assistant_prefix: str = ""
+    """Text that the assistant's turn already begins with."""
+    answer_tag: str | None = Field(default=None, pattern=r"^[A-Za-z]\w*$")
+    """The last <tag>...</tag> of a completion is its answer, e.g. "answer"; None: all of it is."""
+
+    def evaluated(self, name: str) -> EvaluatedTaskSpec:
+        """The task under a name, in the form of all tasks."""
+        return EvaluatedTaskSpec(
+            name=name,
+            data=ReasoningGymSpec(
+                **self.model_dump(exclude={"size", "answer_tag"}),
+                train_size=0,
+                held_out_size=self.size,
+            ),
+            reward=ReasoningGymRewardSpec(),
+            answer_tag=self.answer_tag,
+        )
+
+
+class RowsTaskSpec(Spec):
+    """Rows of any data, judged by a reward of a recipe."""
+
+    data: DataSpec
+    """Whose held-out rows are asked."""
+    reward: RewardSourceSpec
+    """Who judges: arithmetic, reasoning_gym, or a reward from outside."""
+    num_prompts: int | None = Field(default=None, ge=1)
+    """The first so many rows; None: all."""
+    answer_tag: str | None = Field(default=None, pattern=r"^[A-Za-z]\w*$")
+    """The last <tag>...</tag> of a completion is its answer; None: all of it is."""
+
+
+class EvaluatedTaskSpec(RowsTaskSpec):
+    """A task that is asked."""
+
+    name: str = Field(pattern=TASK_NAME)
+    """Of the task, in tables, files and metrics."""
+
+
+class DrawingSpec(Spec):
+    """How completions are drawn."""
+
+    samples: int = Field(default=1, ge=1, le=4096)
+    """Completions a prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Softmax temperature; 0 takes the likeliest token each time."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the likeliest tokens with this probability together."""
+    top_k: int | None = Field(default=None)
+    """Draw from so many likeliest tokens; None: from all, and the field is not sent."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest completion, in tokens."""
+    seed: int = Field(default=0, ge=0, lt=2**53)
+    """Each completion has a seed of its own, of this one, its task, its prompt and its number."""
+
+
+class AskedSpec(Spec):
+    """Who is asked."""
+
+    url: str
+    """Base URL of an OpenAI endpoint, e.g. "http://127.0.0.1:8000/v1"."""
+    model: str | None = None
+    """Name of the model there; None: the first that it lists."""
+    key_variable: str | None = None
+    """Environment variable that holds its key."""
+    tokenizer: Path | None = None
+    """Folder of the policy's tokenizer: prompts are then rendered here as a run renders them, and
+    sent as token ids to /completions. None: messages are sent to /chat/completions."""
+    concurrency: int = Field(default=32, ge=1, le=4096)
+    """Requests at once."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for one answer, in seconds."""
+
+
+class EvaluationQuestion(Spec):
+    """What `rolemesh.services.evaluation` reads."""
+
+    asked: AskedSpec
+    drawing: DrawingSpec
+    tasks: tuple[EvaluatedTaskSpec, ...] = Field(min_length=1)
+    data_tokenizer: Path | None = None
+    """Folder of the tokenizer that measures rows where their data bounds them; None: that of
+    `asked`."""

@@ -1,0 +1,1 @@
+"""Evaluation of a policy that answers behind a URL: asks it, and scores what it says."""
