@@ -51,7 +51,9 @@ def run(
     bin_folder = python_of(client).parent
     program, *arguments = command
     ours = PROGRAMS / program
-    start = [str(bin_folder / "python"), str(ours)] if ours.exists() else [str(bin_folder / program)]
+    start = (
+        [str(bin_folder / "python"), str(ours)] if ours.exists() else [str(bin_folder / program)]
+    )
     environment = {
         "PATH": f"{bin_folder}:{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1",

@@ -69,6 +69,11 @@ class ServedPolicy:
         kept: dict[str, Any] = self._ask("GET", f"/sessions/{session.session_id}")
         return kept
 
+    def end(self, session: Session, **given: Any) -> dict[str, Any]:
+        """Ends a session; `given` are its rewards. What is kept of it then."""
+        self._ask("POST", f"/sessions/{session.session_id}/end", given)
+        return self.kept(session)
+
     def text(self, tokens: Sequence[int]) -> str:
         """Text of tokens, with the special ones."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
@@ -87,25 +92,17 @@ class ServedPolicy:
             for token, place in zip(tokens, places, strict=True)
         ]
 
-    def check_exact(
-        self,
-        kept: Mapping[str, Any],
-        *,
-        forced: Collection[int] = (),
-        reward: float | None = None,
-    ) -> None:
+    def check_exact(self, kept: Mapping[str, Any], *, forced: Collection[int] = ()) -> None:
         """Holds the branches of a session to its calls, and log-probs to what the model computes.
 
         Args:
             kept: The session.
             forced: Calls that were drawn within a grammar, where a token is at least as probable
                 as without.
-            reward: Of each branch.
         """
         calls, trained = kept["calls"], set()
         assert kept["branches"], "the session has no branch"
         for branch in kept["branches"]:
-            assert branch["reward"] == reward
             tokens = branch["prompt_tokens"] + branch["completion_tokens"]
             mask = [False] * len(branch["prompt_tokens"]) + branch["loss_mask"]
             computed, whole, expected = self.logprobs(tokens), [], []

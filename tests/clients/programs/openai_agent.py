@@ -148,7 +148,10 @@ def side_by_side() -> dict[str, Any]:
             said = await asyncio.gather(*(talk(client, number) for number in range(6)))
             await client.chat.completions.create(
                 model=MODEL,
-                messages=[{"role": "system", "content": "Judge."}, {"role": "user", "content": "?"}],
+                messages=[
+                    {"role": "system", "content": "Judge."},
+                    {"role": "user", "content": "?"},
+                ],
                 max_tokens=4,
                 metadata={"train": "false"},
             )
@@ -195,5 +198,7 @@ def refusals() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    WHAT = {each.__name__: each for each in (turns, tools, streams, choices, side_by_side, refusals)}
+    WHAT = {
+        each.__name__: each for each in (turns, tools, streams, choices, side_by_side, refusals)
+    }
     print(json.dumps(WHAT[sys.argv[1]]()))
