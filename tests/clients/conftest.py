@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from support.served_policy import ServedPolicy, served
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
 from support.client_programs import seen
 from support.served_policy import ServedPolicy
 

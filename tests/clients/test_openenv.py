@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from support.client_programs import seen
 from support.served_policy import ServedPolicy
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from support.client_programs import ENVIRONMENTS, PROGRAMS, run
 from support.served_policy import ServedPolicy
 

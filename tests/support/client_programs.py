@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from support.served_policy import Session
 
 REPOSITORY = Path(__file__).resolve().parents[2]
