@@ -19,7 +19,6 @@ from rolemesh.engine.rollout.requests import drawing_arguments
 from rolemesh.engine.sessions.store import CallRules, Sessions
 from rolemesh.services.endpoint.asked import ASKED, Asked
 
-
 _SEED_BITS = 62
 """Of seeds that the front draws. Completion k of a call has the seed + k, which fits in 63 bits."""
 

@@ -89,6 +89,15 @@ def test_conversations_at_once_do_not_mix(policy: ServedPolicy) -> None:
     policy.check_exact(kept)
 
 
+def test_answers_without_a_seed_are_drawn_apart(policy: ServedPolicy) -> None:
+    saw, kept = asked(policy, "unseeded")
+    # That two of them are equal by luck has a probability of about e to the minus 40.
+    assert len(set(saw["texts"])) == 8
+    # And within one, tokens too: with the same noise at each step it would say the same few.
+    sampled = [call["sampled_tokens"] for call in kept["calls"]]
+    assert sum(len(set(tokens)) for tokens in sampled) > 0.6 * sum(map(len, sampled))
+
+
 def test_refusals_name_what_is_wrong(policy: ServedPolicy) -> None:
     saw, kept = asked(policy, "refusals")
     assert saw["model"] == ["policy", 2048]

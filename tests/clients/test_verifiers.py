@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.client_programs import ENVIRONMENTS, PROGRAMS, run
 from support.served_policy import ServedPolicy
@@ -162,3 +163,37 @@ def test_its_train_client_has_the_branches_of_the_session(
         assert branch["reward"] == theirs[tokens]
     # The null harness says the second turn behind the first one: its tokens are those of it.
     assert harness == "bash" or len(ended["branches"]) == NUM_TASKS
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_log_probs_of_tokens_name_them_as_its_client_checks(
+    policy: ServedPolicy, is_stream: bool
+) -> None:
+    session = policy.open()
+    sampling = {"max_tokens": 4, "logprobs": 1, "seed": 3, "skip_special_tokens": False}
+    answer = httpx.post(
+        f"{session.base_url.removesuffix('/v1')}/inference/v1/generate",
+        json={
+            "model": policy.model,
+            "token_ids": policy.encoded("One, two,"),
+            "sampling_params": sampling,
+            "stream": is_stream,
+        },
+        headers={"authorization": f"Bearer {session.key}"},
+        timeout=60,
+    )
+    assert answer.is_success, answer.text
+    lines = answer.text.splitlines() if is_stream else [f"data: {answer.text}"]
+    parts = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    whole = [json.loads(part) for part in parts if part != "[DONE]"]
+    places = [
+        place
+        for part in whole
+        for choice in part["choices"]
+        for place in (choice.get("logprobs") or {}).get("content") or ()
+    ]
+    (call,) = policy.kept(session)["calls"]
+    assert [place["token_id"] for place in places] == call["sampled_tokens"]
+    named = [entry for place in places for entry in (place, *place["top_logprobs"])]
+    assert all(entry["token"] == f"token_id:{entry['token_id']}" for entry in named)
+    assert [place["logprob"] for place in places] == pytest.approx(call["logprobs"], abs=1e-6)

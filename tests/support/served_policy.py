@@ -79,6 +79,11 @@ class ServedPolicy:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
+    def encoded(self, text: str) -> list[int]:
+        """Tokens of a text, without added ones."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def answer(self, call: Mapping[str, Any]) -> str:
         """Text of what a call sampled, without its end."""
         return self.text(call["sampled_tokens"]).removesuffix("<|im_end|>")

@@ -160,6 +160,19 @@ def side_by_side() -> dict[str, Any]:
     return {"texts": asyncio.run(all_of_them())}
 
 
+def unseeded() -> dict[str, Any]:
+    """The same question four times, and once for four answers, all without a seed."""
+    client = openai.OpenAI()
+    messages: list[Any] = [{"role": "user", "content": "Tell me a story."}]
+    texts = []
+    for number in (1, 1, 1, 1, 4):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, n=number, max_tokens=24, temperature=1
+        )
+        texts += [choice.message.content for choice in answer.choices]
+    return {"texts": texts}
+
+
 def refusals() -> dict[str, Any]:
     """What the SDK makes of refusals, and what needs no messages."""
     client = openai.OpenAI(max_retries=0)
@@ -198,7 +211,5 @@ def refusals() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    WHAT = {
-        each.__name__: each for each in (turns, tools, streams, choices, side_by_side, refusals)
-    }
-    print(json.dumps(WHAT[sys.argv[1]]()))
+    KNOWN = (turns, tools, streams, choices, side_by_side, unseeded, refusals)
+    print(json.dumps({each.__name__: each for each in KNOWN}[sys.argv[1]]()))
