@@ -111,8 +111,8 @@ def test_its_eval_client_asks_the_policy(
     assert len(set(answers.values())) == len(answers)
     rewards = {}
     for branch in kept["branches"]:
-        texts = {answers[number] for number in branch["calls"]}
-        (trace,) = [trace for trace, mine in zip(traces, said, strict=True) if texts <= set(mine)]
+        shown = {answers[number] for number in branch["calls"]}
+        (trace,) = [trace for trace, mine in zip(traces, said, strict=True) if shown <= set(mine)]
         rewards[branch["calls"][-1]] = reward_of(trace)
     lengths = {answers[call["number"]]: len(call["sampled_tokens"]) for call in kept["calls"]}
     for trace, texts in zip(traces, said, strict=True):

@@ -36,7 +36,8 @@ class Server:
 
 def rollout(server: Server, row: dict[str, Any]) -> dict[str, Any]:
     """Plays a row; gives what the verifier answers."""
-    policy, asked = OpenAI(), row["responses_create_params"]
+    asked = row["responses_create_params"]
+    policy: Any = OpenAI()
     server.post("/seed_session", {"start": row.get("start", 0)})
     messages: list[Any] = list(asked["input"])
     # Responses have the function's fields beside the type, chat completions below it.

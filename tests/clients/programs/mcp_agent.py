@@ -43,7 +43,7 @@ def offered(tools: list[Any]) -> list[Any]:
 
 async def play(server: Any) -> dict[str, Any]:
     """Two tools that the policy has to call, and an answer to what they gave."""
-    policy = OpenAI()
+    policy: Any = OpenAI()
     tools = offered((await server.list_tools()).tools)
     messages: list[Any] = [{"role": "user", "content": "What do a plum and a pear cost?"}]
     seen: dict[str, Any] = {"tools": [tool["function"]["name"] for tool in tools]}

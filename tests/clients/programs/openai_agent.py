@@ -33,7 +33,7 @@ QUESTIONS = ("Name a colour.", "Name one more.", "Which of them do you like?")
 
 def turns() -> dict[str, Any]:
     """Three turns, each with the answers before it."""
-    client = openai.OpenAI()
+    client: Any = openai.OpenAI()
     messages: list[Any] = [{"role": "system", "content": "Be short."}]
     seen: dict[str, Any] = {"texts": [], "logprobs": [], "finish_reasons": []}
     for seed, question in enumerate(QUESTIONS):
@@ -51,7 +51,7 @@ def turns() -> dict[str, Any]:
 
 def tools() -> dict[str, Any]:
     """Two calls of a tool, one by its name, and what the model says to the second result."""
-    client = openai.OpenAI()
+    client: Any = openai.OpenAI()
     messages: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
     named = {"type": "function", "function": {"name": "add"}}
     seen: dict[str, Any] = {"calls": [], "finish_reasons": []}
@@ -73,7 +73,7 @@ def tools() -> dict[str, Any]:
 
 def streams() -> dict[str, Any]:
     """A turn chunk by chunk, one by the SDK's helper, and a tool call in pieces."""
-    client = openai.OpenAI()
+    client: Any = openai.OpenAI()
     messages: list[Any] = [{"role": "user", "content": QUESTIONS[0]}]
     text, usage = "", None
     for chunk in client.chat.completions.create(
@@ -115,7 +115,7 @@ def streams() -> dict[str, Any]:
 
 def choices() -> dict[str, Any]:
     """Three answers to one question, and a turn behind the second of them."""
-    client = openai.OpenAI()
+    client: Any = openai.OpenAI()
     messages: list[Any] = [{"role": "user", "content": QUESTIONS[0]}]
     given = client.chat.completions.create(
         model=MODEL, messages=messages, n=3, max_tokens=12, seed=6, logprobs=True, top_logprobs=2
@@ -132,7 +132,7 @@ def choices() -> dict[str, Any]:
 def side_by_side() -> dict[str, Any]:
     """Six conversations of two turns at once, and a judge's call that is not trained on."""
 
-    async def talk(client: openai.AsyncOpenAI, number: int) -> list[str]:
+    async def talk(client: Any, number: int) -> list[str]:
         messages: list[Any] = [{"role": "user", "content": f"Say the number {number}."}]
         said = []
         for seed in range(2):
@@ -162,7 +162,7 @@ def side_by_side() -> dict[str, Any]:
 
 def unseeded() -> dict[str, Any]:
     """The same question four times, and once for four answers, all without a seed."""
-    client = openai.OpenAI()
+    client: Any = openai.OpenAI()
     messages: list[Any] = [{"role": "user", "content": "Tell me a story."}]
     texts = []
     for number in (1, 1, 1, 1, 4):
@@ -175,7 +175,7 @@ def unseeded() -> dict[str, Any]:
 
 def refusals() -> dict[str, Any]:
     """What the SDK makes of refusals, and what needs no messages."""
-    client = openai.OpenAI(max_retries=0)
+    client: Any = openai.OpenAI(max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "?"}]
 
     def refused(ask: Callable[[], Any]) -> list[Any]:

@@ -24,7 +24,7 @@ MODEL = "policy"
 
 def websocket() -> dict[str, Any]:
     """An episode over the websocket: the policy answers each observation."""
-    client = OpenAI()
+    client: Any = OpenAI()
     seen: dict[str, Any] = {"texts": [], "rewards": []}
     with serving(app_of(Letters)) as url, GenericEnvClient(base_url=url).sync() as environment:
         result = environment.reset(seed=1, episode_id="bees")
@@ -44,7 +44,7 @@ def websocket() -> dict[str, Any]:
 
 def mcp() -> dict[str, Any]:
     """An episode over an MCP session: tools are listed, offered to the policy, and called."""
-    client = OpenAI()
+    client: Any = OpenAI()
 
     async def play(url: str) -> dict[str, Any]:
         seen: dict[str, Any] = {"calls": [], "results": []}
@@ -100,7 +100,7 @@ def capture() -> dict[str, Any]:
     try:
         base = f"http://127.0.0.1:{port}"
         opened = httpx.post(f"{base}/sessions", json={"sampling": {"temperature": 1.0}}).json()
-        client = OpenAI(base_url=f"{base}/v1", api_key=opened["session_id"])
+        client: Any = OpenAI(base_url=f"{base}/v1", api_key=opened["session_id"])
         messages: list[Any] = []
         for seed, question in enumerate(("Name a fish.", "And a bird.", "And a tree.")):
             messages.append({"role": "user", "content": question})
