@@ -48,10 +48,11 @@ def evaluated(
     policy: ServedPolicy, out: Path, harness: str, *client: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
     """Runs vf-eval against a session: the traces, what the session kept, and the session."""
-    session = policy.open()
+    # One task after the other, so that each call has the same seed each time.
+    session = policy.open(seed=11)
     run(
         "verifiers",
-        *("vf-eval", "said-twice", "-n", str(NUM_TASKS), "--no-rich", "--no-push"),
+        *("vf-eval", "said-twice", "-n", str(NUM_TASKS), "-c", "1", "--no-rich", "--no-push"),
         *("-o", str(out), "--run.name", harness),
         *("--env.agent.harness.id", harness, "--env.agent.runtime.type", "subprocess"),
         *("-m", policy.model, "--client.base-url", session.base_url),

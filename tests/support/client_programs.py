@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = REPOSITORY / ".venv-clients"
 PROGRAMS = REPOSITORY / "tests" / "clients" / "programs"
 
-PROGRAM_S = 240.0
+PROGRAM_S = 480.0
 
 
 def python_of(client: str) -> Path:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated, Literal
 
 from mcp.server.mcpserver import MCPServer
+from pydantic import Field
+
+Pieces = Annotated[int, Field(ge=0, le=9)]
 
 server = MCPServer("shop")
 
 
 @server.tool()
-def price(fruit: str) -> str:
+def price(fruit: Literal["plum", "pear"]) -> str:
     """The price of a fruit in cents."""
     return f"{fruit} costs {7 * len(fruit)} cents"
 
 
 @server.tool()
-def total(cents: list[int]) -> int:
-    """The sum of prices in cents."""
-    return sum(cents)
+def total(plums: Pieces, pears: Pieces) -> str:
+    """What so many plums and pears cost together."""
+    return f"together {28 * (plums + pears)} cents"
 
 
 if __name__ == "__main__":

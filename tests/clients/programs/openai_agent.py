@@ -14,6 +14,7 @@ from typing import Any
 import openai
 
 MODEL = "policy"
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 ADD = {
     "type": "function",
     "function": {
@@ -22,7 +23,7 @@ ADD = {
         "strict": True,
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "properties": {"a": DIGIT, "b": DIGIT},
             "required": ["a", "b"],
             "additionalProperties": False,
         },

@@ -16,6 +16,8 @@ import httpx
 from openai import OpenAI
 from openenv.core.generic_client import GenericEnvClient
 from openenv.core.harness.capture import CaptureServer, validate_llm
+from openenv.core.harness.capture.upstream import prepare_request
+from openenv.core.harness.capture.validate import check_upstream_response
 from openenv.core.mcp_client import MCPToolClient
 from openenv_games import Letters, Purse, app_of, serving
 
@@ -113,15 +115,29 @@ def capture() -> dict[str, Any]:
         rollout = httpx.get(f"{session}/rollout").json()
     finally:
         proxy.stop()
-    report = validate_llm(os.environ["CHECKED_BASE_URL"], MODEL, api_key=os.environ["CHECKED_KEY"])
+    checked, key = os.environ["CHECKED_BASE_URL"], os.environ["CHECKED_KEY"]
+    answer = httpx.post(
+        f"{checked}/chat/completions",
+        # With all that it adds to a request, neutral values among it.
+        json=prepare_request(
+            {
+                **{"model": MODEL, "messages": [{"role": "user", "content": "Name a bird."}]},
+                **{"max_tokens": 8, "top_p": 0.5, "top_k": 4, "min_p": 0.1},
+                **{"frequency_penalty": 1, "presence_penalty": 1, "repetition_penalty": 2},
+            }
+        ),
+        headers={"authorization": f"Bearer {key}"},
+        timeout=120,
+    ).json()
+    report = validate_llm(checked, MODEL, api_key=key)
     return {
         "opened": opened,
         "entries": entries,
         "rollout": rollout,
+        "problems": [str(finding) for finding in check_upstream_response(answer).findings],
         "report": {
             "capture_level": report.capture_level,
             "rollout_type": report.rollout_type,
-            "findings": report.findings,
             "logprobs_mode": report.logprobs_mode,
             "param_fixes": report.param_fixes,
             "tool_support": report.tool_support,

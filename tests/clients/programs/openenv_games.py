@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,6 +17,7 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, Observation, State
+from pydantic import Field
 
 START_S = 30.0
 
@@ -67,7 +68,7 @@ class Purse(MCPEnvironment):
         server = FastMCP("purse")
 
         @server.tool
-        def put(coins: int) -> str:
+        def put(coins: Annotated[int, Field(ge=1, le=9)]) -> str:
             """Puts coins into the purse."""
             self._coins += 1
             self._last = coins
