@@ -40,6 +40,10 @@ TRACKERS := .venv-trackers
 TRACKERS_INSTALLED := $(TRACKERS)/.installed-$(shell (cat pyproject.toml; pwd) | sha256sum \
 	| cut -c1-16)
 
+CLIENTS := .venv-clients
+CLIENTS_INSTALLED := $(CLIENTS)/.installed-$(shell cat tests/clients/install.sh \
+	tests/clients/requirements/*.txt | sha256sum | cut -c1-16)
+
 # Triton for its interpreter: apart, since it is 700 MB that no run on a CPU needs, and vLLM takes
 # another way where it finds it. The version that goes with our torch, as the lock of GPUs says.
 TRITON := .venv-triton
@@ -61,7 +65,8 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup tools model judge sums quickstart system-packages test test-slow fuzz test-gpu \
-	gpu-minutes gpu-wheels test-kernels test-trackers images sbom audit test-containers format \
+	gpu-minutes gpu-wheels test-kernels test-trackers test-clients images sbom audit \
+	test-containers format \
 	lint type protos protos-check sdk bench bench-peers check check-slow lock \
 	docs dist
 
@@ -106,7 +111,7 @@ system-packages:
 test: system-packages tools ## everything that needs no GPU and is not slow; ARGS='-k name' WORKERS=0
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest \
 		-n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		-m "not slow and not gpu and not containers" $(ARGS)
+		-m "not slow and not gpu and not containers and not clients" $(ARGS)
 
 test-slow: system-packages tools ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not containers" $(ARGS) || [ $$? -eq 5 ]
@@ -158,6 +163,13 @@ $(TRACKERS_INSTALLED):
 test-trackers: $(TRACKERS_INSTALLED) ## the packages of trackers, in an environment of their own
 	$(TRACKERS)/bin/python -m pytest tests/trackers $(ARGS)
 
+$(CLIENTS_INSTALLED):
+	tests/clients/install.sh "$(BASE_PYTHON)" $(CLIENTS)
+	@touch $@
+
+test-clients: model tools $(CLIENTS_INSTALLED) ## other people's clients against our endpoint, unmodified; each in its environment
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+
 images: ## build the containers' images and name them in .env; DEVICE=gpu BUILD_FLAGS='--network=host'
 	deploy/build_images.sh $(or $(DEVICE),cpu) $(BUILD_FLAGS)
 
@@ -195,7 +207,8 @@ lint: tools ## form, rules, import directions, contracts
 
 type: tools ## mypy --strict, and the tests that run nowhere here
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file tests/mypy.ini tests/gpu tests/benchmarks tests/containers
+	$(BIN)/mypy --config-file tests/mypy.ini tests/gpu tests/benchmarks tests/containers \
+		tests/clients
 
 $(GENERATOR_INSTALLED):
 	"$(BASE_PYTHON)" -m venv $(GENERATOR)

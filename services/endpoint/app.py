@@ -16,7 +16,6 @@ from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.scale_out.token_in_token_out.api_router import router as tokens_router
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
@@ -32,6 +31,7 @@ from rolemesh.services.endpoint.chat import SessionChat
 from rolemesh.services.endpoint.client import SamplerClient
 from rolemesh.services.endpoint.guard import UNTRAINED, Guard
 from rolemesh.services.endpoint.parsers import tool_parser_of
+from rolemesh.services.endpoint.tokens import NamedTokens
 
 
 def make_app(
@@ -110,7 +110,7 @@ def make_app(
     state.openai_serving_completion = OpenAIServingCompletion(
         client, models, online_renderer=renderer, request_logger=None
     )
-    state.serving_tokens = ServingTokens(client, models, renderer, request_logger=None)
+    state.serving_tokens = NamedTokens(client, models, renderer, request_logger=None)
     state.serving_tokenization = ServingTokenization(
         models,
         renderer,

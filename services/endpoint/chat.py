@@ -87,6 +87,9 @@ class SessionChat(OpenAIServingChat):  # type: ignore[misc]
         self, request: ChatCompletionRequest, raw_request: Any = None
     ) -> Any:
         """See vLLM; remembers which history the answers make."""
+        if request.return_token_ids and request.return_tokens_as_token_ids is None:
+            # Who asks for ids checks log-probs against them: their tokens are "token_id:7" then.
+            request.return_tokens_as_token_ids = True
         asked = ASKED.get()
         if asked is None or asked.opened is None:
             return await super().create_chat_completion(request, raw_request)

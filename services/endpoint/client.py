@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -18,6 +19,9 @@ from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
 from rolemesh.engine.rollout.requests import drawing_arguments
 from rolemesh.engine.sessions.store import CallRules, Sessions
 from rolemesh.services.endpoint.asked import ASKED, Asked
+
+_SEED_BITS = 62
+"""Of seeds that the front draws. Completion k of a call has the seed + k, which fits in 63 bits."""
 
 
 class SamplerClient(EngineClient):  # type: ignore[misc]
@@ -89,6 +93,11 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
         if asked is not None and opened is not None:
             rules = self._sessions.begin(opened, params.n)
             params = _ruled(params, rules)
+        if params.seed is None:
+            # The engine's own state does not move from step to step: without a seed, all tokens and
+            # all calls would be drawn with the same noise.
+            params = params.clone()
+            params.seed = secrets.randbits(_SEED_BITS)
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

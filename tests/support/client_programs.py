@@ -1,0 +1,89 @@
+"""Programs that use other people's packages, each in the environment of its client.
+
+`make test-clients` makes the environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.served_policy import Session
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = REPOSITORY / ".venv-clients"
+PROGRAMS = REPOSITORY / "tests" / "clients" / "programs"
+
+PROGRAM_S = 480.0
+
+
+def python_of(client: str) -> Path:
+    """The Python of a client's environment; the test is skipped where there is none."""
+    python = ENVIRONMENTS / client / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python} is not there: run `make test-clients`, which makes it")
+    return python
+
+
+def run(
+    client: str,
+    *command: str,
+    session: Session | None = None,
+    variables: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> str:
+    """What a command in a client's environment prints.
+
+    Args:
+        client: Names the environment.
+        command: A program of its bin folder, or of ours with its arguments.
+        session: Given to the program as OpenAI's SDK takes it.
+        variables: More of them.
+        folder: Where it runs.
+    """
+    bin_folder = python_of(client).parent
+    program, *arguments = command
+    ours = PROGRAMS / program
+    start = (
+        [str(bin_folder / "python"), str(ours)] if ours.exists() else [str(bin_folder / program)]
+    )
+    environment = {
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        **{name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+        **_session_variables(session),
+        **(variables or {}),
+    }
+    with tempfile.TemporaryDirectory() as own:
+        made = subprocess.run(
+            [*start, *arguments],
+            cwd=folder or own,
+            env={"HOME": own, "TMPDIR": own, **environment},
+            capture_output=True,
+            text=True,
+            timeout=PROGRAM_S,
+            check=False,
+        )
+    assert made.returncode == 0, f"{command}: {made.stdout[-3000:]}\n{made.stderr[-5000:]}"
+    return made.stdout
+
+
+def seen(client: str, *command: str, **options: Any) -> Any:
+    """The JSON on the last line that a command prints; see `run`."""
+    return json.loads(run(client, *command, **options).strip().rpartition("\n")[2])
+
+
+_PASSED_ON = ("SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "LANG")
+
+
+def _session_variables(session: Session | None) -> dict[str, str]:
+    if session is None:
+        return {}
+    return {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.key}
