@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -120,6 +121,9 @@ class Endpoint:
         host = f"[{spec.host}]" if ":" in spec.host else spec.host
         self.url = app.state.url = f"{scheme}://{host}:{port}"
         self._taking_turns = asyncio.create_task(self._take_turns())
+        # What was loaded stays: the collector must not look at all of it while calls are answered.
+        gc.collect()
+        gc.freeze()
 
     async def _take_turns(self) -> None:
         while True:

@@ -61,6 +61,18 @@ def test_the_same_seed_gives_the_same_tokens_and_another_does_not(served: Served
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_calls_without_a_seed_are_drawn_each_for_itself(served: Served) -> None:
+    """The engine's own random state is put back after each step: it must not draw for them."""
+    answers = [
+        chat(served, seed=None, max_tokens=16, extra_body={"return_token_ids": True})
+        for _ in range(4)
+    ]
+    drawn = [tuple(answer.choices[0].model_extra["token_ids"]) for answer in answers]
+    assert len(set(drawn)) == 4
+    # Nor are a call's tokens drawn with one noise: of a flat distribution, few would be repeated.
+    assert all(len(set(tokens)) > 8 for tokens in drawn)
+
+
 def test_several_completions_of_one_call_differ(served: Served) -> None:
     answer = chat(served, n=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
