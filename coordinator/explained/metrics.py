@@ -50,6 +50,10 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "weight_sync_bytes": "Bytes of new weights that a rollout service took.",
         "weights_sent_bytes": "Of these, bytes that the actor sent straight to its ranks "
         "(`schedule.sampler.weights: nccl`).",
+        "agents/rows": "Rows that trajectories of agents have, one for each branch.",
+        "agents/calls/mean": "Mean number of calls of a trajectory.",
+        "agents/again": "Attempts of trajectories that failed and began again.",
+        "agents/left_out": "Trajectories that were left out, with those of their groups.",
         "selection/groups": "Groups of completions that were judged (`dapo`).",
         "selection/wanted": "Groups whose rewards have a standard deviation above `min_std`.",
         "selection/kept": "Groups that the step trains on.",

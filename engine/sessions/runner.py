@@ -89,6 +89,8 @@ class SessionRunner:
         """
         self.gives_reward = spec.gives_reward
         """Whether trajectories come with rewards."""
+        self.metrics: dict[str, float] = {}
+        """Of the last generation; explained with all others."""
         self._spec = spec
         self._door = door
         self._agent: Agent = make_agent(spec, sandbox, door.url)
@@ -124,7 +126,14 @@ class SessionRunner:
                     raise RuntimeError("the sampler gave a trajectory that nobody asked for")
         finally:
             playing.close()
-        yield from playing.rows(self._spec.on_failure == "drop_group")
+        kept = list(playing.rows(self._spec.on_failure == "drop_group"))
+        self.metrics = {
+            "agents/rows": float(sum(map(len, kept))),
+            "agents/calls/mean": sum(playing.num_calls.values()) / len(playing.num_calls),
+            "agents/again": float(playing.num_again),
+            "agents/left_out": float(len(requests) - len(kept)),
+        }
+        yield from kept
 
     def close(self) -> None:
         """Ends what the agent keeps."""
@@ -217,6 +226,10 @@ class _Playing:
         """Prompt of each row."""
         self._dropped: dict[int, str] = {}
         """Why, by row."""
+        self.num_calls: dict[int, int] = {}
+        """Of trajectories that ended well, by row."""
+        self.num_again = 0
+        """Attempts that failed and were followed by another one."""
 
     def add(self, one: _Trajectory) -> None:
         """Has a trajectory played when its turn has come."""
@@ -265,6 +278,8 @@ class _Playing:
         else:
             try:
                 self._rows[row] = self._runner.episodes(one)
+                assert one.opened is not None
+                self.num_calls[row] = len(one.opened.session.calls)
             except AgentFailedError as error:
                 failure = error
         self._forget(one)
@@ -279,6 +294,7 @@ class _Playing:
         where = f"the {spec.type} agent failed for prompt {one.prompt.prompt_id}, row {row}"
         if spec.on_failure == "retry" and one.attempt < spec.retries:
             logger.warning("%s, and begins again: %s", where, what)
+            self.num_again += 1
             self._waiting.append(
                 _Trajectory(request=one.request, prompt=one.prompt, attempt=one.attempt + 1)
             )

@@ -61,6 +61,7 @@ class World:
         self._compute = ComputeThread()
         self.backend: RolloutBackend
         self.endpoint: Endpoint
+        self.metrics: dict[str, float] = {}
         self.on_compute(self._start)
 
     def _start(self) -> None:
@@ -120,9 +121,11 @@ class World:
             for row, prompt in enumerate(prompts)
         ]
         try:
-            return self.on_compute(
+            played = self.on_compute(
                 lambda: list(runner.run(self.backend, prompts, requests, SAMPLING, alive))
             )
+            self.metrics = runner.metrics
+            return played
         finally:
             runner.close()
             assert len(self.endpoint.sessions) == 0
@@ -142,6 +145,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = World(folder)
     yield world
     world.close()
+
+
+def metrics_of(world: World) -> dict[str, float]:
+    """What the last generation says of itself."""
+    return {name.removeprefix("agents/"): value for name, value in world.metrics.items()}
 
 
 def program(world: World, *words: str, **more: Any) -> ProgramAgentSpec:
@@ -194,6 +202,7 @@ def test_rows_are_what_was_sampled_by_agents_of_each_kind(world: World) -> None:
 def test_a_session_that_went_two_ways_is_two_rows_and_shares_its_first_turn(world: World) -> None:
     trajectories = world.play(function(world, "forks"))
     assert [len(rows) for rows in trajectories] == [2, 2, 2, 2]
+    assert metrics_of(world) == {"rows": 8, "calls/mean": 4, "again": 0, "left_out": 0}
     for left, right in trajectories:
         assert left.prompt_tokens == right.prompt_tokens
         first = left.loss_mask.index(False)
@@ -254,6 +263,7 @@ def test_rows_and_groups_are_left_out_as_declared(world: World) -> None:
     with pytest.raises(EnvironmentFailedError, match="out of order"):
         world.play(function(world, "falls"))
     kept = world.play(function(world, "falls", on_failure="drop_row"))
+    assert metrics_of(world) == {"rows": 2, "calls/mean": 2, "again": 0, "left_out": 2}
     # Prompt 1 fails, both samples of it.
     assert [rows[0].row for rows in kept] == [0, 1]
     assert as_rows(kept) == as_rows(world.play(function(world, "run")))[:2]
@@ -290,6 +300,7 @@ def test_a_trajectory_that_begins_again_is_what_it_would_have_been(world: World)
     with agent_server(falls_once) as url:
         again = world.play(HttpAgentSpec(url=url, on_failure="retry"))
     assert failed == {0, 1}
+    assert metrics_of(world) == {"rows": 4, "calls/mean": 2, "again": 2, "left_out": 0}
     # Nothing of the attempts that failed is among the rows.
     assert as_rows(again) == as_rows(whole)
     with (

@@ -238,7 +238,10 @@ class RolloutServicer(RoleServicer[SamplingRole], rollout_pb2_grpc.RolloutServic
                 return experience_pb2.ExperienceResult(
                     experience=published.whole(batch),
                     report=call.report(
-                        {"weight_sync_bytes": received},
+                        {
+                            "weight_sync_bytes": received,
+                            **({} if agents is None else agents.metrics),
+                        },
                         batch.num_tokens if published.share.counts else 0,
                     ),
                 )
