@@ -251,7 +251,8 @@ class ActorHandle(_TrainedRole):
 
         # Groups, whitening and controllers take the whole batch, in one block.
         needs = (*spec.columns(), "prompt_lengths")
-        reads = experience.select(needs, uses=spec.optional_columns()).whole()
+        uses = (*spec.optional_columns(), *spec.used_columns())
+        reads = experience.select(needs, uses=uses).whole()
         after = () if compared is None else compared.parts
         return self.infer("compute_advantages", call, reads, spec.makes(), after=after)
 

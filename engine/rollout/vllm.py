@@ -283,7 +283,7 @@ class VllmBackend(VllmSampling):
 
     def _forget_keys(self, whose: str) -> None:
         """Empties the cache of keys and values, of requests that run, too."""
-        puts_back = bool(self._scheduled)
+        puts_back = self._is_generating or self._has_calls
         if not self.engine.reset_prefix_cache(reset_running_requests=puts_back):
             raise RuntimeError(f"vLLM kept keys and values {whose}: its cache is in use")
 
@@ -321,7 +321,7 @@ class VllmBackend(VllmSampling):
             raise RuntimeError("sleep came during a generation: finish or close it first")
         # vLLM empties torch's cache: what others had left there is not of its own freeing.
         give_back_memory(self._device)
-        if self._scheduled:
+        if self._has_calls:
             # Calls of an endpoint begin again from all their tokens so far.
             self._forget_keys("of an engine that falls asleep")
         before = free_bytes(self._device)

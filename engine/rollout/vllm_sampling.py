@@ -120,6 +120,11 @@ class VllmSampling(RolloutBackend):
         finally:
             self._is_generating = False
 
+    @property
+    def _has_calls(self) -> bool:
+        """Whether calls of an endpoint are in the engine, also between two turns."""
+        return self.endpoint_calls is not None and bool(self._scheduled)
+
     def _attend_to_calls(self) -> None:
         if self.endpoint_calls is not None:
             self.endpoint_calls.attend(self.engine, lora_request=self._lora_request)

@@ -43,6 +43,10 @@ class EstimatorPartSpec(PartSpec):
     def makes(self) -> tuple[str, ...]:
         """Columns that it gives."""
 
+    def used_columns(self) -> tuple[str, ...]:
+        """Columns that change what it gives; each is read where the batch has it."""
+        return ()
+
     def optional_columns(self) -> tuple[str, ...]:
         """Columns that it also reads where the batch has all of them, e.g. for metrics."""
         return ()

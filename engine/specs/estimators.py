@@ -174,9 +174,9 @@ class GroupEstimatorSpec(ShapedRewardSpec):
         """Those of rewards, and which rows form a group."""
         return (*super().columns(), "prompt_ids")
 
-    def optional_columns(self) -> tuple[str, ...]:
+    def used_columns(self) -> tuple[str, ...]:
         """Which rows of a prompt are of one trajectory."""
-        return (*super().optional_columns(), "sample_indexes")
+        return ("sample_indexes",)
 
 
 class GrpoSpec(GroupEstimatorSpec):

@@ -64,7 +64,7 @@ def make_app(
         except OSError as error:
             raise ValueError(f"endpoint.chat_template cannot be read: {error}") from error
     parser = tool_parser_of(spec, engine)
-    models = OpenAIServingModels(
+    models = _Models(
         engine_client=client,
         base_model_paths=[
             BaseModelPath(name=name, model_path=str(engine.model_config.model))
@@ -126,6 +126,15 @@ def make_app(
     app.exception_handler(SessionError)(_session_problem)
     app.add_middleware(Guard, sessions=sessions, key=key, max_body_bytes=spec.max_body_bytes)
     return app
+
+
+class _Models(OpenAIServingModels):  # type: ignore[misc]
+    """The policy under two names, of which one is shown: the other says how it is asked."""
+
+    async def show_available_models(self) -> Any:
+        shown = await super().show_available_models()
+        shown.data = [card for card in shown.data if not card.id.endswith(UNTRAINED)]
+        return shown
 
 
 async def _health() -> dict[str, str]:

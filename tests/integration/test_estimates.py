@@ -176,6 +176,28 @@ async def test_kl_is_reported_where_both_logprobs_are_there(mesh: Mesh) -> None:
     assert reported.report.metrics["kl/mean"] == pytest.approx(1.0)
 
 
+async def test_branches_of_a_trajectory_are_read_and_count_once(mesh: Mesh) -> None:
+    batch = make_batch()
+    apart = await mesh.estimate(mesh.publish(batch), "rloo", sequence=1)
+    prompts = batch["prompt_ids"].values.tolist()
+    # The first two rows of the first prompt are one trajectory; all others stand for themselves.
+    of_first = [row for row, prompt in enumerate(prompts) if prompt == prompts[0]]
+    indexes = list(range(len(prompts)))
+    indexes[of_first[1]] = indexes[of_first[0]]
+    branches = batch | Experience({"sample_indexes": row(indexes, torch.int64)})
+    together = await mesh.estimate(mesh.publish(branches), "rloo", sequence=2)
+    both = [
+        [
+            float(tokens[0])
+            for tokens in (await mesh.pull(one.experience, ["advantages"]))["advantages"].rows()
+        ]
+        for one in (apart, together)
+    ]
+    changed = [place for place, (a, b) in enumerate(zip(*both, strict=True)) if a != b]
+    assert changed
+    assert set(changed) <= set(of_first)
+
+
 async def test_remax_pulls_its_baseline(mesh: Mesh) -> None:
     baseline = Experience(
         {"rewards": row([0.5, 0.25, 1.0]), "prompt_ids": row([8, 5, 6], torch.int64)}

@@ -341,7 +341,7 @@ def test_the_best_that_the_host_has_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(f"{host}.landlock_abi", lambda: SCOPES_ABI)
     roots = (Path("rewards"),)
     assert find_sandbox("require", roots) == Sandbox(
-        kind="bubblewrap", program="/bin/bwrap", code_roots=roots
+        kind="bubblewrap", program="/bin/bwrap", abi=SCOPES_ABI, code_roots=roots
     )
     monkeypatch.setattr(f"{host}.why_not", lambda program: "no namespaces")
     assert find_sandbox("require") == Sandbox(kind="landlock", abi=SCOPES_ABI)

@@ -154,6 +154,7 @@ class SamplerRole(SamplingRole, Role):
             tokenizer=AsciiTokenizer(),
             run_seed=run_seed,
             episodes=None,
+            agents=None,
         )
         return InitializeResult()
 

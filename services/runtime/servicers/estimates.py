@@ -157,6 +157,14 @@ def _columns_of(spec: PartSpec, ref: experience_pb2.ExperienceRef) -> list[str]:
     And always which rows are judged, where the batch says so.
     """
     there = names_of(ref)
-    optional = spec.optional_columns() if isinstance(spec, EstimatorPartSpec) else ()
-    read = (*spec.columns(), *(optional if set(optional) <= set(there) else ()))
+    optional, used = (
+        (spec.optional_columns(), spec.used_columns())
+        if isinstance(spec, EstimatorPartSpec)
+        else ((), ())
+    )
+    read = (
+        *spec.columns(),
+        *(optional if set(optional) <= set(there) else ()),
+        *(name for name in used if name in there),
+    )
     return list(dict.fromkeys((*read, *((IS_JUDGED,) if IS_JUDGED in there else ()))))

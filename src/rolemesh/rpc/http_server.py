@@ -50,7 +50,7 @@ async def serve_app(
     certificate: Path | None = None,
     check_address: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
-    max_connections: int = MAX_CONNECTIONS,
+    max_connections: int | None = None,
     stuck_reader_s: float = STUCK_READER_S,
     head_s: float = REQUEST_HEAD_S,
 ) -> tuple[HttpServer, int]:
@@ -64,7 +64,7 @@ async def serve_app(
         check_address: Is given the IP address of the host, and raises ValueError where it may not
             be bound; None: any may be.
         on_stop: Called when the server stops, to end answers that would go on.
-        max_connections: Connections at once; more are refused.
+        max_connections: Connections at once; more are refused. None: MAX_CONNECTIONS.
         stuck_reader_s: A connection whose other end reads nothing for this long is closed.
         head_s: A connection on which no whole head of a request has come for so long is closed.
 
@@ -84,7 +84,7 @@ async def serve_app(
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=max_connections,
+        limit_concurrency=MAX_CONNECTIONS if max_connections is None else max_connections,
         timeout_graceful_shutdown=int(STOP_S),
     )
     config.load()
