@@ -81,6 +81,10 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.sessions.results.AgentFailedError": "ENVIRONMENT_FAILED",
         "rolemesh.engine.sessions.session.SessionError": "ENVIRONMENT_FAILED",
         "rolemesh.engine.sessions.store.SessionLimitError": "ENVIRONMENT_FAILED",
+        # Of a command that evaluates by itself, and of no call of a service.
+        "rolemesh.engine.evaluation.asking.EndpointGoneError": "SAMPLER_UNAVAILABLE",
+        "rolemesh.engine.evaluation.asking.UnansweredError": "SAMPLER_REFUSED",
+        "rolemesh.services.evaluation.judging.UnscoredError": "REWARD_FAILED",
         "rolemesh.engine.rewards.sources.RewardInvalidError": "REWARD_INVALID",
         "rolemesh.engine.transport.rendezvous.OfferInvalidError": "TRANSPORT_MISMATCH",
         "rolemesh.engine.transport.selection.TransportUnavailableError": "TRANSPORT_UNAVAILABLE",
