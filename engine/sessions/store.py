@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from rolemesh.engine.seeds import derive_seed
@@ -28,7 +28,9 @@ class SessionRules:
     """How tokens are drawn, so that a trainer can recompute their log-probs, and the longest
     completion of one call. None: as each call asks."""
     seed: int | None = None
-    """Call n has derive_seed(seed, n), unless it brings a seed. None: as each call asks."""
+    """Call n has derive_seed(seed, n): where there is `sampling`, whatever seed it asks for, or all
+    samples of an agent that asks for one and the same would be alike; else unless it brings one.
+    None: as each call asks."""
     max_calls: int | None = None
     """Calls, at most."""
     max_sampled_tokens: int | None = None
@@ -52,7 +54,6 @@ class OpenSession:
     """Calls that have begun and not ended."""
     num_sampled: int = 0
     """Tokens that were sampled."""
-    ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def session_id(self) -> str:
@@ -227,7 +228,6 @@ class Sessions:
             opened.session.set_rewards(call_rewards or {})
             opened.reward = reward
             opened.state = "ended"
-        opened.ended.set()
 
     def forget(self, opened: OpenSession) -> None:
         """Drops a session, whatever its state; no call of it is kept any more."""
@@ -237,7 +237,6 @@ class Sessions:
             del self._by_key[opened.key]
             self._num_bytes -= SESSION_BYTES + opened.session.num_bytes
             opened.state = "ended"
-        opened.ended.set()
 
     def _make_room(self, most_sessions: int) -> None:
         while len(self._by_id) > most_sessions or self._num_bytes >= self._max_bytes:

@@ -277,7 +277,7 @@ def _ruled(params: Any, rules: CallRules) -> Any:
         drawing = {"top_p": 1.0, "top_k": 0, **drawing_arguments(rules.sampling)}
         for name, value in drawing.items():
             setattr(ruled, name, value)
-    if ruled.seed is None:
+    if ruled.seed is None or (rules.sampling is not None and rules.seed is not None):
         ruled.seed = rules.seed
     if rules.max_new_tokens is not None:
         most = rules.max_new_tokens

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_SAMPLING = frozenset(
+_DRAWING = frozenset(
     {
-        "model",
         "max_tokens",
         "n",
         "seed",
@@ -17,9 +16,6 @@ _SAMPLING = frozenset(
         "top_p",
         "top_k",
         "min_p",
-        "stream",
-        "stream_options",
-        "user",
         "logprobs",
         "presence_penalty",
         "frequency_penalty",
@@ -33,19 +29,27 @@ _SAMPLING = frozenset(
         "spaces_between_special_tokens",
         "allowed_token_ids",
         "bad_words",
-        "response_format",
         "structured_outputs",
-        "request_id",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "add_special_tokens",
-        "cache_salt",
-        "session_id",
-        "metadata",
         "prompt_logprobs",
         "logprob_token_ids",
     }
 )
+"""By what a completion is drawn, and what is said of it, on every route that samples."""
+
+_SAMPLING = _DRAWING | {
+    "model",
+    "stream",
+    "stream_options",
+    "user",
+    "response_format",
+    "request_id",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "add_special_tokens",
+    "cache_salt",
+    "session_id",
+    "metadata",
+}
 
 _RENDERING = frozenset(
     {
@@ -59,38 +63,12 @@ _RENDERING = frozenset(
     }
 )
 
-_PARAMETERS = frozenset(
-    {
-        "max_tokens",
-        "n",
-        "seed",
-        "stop",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "logprobs",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "stop_token_ids",
-        "min_tokens",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "allowed_token_ids",
-        "bad_words",
-        "structured_outputs",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "detokenize",
-        "thinking_token_budget",
-        # Some clients say from where on they want to know of experts, whatever the model.
-        "routed_experts_prompt_start",
-    }
-)
+_PARAMETERS = _DRAWING | {
+    "detokenize",
+    "thinking_token_budget",
+    # Some clients say from where on they want to know of experts, whatever the model.
+    "routed_experts_prompt_start",
+}
 """Of `sampling_params`, where tokens go in and out."""
 
 _INNER: Mapping[str, frozenset[str]] = {

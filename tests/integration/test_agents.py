@@ -197,6 +197,9 @@ def test_rows_are_what_was_sampled_by_agents_of_each_kind(world: World) -> None:
             torch.tensor(row.logprobs)[sampled], wanted[:, 0][sampled], atol=LOGPROB, rtol=0
         )
         assert not torch.tensor(row.logprobs)[~sampled].any()
+    # The agent asks for a low temperature and one seed: the run's own count.
+    drawn = [tuple(row.completion_tokens) for (row,) in by_program]
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_a_session_that_went_two_ways_is_two_rows_and_shares_its_first_turn(world: World) -> None:

@@ -23,10 +23,13 @@ from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.outside_rows import reward_rows
 from support.services import serving
 
+from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.sandbox.bubblewrap import bubblewrap, why_not
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
-from rolemesh.engine.sandbox.landlock import SCOPES_ABI, landlock_abi
-from rolemesh.engine.specs import PythonRewardSpec
+from rolemesh.engine.sandbox.landlock import PORTS_ABI, SCOPES_ABI, landlock_abi
+from rolemesh.engine.sessions.programs import run_program
+from rolemesh.engine.sessions.results import AgentWork
+from rolemesh.engine.specs import ProgramAgentSpec, PythonRewardSpec
 from rolemesh.services.reward.outside.base import Judgement
 from rolemesh.services.reward.outside.functions.reward import FunctionReward
 from rolemesh.services.runtime.service_server import ServiceStartError
@@ -377,3 +380,57 @@ def test_a_program_that_makes_no_namespaces_is_no_sandbox(tmp_path: Path) -> Non
     program.chmod(0o755)
     assert why_not(str(program)) == "bwrap: No permissions to create namespace"
     assert "No such file" in why_not(str(tmp_path / "none"))
+
+
+# --- single ports -------------------------------------------------------------------------
+
+PORTS = """
+import socket, sys
+
+def reached(kind, place):
+    try:
+        with socket.socket(socket.AF_INET, kind) as own:
+            own.settimeout(2)
+            own.connect(place)
+        return "reached"
+    except PermissionError:
+        return "closed"
+    except OSError as error:
+        return type(error).__name__
+
+open_port, other = map(int, sys.argv[1:])
+print(*(reached(socket.SOCK_STREAM, ("127.0.0.1", port)) for port in (open_port, other)),
+      reached(socket.SOCK_DGRAM, ("127.0.0.1", open_port)),
+      reached(socket.SOCK_STREAM, ("192.0.2.1", 80)))
+"""
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_program_reaches_the_port_that_it_is_given(tmp_path: Path, network: bool) -> None:
+    sandbox = find_sandbox("auto")
+    if not sandbox.is_there or sandbox.abi < PORTS_ABI:
+        pytest.skip(f"the sandbox here, {sandbox}, opens no single ports")
+    script = tmp_path / "ports.py"
+    script.write_text(PORTS)
+    prompt = Prompt(prompt_id=0, text="", tokens=[1], answer="", metadata="{}")
+    work = AgentWork(
+        prompt=prompt, base_url="http://x/v1", session_url="http://x", api_key="k", model="m"
+    )
+    with (
+        socket.create_server(("127.0.0.1", 0)) as given,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        ports = [one.getsockname()[1] for one in (given, other)]
+        command = ("python", str(script), *map(str, ports))
+        spec = ProgramAgentSpec(command=command, network=network)
+        said = run_program(spec, sandbox, ports[0], work, threading.Event()).split()
+    if network:
+        assert said[:3] == ["reached", "reached", "reached"]
+    else:
+        assert said == ["reached", "closed", "closed", "closed"]
+
+
+def test_a_kernel_without_ports_is_told(tmp_path: Path) -> None:
+    sandbox = Sandbox(kind="landlock", abi=PORTS_ABI - 1)
+    with pytest.raises(ValueError, match=r"Linux 6\.7: set network to true"):
+        sandbox.show("mine.py:run", (), network=False, ports=(8000,))
