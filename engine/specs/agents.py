@@ -36,7 +36,23 @@ class AgentLimits(Spec):
     """Whether the agent gives the reward. False: the reward role judges what was said."""
 
 
-class ProgramAgentSpec(AgentLimits):
+class ConfinedAgentLimits(AgentLimits):
+    """What holds besides for code of yours that the service runs, within a sandbox."""
+
+    memory_mib: int | None = Field(default=4096, ge=64)
+    """Address space of each process; None: no bound."""
+    max_output_bytes: int = Field(default=1 << 20, ge=1)
+    """What one trajectory may print; more ends its process."""
+    variables: Annotated[tuple[VariableName, ...], Names("variable")] = ()
+    """Further environment variables of the service that it sees, where its owner grants that."""
+    readable: tuple[Path, ...] = ()
+    """Files and folders of the service's host that it may read, where its owner grants that."""
+    network: Annotated[bool, Names("network")] = False
+    """Whether it may open connections to more than the endpoint, where the service's owner grants
+    that."""
+
+
+class ProgramAgentSpec(ConfinedAgentLimits):
     """A program, in a process of its own for each trajectory, within a sandbox.
 
     It finds in its environment OPENAI_BASE_URL, OPENAI_API_KEY, ROLEMESH_SESSION (a URL, to which
@@ -49,20 +65,9 @@ class ProgramAgentSpec(AgentLimits):
     command: Annotated[tuple[str, ...], Field(min_length=1), Names("command")]
     """Program and arguments. "python" is the interpreter of the service. What of them is a file
     must lie in a folder of code that the service's owner has granted."""
-    memory_mib: int | None = Field(default=4096, ge=64)
-    """Address space of each process; None: no bound."""
-    max_output_bytes: int = Field(default=1 << 20, ge=1)
-    """What it may print; more ends it."""
-    variables: Annotated[tuple[VariableName, ...], Names("variable")] = ()
-    """Further environment variables of the service that it sees, where its owner grants that."""
-    readable: tuple[Path, ...] = ()
-    """Files and folders of the service's host that it may read, where its owner grants that."""
-    network: Annotated[bool, Names("network")] = False
-    """Whether it may open connections to more than the endpoint, where the service's owner grants
-    that."""
 
 
-class PythonAgentSpec(AgentLimits):
+class PythonAgentSpec(ConfinedAgentLimits):
     """A function of yours, `async def run(task, client)`: many run in one process.
 
     `task` is the row of the data as a dict, and `client` an AsyncOpenAI of this trajectory's
@@ -74,17 +79,6 @@ class PythonAgentSpec(AgentLimits):
     run: Annotated[str, Names("code")]
     """The function: "path/to/file.py:name" or "module:name", as the service's process finds it,
     where its owner grants that."""
-    memory_mib: int | None = Field(default=4096, ge=64)
-    """Address space of the process; None: no bound."""
-    max_output_bytes: int = Field(default=1 << 20, ge=1)
-    """What one call may print; more ends it."""
-    variables: Annotated[tuple[VariableName, ...], Names("variable")] = ()
-    """Further environment variables of the service that it sees, where its owner grants that."""
-    readable: tuple[Path, ...] = ()
-    """Files and folders of the service's host that it may read, where its owner grants that."""
-    network: Annotated[bool, Names("network")] = False
-    """Whether it may open connections to more than the endpoint, where the service's owner grants
-    that."""
 
 
 class HttpAgentSpec(AgentLimits):
