@@ -82,6 +82,15 @@ def test_what_no_recipe_needs_is_refused_in_words(text: str, says: str) -> None:
     assert says in refusal(text)
 
 
+def test_dates_are_read_as_dates_whatever_other_libraries_do_to_yaml(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As lm-format-enforcer does, which vLLM imports for the first call with a form.
+    known = yaml.SafeLoader.yaml_constructors
+    monkeypatch.setitem(known, "tag:yaml.org,2002:timestamp", known["tag:yaml.org,2002:str"])
+    assert "a value is not what it says" in refusal("run: 2020-13-45")
+
+
 def test_a_file_is_read_up_to_the_limit_and_no_further(tmp_path: Path) -> None:
     path = tmp_path / "huge.yaml"
     with path.open("w") as file:
