@@ -233,6 +233,11 @@ def _packed(name: str, values: Sequence[float]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=COLUMNS[name].dtype))
 
 
+def without_rows(*, has_rewards: bool) -> Experience:
+    """The columns of a sampled batch of which another rank has all rows."""
+    return _assemble([], has_rewards=has_rewards)
+
+
 def _assemble(rows: Sequence[_Row], *, has_rewards: bool) -> Experience:
     names = (*ROLLOUT_COLUMNS, ENVIRONMENT_REWARDS) if has_rewards else ROLLOUT_COLUMNS
     return Experience.of_rows({name: [row[name] for row in rows] for name in names})

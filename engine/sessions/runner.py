@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import EnvironmentFailedError
-from rolemesh.engine.rollout.base import RolloutBackend, generated
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import Episode
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sandbox.host import Sandbox
@@ -24,9 +24,6 @@ from rolemesh.engine.sessions.store import OpenSession, SessionRules, Sessions
 from rolemesh.engine.specs import AgentSpec, SamplingSpec
 
 logger = logging.getLogger(__name__)
-
-IDLE_S = 0.05
-"""How long the sampler waits for a call or an end where it has nothing to do."""
 
 
 class SessionDoor(Protocol):
@@ -121,9 +118,7 @@ class SessionRunner:
         for request, prompt in zip(requests, prompts, strict=True):
             playing.add(_Trajectory(request=request, prompt=prompt))
         try:
-            with generated(backend, (), sampling, playing) as trajectories:
-                for _ in trajectories:
-                    raise RuntimeError("the sampler gave a trajectory that nobody asked for")
+            backend.serve(playing.go_on, anew=True)
         finally:
             playing.close()
         kept = list(playing.rows(self._spec.on_failure == "drop_group"))
@@ -197,10 +192,10 @@ class SessionRunner:
 
 
 class _Playing:
-    """The trajectories of one generation: the back end's later requests, of which there are none.
+    """The trajectories of one generation, whose calls come through the endpoint.
 
-    Their calls come through the endpoint. Owned by the compute thread, but for the agents' threads,
-    which put what became of a trajectory into a queue.
+    Owned by the compute thread, but for the agents' threads, which put what became of a trajectory
+    into a queue.
     """
 
     def __init__(
@@ -217,7 +212,7 @@ class _Playing:
         calls = backend.endpoint_calls
         if calls is None:
             raise RuntimeError(f"{type(backend).__name__} has no endpoint for agents")
-        self._has_come = calls.has_come
+        self._calls = calls
         self._waiting: deque[_Trajectory] = deque()
         self._running: dict[int, _Trajectory] = {}
         self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
@@ -236,12 +231,11 @@ class _Playing:
         self._waiting.append(one)
         self._prompts[one.request.row] = one.prompt.prompt_id
 
-    def take(self, *, is_idle: bool) -> Sequence[RolloutRequest] | None:
-        """See `LaterRequests`: it never gives any, and None when all trajectories have ended."""
+    def go_on(self) -> bool:
+        """Hears what has ended, and begins what waits; False when all trajectories have ended."""
         self._start()
-        if is_idle and self._ends.empty():
-            self._has_come.wait(IDLE_S)
-        self._has_come.clear()
+        if self._ends.empty():
+            self._calls.wait()
         while True:
             try:
                 end = self._ends.get_nowait()
@@ -250,7 +244,7 @@ class _Playing:
             self._hear(end)
         self._start()
         self._alive(len(self._rows) + len(self._dropped))
-        return () if self._running or self._waiting else None
+        return bool(self._running or self._waiting)
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._spec.at_once:
@@ -265,7 +259,7 @@ class _Playing:
             self._ends.put(_End(one, self._runner.play(one, self._sampling)))
         except BaseException as error:  # a user's code raises what it likes
             self._ends.put(_End(one, error))
-        self._has_come.set()
+        self._calls.has_come.set()
 
     def _hear(self, end: _End) -> None:
         one, row = end.trajectory, end.trajectory.request.row

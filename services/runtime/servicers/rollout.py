@@ -137,6 +137,9 @@ class SamplingRole(ABC):
     Invariant: before a completion is sampled, `bring_weights` has seen to its weights.
     """
 
+    has_agents = False
+    """Whether rows are played by agents, on rank 0."""
+
     @property
     @abstractmethod
     def backend(self) -> RolloutBackend:
@@ -213,7 +216,9 @@ class RolloutServicer(RoleServicer[SamplingRole], rollout_pb2_grpc.RolloutServic
                 received = await call.compute(self._role.bring_weights)
             prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * asked.count)
             agents = self._role.source.agents
-            if agents is not None and request.block_rows:
+            if self._role.has_agents:
+                prompts = self._runtime.share_of_face(asked.count)
+            if self._role.has_agents and request.block_rows:
                 raise InvalidRequestError(
                     f"block_rows is {request.block_rows}, but rows are played by agents, which "
                     "make any number of them: leave schedule.sampler.block_rows out",
