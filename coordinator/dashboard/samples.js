@@ -109,7 +109,7 @@ export class Samples {
       ["version", count(sample.policy_version)], ["tokens", count(sample.token_ids.length)],
       ["mean log-prob", own.length ? number(mean) : "\u2013"],
       ...(session ? [["session", `prompt ${session.prompt_id}, sample ${count(session.sample_index)}`]] : []),
-      ...(branchName(sample) ? [["row of it", branchName(sample)]] : []),
+      ...(branchName(sample) ? [["branch", branchName(sample).replace("branch ", "")]] : []),
       ...(session?.attempts > 1 ? [["attempts", count(session.attempts)]] : []),
       ...Object.entries(sample.reward_parts ?? {}).map(([name, value]) => [name, number(value)]),
     ];

@@ -111,7 +111,15 @@ def test_agents_that_are_killed_begin_again_and_nothing_is_trained_twice(
     sessions = [one.session for one in read_samples(run.out)]
     assert sessions
     assert all(one is not None and one["log"] for one in sessions)
-    assert learnt(run.out) == learnt(out)
+    assert but_for_attempts(learnt(run.out)) == but_for_attempts(learnt(out))
     assert written(run.out) == written(out)
     summary = json.loads((run.out / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("succeeded", STEPS)
+
+
+def but_for_attempts(records: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Without how often agents began again, which is what the kills change."""
+    return [
+        {name: value for name, value in record.items() if name != "agents/again"}
+        for record in records
+    ]
