@@ -36,6 +36,7 @@ from rolemesh.engine.specs import (
 )
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError, UnsupportedError
+from rolemesh.rpc.notes import bounded
 from rolemesh.rpc.references import merge_parts, shards_of
 from rolemesh.services.runtime.calls.role import ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime, Share
@@ -240,15 +241,16 @@ class RolloutServicer(RoleServicer[SamplingRole], rollout_pb2_grpc.RolloutServic
                     block_rows=request.block_rows if published.share.counts else 0,
                     on_block=published.add,
                 )
+                report = call.report(
+                    {
+                        "weight_sync_bytes": received,
+                        **({} if agents is None else agents.metrics),
+                    },
+                    batch.num_tokens if published.share.counts else 0,
+                )
+                report.notes.extend(bounded(() if agents is None else agents.notes))
                 return experience_pb2.ExperienceResult(
-                    experience=published.whole(batch),
-                    report=call.report(
-                        {
-                            "weight_sync_bytes": received,
-                            **({} if agents is None else agents.metrics),
-                        },
-                        batch.num_tokens if published.share.counts else 0,
-                    ),
+                    experience=published.whole(batch), report=report
                 )
             except BaseException:
                 # A repeat samples anew, and no call would ever release these.
