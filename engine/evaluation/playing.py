@@ -21,9 +21,11 @@ from rolemesh.engine.evaluation.asking import (
     seed_of,
 )
 from rolemesh.engine.evaluation.tasks import EvaluatedRow
+from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.outgoing_http import outgoing_client
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.sessions.agents import make_agent
+from rolemesh.engine.sessions.logs import AgentLog
 from rolemesh.engine.sessions.results import AgentFailedError, AgentResult, AgentWork
 from rolemesh.engine.specs import AgentSpec
 from rolemesh.engine.specs.evaluation import AskedSpec, DrawingSpec
@@ -32,6 +34,9 @@ from rolemesh.engine.specs.urls import masked_url
 SETTLE_TRIES = 20
 SETTLE_S = 0.25
 """A call of an agent that has ended may end a moment later; so often it is looked again."""
+
+LAST_CHARACTERS = 400
+"""Of an agent's log stand in why a row has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,7 @@ class Player:
             seed = seed_of(self._drawing, task, row, sample)
             opened = await self._told("POST", "", self._opening(seed))
             place = f"/{opened['session_id']}"
-            stopped = threading.Event()
+            stopped, log = threading.Event(), AgentLog()
             try:
                 work = AgentWork(
                     prompt=_prompt_of(row, number, prompt),
@@ -118,12 +123,15 @@ class Player:
                     session_url=opened["base_url"].removesuffix("/v1"),
                     api_key=opened["key"],
                     model=self._model,
+                    log=log,
                 )
                 loop = asyncio.get_running_loop()
                 result = await loop.run_in_executor(self._threads, self._agent.run, work, stopped)
                 return self._played(await self._ended(place, result))
             except AgentFailedError as error:
-                raise UnansweredError(f"the agent failed: {error}") from error
+                last = log.text().rstrip()[-LAST_CHARACTERS:]
+                told = f". Its log ends: {on_one_line(last)}" if last else ""
+                raise UnansweredError(f"the agent failed: {error}{told}") from error
             finally:
                 stopped.set()
                 await self._client.delete(f"{self._root}/sessions{place}")

@@ -90,7 +90,7 @@ def test_an_agent_that_fails_or_gives_no_reward_leaves_a_row_unscored(
     for agent, why in (
         ({"type": "python_agent", "run": f"{agents}:unrewarded"}, "no reward"),
         ({"type": "python_agent", "run": f"{agents}:silent"}, "made no call"),
-        ({"type": "program", "command": ["python", str(agents), "exit"]}, "exit code 3"),
+        ({"type": "program", "command": ["python", str(agents), "exit"]}, "what went wrong"),
     ):
         rows = scored(question(served, tmp_path, agent, samples=1))
         assert [one["score"] for one in rows] == [None] * 3

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from support.fake_roles import fake_recipe
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import EndpointSpec
+from rolemesh.engine.specs.evaluation import RowsTaskSpec
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -174,6 +176,38 @@ def test_held_out_is_the_runs_data_with_its_reward() -> None:
     assert task.data == recipe.actor.data
     assert task.reward == recipe.reward.source
     assert task.num_prompts == recipe.run.evaluation.num_prompts
+
+
+def test_held_out_rows_of_agents_are_played_by_them() -> None:
+    agent = {"type": "program", "command": ["python", "mine.py"], "max_turns": 3}
+    change = {
+        "actor__endpoint": {},
+        "actor__rollout": {"type": "vllm"},
+        "reward__source": {"type": "environment"},
+    }
+    recipe = loaded(actor__environment=agent, **change)
+    (task,) = tasks_of(["held_out"], recipe)
+    assert task.agent == recipe.actor.environment
+    assert (task.reward, task.answer_tag) == (None, None)
+    silent = loaded(
+        actor__environment={**agent, "gives_reward": False},
+        **{**change, "reward__source": {"type": "arithmetic"}},
+    )
+    with pytest.raises(RecipeError, match="its agent gives no reward"):
+        tasks_of(["held_out"], silent)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "reward is left out: give it, or agent"),
+        ({"agent": {"type": "program", "command": ["a"]}, "reward": {"type": "arithmetic"}}, "bes"),
+        ({"agent": {"type": "program", "command": ["a"], "gives_reward": False}}, "nothing else"),
+    ],
+)
+def test_a_task_has_one_judge(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        RowsTaskSpec.model_validate({"data": {"type": "jsonl", "path": "a"}, **given})
 
 
 def test_a_suite_has_gym_tasks_and_rows(tmp_path: Path) -> None:
