@@ -60,6 +60,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "builtins.FileExistsError": "PATH_INVALID",
         "builtins.PermissionError": "PATH_INVALID",
         "builtins.ValueError": "VALUE_INVALID",
+        "rolemesh.engine.rollout.endpoint_wire.WireError": "VALUE_INVALID",
     },
     grpc.StatusCode.FAILED_PRECONDITION: {
         "rolemesh.engine.rollout.model_folder.WeightsStaleError": "WEIGHTS_STALE",
