@@ -127,14 +127,14 @@ async def play(request: Request) -> JSONResponse:
 
 
 def print_rows(taskset: str, most: int) -> None:
-    """Rows for the run's data: what is asked, and which example it is."""
+    """Rows for the run's data: which example of the taskset, and what it asks, to be read."""
     rollouts = Rollouts(taskset)
     for idx in range(most):
         try:
-            prompt = rollouts.example(idx).data.prompt_text
+            asked = rollouts.example(idx).data.prompt_text
         except RolloutFailedError:
             break
-        print(json.dumps({"prompt": prompt, "answer": "", "idx": idx}))
+        print(json.dumps({"prompt": asked or f"Example {idx}", "answer": "", "idx": idx}))
 
 
 if __name__ == "__main__":
