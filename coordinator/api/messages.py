@@ -60,7 +60,17 @@ def to_run(record: RunRecord) -> coordinator_pb2.Run:
         algorithm=record.algorithm,
         activity=record.activity,
         recoveries=record.recoveries,
+        endpoints=_endpoints(record),
     )
+
+
+def _endpoints(record: RunRecord) -> dict[str, str]:
+    """Where programs ask its policy, by service."""
+    # Before its services are there again, the record has those of the attempt before.
+    if record.state.is_final or record.state in (RunState.STARTING, RunState.RECOVERING):
+        return {}
+    services = record.services.items()
+    return {name: facts["endpoint"] for name, facts in services if facts.get("endpoint")}
 
 
 def to_registered_service(lease: ServiceLease) -> coordinator_pb2.RegisteredService:

@@ -14,6 +14,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
+from rolemesh.coordinator.commands.policies.live import live_url, tokenizer_of
 from rolemesh.coordinator.commands.policies.policy import Policy, find_policy
 from rolemesh.coordinator.commands.policies.scoring import (
     as_numbers,
@@ -90,18 +91,22 @@ def evaluate(
             "A run that is named as well gets the results.",
         ),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Ask the run as it goes on, at the endpoint that it tells of."),
+    ] = False,
     key_variable: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variable with the key of --url.")
+        str | None, typer.Option(metavar="NAME", help="Variable with the key of --url or --live.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name of the model at --url; the first that it lists.")
+        str | None, typer.Option(help="Name of the model there; the first that it lists.")
     ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
             help="Of the policy at --url: prompts go there as a run renders them, as token ids. "
-            "Without, messages go there.",
+            "Without, messages go there. With --live that of the run's recipe.",
         ),
     ] = None,
     size: Annotated[
@@ -157,11 +162,11 @@ def evaluate(
     """
     given = policies or []
     try:
-        if given and url is None and all(_is_result(word) for word in given):
+        if given and url is None and not live and all(_is_result(word) for word in given):
             found = [read_evaluation(Path(word)) for word in given]
         else:
             ks = () if pass_at is None else as_numbers(pass_at)
-            _check(given, url, ks, samples, out)
+            _check(given, url, ks, samples, out, is_live=live)
             wish = _Wish(
                 tasks=tasks or (),
                 size=size,
@@ -177,6 +182,10 @@ def evaluate(
                 out=out,
                 as_json=as_json,
             )
+            if live:
+                run = _run_of(given[0])
+                url, tokenizer = live_url(run), tokenizer or tokenizer_of(run_recipe(run))
+                wish.tell(f"{run} answers at {url}")
             if url is not None:
                 asked = _asked(url, key_variable, model, tokenizer, concurrency)
                 found = [_of_url(asked, given, wish)]
@@ -224,8 +233,16 @@ def _is_result(word: str) -> bool:
 
 
 def _check(
-    given: Sequence[str], url: str | None, ks: Sequence[int], samples: int, out: Path | None
+    given: Sequence[str],
+    url: str | None,
+    ks: Sequence[int],
+    samples: int,
+    out: Path | None,
+    *,
+    is_live: bool,
 ) -> None:
+    if is_live and (url is not None or len(given) != 1):
+        raise RecipeError("--live asks one run: name it, without --url")
     if url is None and not given:
         raise RecipeError("POLICY is missing: name a run, a checkpoint or a model folder, or --url")
     if url is not None and len(given) > 1:
@@ -325,13 +342,17 @@ def _of_policy(policy: Policy, wish: _Wish) -> EvaluationFile:
         )
 
 
+def _run_of(word: str) -> Path:
+    """The folder of the run that is named beside --url, or with --live."""
+    run = Path(word) if Path(word).is_dir() else run_of_id(word)
+    if not is_run(run):
+        raise RecipeError(f"{run} is no run: with --url or --live name the folder or id of a run")
+    return run
+
+
 def _of_url(asked: AskedSpec, given: Sequence[str], wish: _Wish) -> EvaluationFile:
     """Asks an endpoint that is there."""
-    run = None
-    if given:
-        run = Path(given[0]) if Path(given[0]).is_dir() else run_of_id(given[0])
-        if not is_run(run):
-            raise RecipeError(f"{run} is no run: beside --url name a run, or nothing")
+    run = _run_of(given[0]) if given else None
     question = _question(asked, wish, None if run is None else run_recipe(run))
     shown = masked_url(asked.url)
     step = None if run is None else read_status(run).step

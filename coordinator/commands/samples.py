@@ -15,6 +15,9 @@ from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.commands.terminal.options import Json, RunArgument
 from rolemesh.coordinator.run.folders import folder as run_files
 from rolemesh.coordinator.run.results.samples_file import KeptSample, read_samples
+from rolemesh.engine.messages import harmless
+from rolemesh.rpc.sampled_sessions import session_message
+from rolemesh.v1 import coordinator_pb2
 
 app = typer.Typer(add_completion=False)
 
@@ -80,6 +83,33 @@ def _none(directory: Path, kept: Sequence[KeptSample], step: int | None) -> str:
     )
 
 
+_USES = {
+    coordinator_pb2.CALL_USE_TRAINED: "trained",
+    coordinator_pb2.CALL_USE_SHARED: "shared with an earlier row",
+    coordinator_pb2.CALL_USE_UNTRAINED: "kept out of training",
+}
+
+
+def _show_session(console: Console, session: coordinator_pb2.SampledSession) -> None:
+    """Which branch of an agent's session a row is, its calls, and the agent's log."""
+    head = (
+        f"session of prompt {session.prompt_id}, sample {session.sample_index}: branch "
+        f"{session.branch + 1} of {session.num_branches}"
+    )
+    if session.attempts > 1:
+        head += f", attempt {session.attempts}"
+    console.print(Text(head, style="dim"), soft_wrap=True)
+    calls = [(call, _USES.get(call.use, "")) for call in session.calls]
+    calls += [(call, "in no row, kept out of training") for call in session.left_out]
+    for call, use in calls:
+        told = f"  call {call.number}: {call.num_sampled_tokens} tokens, {use}"
+        console.print(Text(told, style="dim"), soft_wrap=True)
+    if session.log:
+        console.print(Text("its agent wrote:", style="dim"), soft_wrap=True)
+        # Of a service of any make, or a file of any user: nothing of it may move the cursor.
+        console.print(Text(harmless(session.log).rstrip()), soft_wrap=True)
+
+
 def _show(console: Console, sample: KeptSample) -> None:
     reward = "none" if sample.reward is None else f"{sample.reward:.3f}"
     if sample.reward_parts:
@@ -93,4 +123,6 @@ def _show(console: Console, sample: KeptSample) -> None:
     console.print(Text(sample.completion), soft_wrap=True)
     if sample.answer:
         console.print(Text(f"expected: {sample.answer}", style="dim"), soft_wrap=True)
+    if sample.session is not None:
+        _show_session(console, session_message(sample.session))
     console.print()

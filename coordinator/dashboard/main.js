@@ -227,6 +227,7 @@ function show(run) {
   page.run = run;
   if (run.activity.startsWith("step ")) page.firstStepSince = Math.min(page.firstStepSince, Date.now());
   header.show(run);
+  mesh.setEndpoints(run.endpoints);
   // It was resumed after its end.
   if (!isFinal(run.state) && page.status.name === "ended" && page.watch) watch(page.watch.after);
 }

@@ -9,6 +9,7 @@ const COLUMNS = ["Pool", "Ranks", "Version", "Does", "Lease"];
 export class Mesh {
   constructor() {
     this.services = [];
+    this.endpoints = {};
     this.places = new Map();
     this.versions = new Map();
     this.devicesOf = () => [];
@@ -27,6 +28,12 @@ export class Mesh {
 
   setServices(services) {
     this.services = services;
+    this.render();
+  }
+
+  /** Where programs ask the policy, by service. */
+  setEndpoints(endpoints) {
+    this.endpoints = endpoints;
     this.render();
   }
 
@@ -67,6 +74,7 @@ export class Mesh {
       key: `${service.role} ${service.address}`,
       name,
       address: service.address,
+      endpoint: this.endpoints[name] ?? "",
       pid: service.pid,
       pool: pools?.get(name) ?? [...new Set(pools?.values() ?? [])].join(", "),
       devices: this.devicesOf(name),
@@ -86,14 +94,15 @@ function leaseOf(left) {
 }
 
 function makeRow() {
-  return el("tr", {}, el("th", { scope: "row" }, el("span"), el("small", { class: "quiet" })),
+  return el("tr", {}, el("th", { scope: "row" }, el("span"), el("small", { class: "quiet" }), el("small", { class: "quiet endpoint" })),
     ...COLUMNS.map((label) => el("td", { "data-label": label })));
 }
 
 function fillRow(line, row) {
   const [head, pool, ranks, version, does, lease] = line.children;
   setText(head.firstChild, row.name);
-  setText(head.lastChild, row.address);
+  setText(head.children[1], row.address);
+  setText(head.lastChild, row.endpoint && `answers at ${row.endpoint}`);
   head.title = row.pid ? `process ${row.pid}` : "";
   setText(pool, row.pool || "\u2013");
   // Many ranks are shown as small squares; the devices panel has their names.

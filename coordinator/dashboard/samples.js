@@ -2,6 +2,7 @@
 
 import { byId, el, emptyState, keyed, select, setText } from "./dom.js";
 import { count, number } from "./format.js";
+import { branchesOf, branchName, sessionBlocks, together, turnsOf } from "./sessions.js";
 import { tokenCells, tokenLegend } from "./tokens.js";
 
 const SNIPPET = 160;
@@ -49,7 +50,7 @@ export class Samples {
   }
 
   render() {
-    const samples = [...this.answer.samples].sort(ORDERS[this.order.value]);
+    const samples = together([...this.answer.samples].sort(ORDERS[this.order.value]));
     if (!samples.some((sample) => sample.row === this.row)) this.row = samples[0].row;
     const rewards = samples.map((sample) => sample.reward ?? 0);
     const largest = Math.max(...rewards.map(Math.abs), 1e-9);
@@ -59,8 +60,11 @@ export class Samples {
       setText(reward, number(sample.reward));
       reward.className = `sample-reward ${(sample.reward ?? 0) > 0 ? "good" : "bad"}`;
       reward.style.setProperty("--share", String(Math.abs(sample.reward ?? 0) / largest));
-      setText(text.firstChild, sample.prompt.trim().slice(0, SNIPPET));
-      setText(text.lastChild, sample.completion.trim().slice(0, SNIPPET) || "empty completion");
+      const [prompt, completion, branch] = text.children;
+      setText(prompt, sample.prompt.trim().slice(0, SNIPPET));
+      setText(completion, sample.completion.trim().slice(0, SNIPPET) || "empty completion");
+      setText(branch, branchName(sample));
+      item.classList.toggle("follows", (sample.session?.branch ?? 0) > 0);
       item.setAttribute("aria-selected", String(isChosen));
       item.tabIndex = isChosen ? 0 : -1;
       item.dataset.row = sample.row;
@@ -69,7 +73,7 @@ export class Samples {
   }
 
   makeItem() {
-    const item = el("div", { role: "option", class: "sample-item" }, el("span"), el("span", { class: "sample-text" }, el("span", { class: "quiet" }), el("span")));
+    const item = el("div", { role: "option", class: "sample-item" }, el("span"), el("span", { class: "sample-text" }, el("span", { class: "quiet" }), el("span"), el("span", { class: "quiet" })));
     item.addEventListener("click", () => this.choose(Number(item.dataset.row)));
     return item;
   }
@@ -93,14 +97,20 @@ export class Samples {
     if (sample === undefined) return;
     // A refresh without a change must not take the selection of text or the focus away.
     const key = `${this.answer.step} ${sample.row} ${this.colouredBy}`;
-    if (this.shownKey === key && this.shown === JSON.stringify(sample)) return;
-    [this.shownKey, this.shown] = [key, JSON.stringify(sample)];
+    const told = JSON.stringify(branchesOf(sample, this.answer.samples));
+    if (this.shownKey === key && this.shown === told) return;
+    [this.shownKey, this.shown] = [key, told];
     const own = sample.logprobs.filter((_, place) => sample.loss_mask[place] !== false);
     const mean = own.reduce((sum, value) => sum + (value ?? 0), 0) / (own.length || 1);
+    const { session } = sample;
+    const turns = turnsOf(sample, this.answer.samples);
     const facts = [
       ["reward", number(sample.reward)], ["row", count(sample.row)],
       ["version", count(sample.policy_version)], ["tokens", count(sample.token_ids.length)],
       ["mean log-prob", own.length ? number(mean) : "\u2013"],
+      ...(session ? [["session", `prompt ${session.prompt_id}, sample ${count(session.sample_index)}`]] : []),
+      ...(branchName(sample) ? [["branch", branchName(sample).replace("branch ", "")]] : []),
+      ...(session?.attempts > 1 ? [["attempts", count(session.attempts)]] : []),
       ...Object.entries(sample.reward_parts ?? {}).map(([name, value]) => [name, number(value)]),
     ];
     this.detail.replaceChildren(
@@ -108,7 +118,8 @@ export class Samples {
       block("Prompt", sample.prompt), block("Completion", sample.completion),
       sample.answer ? block("Expected answer", sample.answer) : el("span"),
       el("h3", {}, `Tokens by ${this.colouredBy === "advantage" ? "advantage" : "log-prob"}`),
-      tokenCells(sample, this.colouredBy), tokenLegend(this.colouredBy));
+      tokenCells(sample, this.colouredBy, turns), tokenLegend(this.colouredBy),
+      ...sessionBlocks(sample, this.answer.samples).filter((block) => block !== null));
   }
 }
 

@@ -8,11 +8,11 @@ const SHOWN = 1024;
 // Lower ends of probability classes, from unlikely tokens to certain ones.
 const PROBABILITIES = [0, 0.01, 0.1, 0.3, 0.6, 0.9];
 
-/** Cells of a sample, coloured by "logprob" or "advantage". */
-export function tokenCells(sample, colouredBy) {
+/** Cells of a sample, coloured by "logprob" or "advantage"; turns are those of an agent, or none. */
+export function tokenCells(sample, colouredBy, turns = []) {
   const largest = Math.max(1e-9, ...(sample.advantages ?? []).map((value) => Math.abs(value ?? 0)));
   const cells = sample.token_ids.slice(0, SHOWN).map((id, place) => {
-    const token = tokenOf(sample, place);
+    const token = tokenOf(sample, place, turns);
     const grade = colouredBy === "advantage" ? advantageClass(token, largest) : probabilityClass(token);
     const cell = el("span", {
       class: `token ${grade}${token.isOwn ? "" : " foreign"}`, tabindex: place === 0 ? "0" : "-1",
@@ -21,7 +21,7 @@ export function tokenCells(sample, colouredBy) {
     giveTip(cell, () => [`token ${place + 1} of ${sample.token_ids.length}`, rowsOf(token)]);
     return cell;
   });
-  const list = el("div", { class: "tokens", role: "list", "aria-label": "Tokens of the completion", onkeydown: walk }, ...byTurn(sample, cells));
+  const list = el("div", { class: "tokens", role: "list", "aria-label": "Tokens of the completion", onkeydown: walk }, ...(turns.length ? byCall(turns, cells) : byTurn(sample, cells)));
   const left = sample.token_ids.length - cells.length;
   if (left > 0) list.append(el("span", { class: "quiet" }, ` and ${left} more`));
   return list;
@@ -40,6 +40,13 @@ function byTurn(sample, cells) {
   });
 }
 
+/** The same by the calls of an agent, which say why tokens take no part: another row may train them. */
+function byCall(turns, cells) {
+  return turns.filter((turn) => turn.start < Math.min(turn.stop, cells.length)).flatMap((turn) => [
+    el("span", { class: "turn-name", role: "presentation" }, turn.name), ...cells.slice(turn.start, turn.stop)])
+    .concat(cells.slice(turns.at(-1).stop));
+}
+
 /** What the colours mean. */
 export function tokenLegend(colouredBy) {
   const entries = colouredBy === "advantage"
@@ -48,15 +55,16 @@ export function tokenLegend(colouredBy) {
       `prob-${place}`, place === 0 ? "p < 1 %" : `\u2265 ${brief(percent(from))}`]);
   return el("p", { class: "token-legend quiet" },
     ...entries.map(([name, label]) => el("span", {}, el("i", { class: `token ${name}` }), label)),
-    el("span", {}, el("i", { class: "token foreign" }), "not the policy's own"));
+    el("span", {}, el("i", { class: "token foreign" }), "takes no part in the loss"));
 }
 
-function tokenOf(sample, place) {
+function tokenOf(sample, place, turns) {
   return {
     id: sample.token_ids[place],
     logprob: sample.logprobs[place] ?? NaN,
     advantage: sample.advantages?.[place] ?? NaN,
     isOwn: sample.loss_mask[place] !== false,
+    why: turns.find((turn) => turn.start <= place && place < turn.stop)?.why || "not the policy's own",
   };
 }
 
@@ -76,12 +84,12 @@ function advantageClass(token, largest) {
 function rowsOf(token) {
   const rows = [["id", String(token.id)], ["log-prob", number(token.logprob)], ["probability", percent(Math.exp(token.logprob))]];
   if (!Number.isNaN(token.advantage)) rows.push(["advantage", number(token.advantage)]);
-  if (!token.isOwn) rows.push(["", "not the policy's own: takes no part in the loss"]);
+  if (!token.isOwn) rows.push(["", `${token.why}: takes no part in the loss${token.why.startsWith("trained") ? " of this row" : ""}`]);
   return rows;
 }
 
 function told(token) {
-  return `id ${token.id}, log-prob ${number(token.logprob)}${token.isOwn ? "" : ", not the policy's own"}`;
+  return `id ${token.id}, log-prob ${number(token.logprob)}${token.isOwn ? "" : `, ${token.why}`}`;
 }
 
 /** Arrow keys move from token to token: one stop of the tab key for all of them. */

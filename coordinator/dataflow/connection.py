@@ -93,6 +93,8 @@ class RoleConnection:
         self.role = role_of(service)
         self.address = address
         self.policy_version = 0
+        self.endpoint = ""
+        """Base URL where programs ask its policy; empty where there is none."""
         self.capabilities = worker_pb2.GetCapabilitiesResponse()
         self._channel = open_channel(address, traffic, identity)
         self.client = ServiceClient(self._channel, name=service)
@@ -159,12 +161,13 @@ class RoleConnection:
         self._before.append(self._channel)
         self._channel, self.client, self._health = new._channel, new.client, new._health
         self.address, self.capabilities = new.address, new.capabilities
-        self.policy_version = new.policy_version
+        self.policy_version, self.endpoint = new.policy_version, new.endpoint
         self._present.set()
 
     def facts(self) -> dict[str, Any]:
         """What the run's record says of it."""
-        return {"role": self.role, "address": self.address, "policy_version": self.policy_version}
+        facts = {"role": self.role, "address": self.address, "policy_version": self.policy_version}
+        return {**facts, "endpoint": self.endpoint} if self.endpoint else facts
 
     def serves(self, service: str) -> bool:
         """Whether the service has this family of calls, by full name."""

@@ -14,6 +14,7 @@ from rolemesh.coordinator.dataflow.connection import (
     open_watched,
     unbroken,
 )
+from rolemesh.coordinator.dataflow.endpoints import base_url
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
@@ -349,6 +350,7 @@ class RunMesh:
         def note(result: worker_pb2.InitializeResult) -> dict[str, int]:
             connection.policy_version = result.policy_version
             self.facts[connection.service] = dict(result.facts)
+            connection.endpoint = base_url(result.facts.get("endpoint", ""), connection.address)
             return {"policy_version": result.policy_version}
 
         return await connection.make(

@@ -113,9 +113,10 @@ class _RecipeYaml(yaml.SafeLoader):
 
 
 # Own constructors: a library that vLLM imports changes that of dates for all of yaml's loaders.
-_RecipeYaml.add_constructor(
-    "tag:yaml.org,2002:timestamp", yaml.constructor.SafeConstructor.construct_yaml_timestamp
-)
+_RecipeYaml.yaml_constructors = {
+    **_RecipeYaml.yaml_constructors,
+    "tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_timestamp,
+}
 _RecipeYaml.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 

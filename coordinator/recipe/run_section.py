@@ -89,8 +89,9 @@ class RunSpec(Spec):
     tuning: TuningSpec | None = None
     """Settings that the run tries while it goes on, to make shorter steps; None: none."""
     samples: int = Field(default=4, ge=0, le=64)
-    """Trajectories of each step and evaluation that are kept for people, in samples.jsonl (32 MiB,
-    the newest) and, of the newest steps, in the store; 0 keeps none."""
+    """Rows of each step and evaluation that are kept for people, in samples.jsonl (32 MiB, the
+    newest) and, of the newest steps, in the store; of agents all rows of some trajectories. 0 keeps
+    none."""
 
     @model_validator(mode="after")
     def _check_health(self) -> Self:

@@ -50,9 +50,8 @@ from rolemesh.coordinator.sdk.runs import (
     RunList,
     RunPlan,
     RunState,
-    Sample,
-    Samples,
 )
+from rolemesh.coordinator.sdk.samples import Sample, SampledCall, SampledSession, Samples
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status, WorkerState
 from rolemesh.coordinator.sdk.weights import (
     Checkpoint,
@@ -113,6 +112,8 @@ __all__ = [
     "RunPlan",
     "RunState",
     "Sample",
+    "SampledCall",
+    "SampledSession",
     "Samples",
     "Selection",
     "StateChanged",

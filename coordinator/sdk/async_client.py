@@ -25,8 +25,8 @@ from rolemesh.coordinator.sdk.runs import (
     Run,
     RunList,
     RunPlan,
-    Samples,
 )
+from rolemesh.coordinator.sdk.samples import Samples
 from rolemesh.rpc.channel import MeshCall, open_channel
 from rolemesh.rpc.errors import CallCancelledError, DeadlineError, UnavailableError
 from rolemesh.rpc.identity import Identity

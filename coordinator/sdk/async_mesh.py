@@ -10,7 +10,7 @@ from typing import Final, SupportsFloat, TypeAlias
 from rolemesh.coordinator.sdk.async_role import AsyncRole
 from rolemesh.coordinator.sdk.experience import Experience
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
-from rolemesh.coordinator.sdk.runs import Sample
+from rolemesh.coordinator.sdk.samples import Sample
 from rolemesh.coordinator.sdk.service_calls import RunCalls
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns

@@ -21,8 +21,8 @@ from rolemesh.coordinator.sdk.runs import (
     Run,
     RunList,
     RunPlan,
-    Samples,
 )
+from rolemesh.coordinator.sdk.samples import Samples
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.loop_thread import LoopThread
 

@@ -9,7 +9,7 @@ from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
 from rolemesh.coordinator.sdk.experience import Experience
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
 from rolemesh.coordinator.sdk.role import Role
-from rolemesh.coordinator.sdk.runs import Sample
+from rolemesh.coordinator.sdk.samples import Sample
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.identity import Identity

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -62,6 +61,9 @@ class Run(FromMessage):
     """What it does right now; of a run that early stopping ended, why."""
     recoveries: int
     """How often it had to recover from a failure."""
+    endpoints: Mapping[str, str]
+    """Base URLs where programs ask its policy, by service, while the run goes on. The key is the
+    service's own."""
 
     def _repr_html_(self) -> str:
         facts: dict[str, object] = {
@@ -247,66 +249,6 @@ class RunPlan(FromMessage):
 
 def _error(predicted: float | None, measured: float | None) -> float | None:
     return predicted / measured - 1 if predicted is not None and measured else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """One trajectory for people."""
-
-    row: int
-    """Row of its batch, different for each sample of a step."""
-    prompt: str
-    completion: str
-    answer: str = ""
-    reward: float = math.nan
-    """NaN where it has none."""
-    policy_version: int = 0
-    """Version that sampled its first token."""
-    token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Of the completion, [n]; of samples that are logged it may be empty, like those below."""
-    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Natural log, [n]."""
-    loss_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """Whether each token is the policy's own, [n]."""
-    advantages: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """[n], or empty where the algorithm has none."""
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Parts of its reward by "<source>/<part>", finite."""
-
-    def to_message(self) -> coordinator_pb2.Sample:
-        """As it travels."""
-        return coordinator_pb2.Sample(**{name: getattr(self, name) for name in self.__slots__})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Samples:
-    """Some trajectories of a step."""
-
-    step: int
-    """0 when there is none yet."""
-    rows: tuple[Sample, ...]
-    kept_steps: tuple[int, ...]
-    """Steps of which samples are kept."""
-
-    @staticmethod
-    def of(answer: coordinator_pb2.ListSamplesResponse) -> Samples:
-        """From its message."""
-        rows = tuple(
-            from_message(
-                Sample,
-                one,
-                token_ids=np.array(one.token_ids, dtype=np.int64),
-                logprobs=np.array(one.logprobs, dtype=np.float32),
-                loss_mask=np.array(one.loss_mask, dtype=np.bool_),
-                advantages=np.array(one.advantages, dtype=np.float32),
-            )
-            for one in answer.samples
-        )
-        return Samples(answer.step, rows, tuple(answer.steps))
-
-    def _repr_html_(self) -> str:
-        rows = [(one.row, one.prompt, one.completion, one.answer, one.reward) for one in self.rows]
-        return table(("row", "prompt", "completion", "answer", "reward"), rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -143,7 +143,7 @@ class Asker:
             UnansweredError: There is none for this row.
             EndpointGoneError: There are none any more.
         """
-        seed = derive_seed(self._drawing.seed, task, row.key, sample) % 2**_SEED_BITS
+        seed = seed_of(self._drawing, task, row, sample)
         path, body = self._request(row, seed)
         answer = await self._answer(path, body)
         try:
@@ -206,7 +206,7 @@ class Asker:
                     if not isinstance(answer, dict):
                         raise UnansweredError("the answer is no JSON object")
                     return answer
-                why = f"status {response.status_code}: {_message(response)}"
+                why = f"status {response.status_code}: {message_of(response)}"
                 if response.status_code not in _AGAIN:
                     raise UnansweredError(why)
             if is_last:
@@ -219,11 +219,17 @@ class Asker:
         await self._client.aclose()
 
 
+def seed_of(drawing: DrawingSpec, task: str, row: EvaluatedRow, sample: int) -> int:
+    """The seed of one completion, or trajectory; see `Asker`."""
+    seed: int = derive_seed(drawing.seed, task, row.key, sample) % 2**_SEED_BITS
+    return seed
+
+
 def _told(error: Exception) -> str:
     return on_one_line(masked_text(f"{type(error).__name__} {error}".strip()), _SHOWN_CHARACTERS)
 
 
-def _message(response: httpx.Response) -> str:
+def message_of(response: httpx.Response) -> str:
     """What an answer with an error says, as servers of this protocol say it."""
     try:
         found = response.json()["error"]["message"]

@@ -154,13 +154,18 @@ class RolloutBackend(ABC):
         found = self.score(tokens)
         return None if found is None else {"the sampler": found}
 
-    def serve(self, goes_on: Callable[[], bool]) -> None:
-        """Samples calls of the endpoint alone, until there are none.
+    def serve(self, goes_on: Callable[[], bool], *, anew: bool = False) -> None:
+        """Samples calls of the endpoint alone, a turn long.
 
-        What is unfinished when it returns goes on with the next turn, or beside a generation.
+        All slices of a sampler call it together. What is unfinished when it returns goes on with
+        the next turn, or beside a generation.
 
         Args:
-            goes_on: Asked before each step; False where something else waits for the thread.
+            goes_on: Asked before each step, and again at once where there is nothing to sample: it
+                waits then (`EndpointCalls.wait`). False ends the turn, and so does what it raises.
+                Asked on the slice that hears of calls alone: the others do as it does.
+            anew: Whether the turn is a generation of the run, whose calls share no keys with
+                earlier ones where the bits are to be the same again.
 
         Raises:
             WeightsStaleError: The back end holds no whole set of weights.

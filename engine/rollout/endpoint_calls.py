@@ -8,6 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.mesh import RankGroup
+from rolemesh.engine.rollout import endpoint_wire
+
+_CPU = torch.device("cpu")
+"""Where messages of the ranks lie: a step must not wait for a GPU to hear that nothing came."""
+
+IDLE_S = 0.05
+"""How long a turn waits for calls where there is nothing to sample."""
+
 Told = Callable[[Any], None]
 """Is handed each output of a call (vLLM's RequestOutput), or the error that ended it. Called on the
 compute thread; it must not block."""
@@ -24,6 +36,8 @@ class EndpointCall:
     params: Any
     """VLLM's SamplingParams."""
     told: Told
+    session_id: str = ""
+    """Of the session that it belongs to; empty: of none."""
 
 
 @dataclass(slots=True)
@@ -41,6 +55,10 @@ class EndpointCalls:
     engine. What is in the engine stays there between two turns of that thread: new weights do not
     end it, and each output says which of its tokens came from which version.
 
+    Where the sampler is cut into slices, calls come to the first of them. It tells the others what
+    it puts into its engine before each step, and so all engines take the same steps; the others
+    have an object of this class too, whose calls are told nothing.
+
     Example::
 
         calls.begin(EndpointCall(call_id="chat-1", prompt=prompt, params=params, told=told))
@@ -48,9 +66,11 @@ class EndpointCalls:
         others = calls.taken(engine.step())
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: RankGroup | None = None) -> None:
+        """Begins empty; `group` are the slices of this sampler, where there are several."""
         self.has_come = threading.Event()
-        """Set when a call begins; whoever waits for one clears it."""
+        """Set when a call begins, or a turn is to look again; whoever waits for it clears it."""
+        self._group = group if group is not None and group.size > 1 else None
         self._new: deque[EndpointCall] = deque()
         self._cancelled: deque[str] = deque()
         self._running: dict[str, _Running] = {}
@@ -65,9 +85,26 @@ class EndpointCalls:
         return not (self._new or self._running or self._cancelled)
 
     @property
+    def are_running(self) -> bool:
+        """Whether calls are in the engine: the same on all slices after `attend`."""
+        return bool(self._running)
+
+    @property
+    def follows(self) -> bool:
+        """Whether another slice is told of calls, and says what this one does."""
+        return self._group is not None and self._group.index > 0
+
+    @property
     def num_open(self) -> int:
         """Calls that have not ended."""
         return len(self._new) + len(self._running)
+
+    def wait(self) -> None:
+        """Waits a moment for a call, unless there are some. On the engine's thread."""
+        if self.is_empty:
+            self.has_come.wait(IDLE_S)
+        # Before the turn looks again at what has come: nothing is missed.
+        self.has_come.clear()
 
     def begin(self, call: EndpointCall) -> None:
         """Has a call sampled as soon as the engine's owner attends to it."""
@@ -84,15 +121,25 @@ class EndpointCalls:
         self._cancelled.append(call_id)
         self.has_come.set()
 
-    def attend(self, engine: Any, *, lora_request: Any) -> None:
+    def attend(self, engine: Any, *, lora_request: Any, is_over: bool = False) -> bool:
         """Puts new calls into the engine, and takes those out that were cancelled.
+
+        All slices of a sampler call it together.
 
         Args:
             engine: VLLM's LLMEngine.
             lora_request: VLLM's, of the adapter that is trained; None: the weights alone.
+            is_over: Whether the turn is over, on the slice that hears of calls. What has come
+                waits for the next one then.
+
+        Returns:
+            Whether the turn goes on, on all slices.
         """
-        while self._new:
-            call = self._new.popleft()
+        news = self._news(is_over)
+        if news is None:
+            return False
+        new, cancelled = news
+        for call in new:
             running = self._running[call.call_id] = _Running(call)
             try:
                 running.engine_id = engine.add_request(
@@ -101,10 +148,29 @@ class EndpointCalls:
             except Exception as error:  # a prompt that this engine refuses is its caller's to hear
                 del self._running[call.call_id]
                 call.told(error)
-        while self._cancelled:
-            gone = self._running.pop(self._cancelled.popleft(), None)
+        for call_id in cancelled:
+            gone = self._running.pop(call_id, None)
             if gone is not None:
                 engine.abort_request([gone.engine_id], internal=True)
+        return True
+
+    def _news(self, is_over: bool) -> tuple[list[EndpointCall], list[str]] | None:
+        """What has come since, the same on all slices; None: the turn is over."""
+        if self._group is not None and self.follows:
+            told = gather_facts(None, self._group, _CPU)[0]
+            return None if told is None else ([_of_the_first(one) for one in told[0]], told[1])
+        new: list[EndpointCall] = []
+        cancelled: list[str] = []
+        if not is_over:
+            # A call that is cancelled was begun before, by the same thread: this order loses none.
+            while self._cancelled:
+                cancelled.append(self._cancelled.popleft())
+            while self._new:
+                new.append(self._new.popleft())
+        if self._group is not None:
+            packed, new = _packed(new)
+            gather_facts(None if is_over else [packed, cancelled], self._group, _CPU)
+        return None if is_over else (new, cancelled)
 
     def taken(self, outputs: Iterable[Any]) -> list[Any]:
         """Tells the calls what a step of the engine has given; returns the outputs of others."""
@@ -133,3 +199,22 @@ class EndpointCalls:
         with self._lock:
             self._closed_by = error
         self.fail(engine, error)
+
+
+def _packed(calls: Iterable[EndpointCall]) -> tuple[list[list[str]], list[EndpointCall]]:
+    """Calls as other slices are told of them; those that cannot be told hear why."""
+    packed, kept = [], []
+    for call in calls:
+        try:
+            packed.append([call.call_id, endpoint_wire.pack_call(call.prompt, call.params)])
+            kept.append(call)
+        except endpoint_wire.WireError as error:
+            call.told(error)
+    return packed, kept
+
+
+def _of_the_first(told: list[str]) -> EndpointCall:
+    """A call that the first slice has, as the others have it: nobody hears of it there."""
+    call_id, packed = told
+    prompt, params = endpoint_wire.unpack_call(packed)
+    return EndpointCall(call_id=call_id, prompt=prompt, params=params, told=lambda output: None)

@@ -66,6 +66,8 @@ class Episode:
     """Sum of the environment's rewards."""
     num_turns: int = 0
     """Turns of the policy."""
+    session: str = ""
+    """Of agents: what people are told of the session beside this row (`engine.sessions.rows`)."""
 
 
 def as_episode(trajectory: RolloutTrajectory) -> Episode:

@@ -18,7 +18,7 @@ from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec
-from rolemesh.engine.specs.columns import COLUMNS, ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS
+from rolemesh.engine.specs.columns import COLUMNS, ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS, SESSION
 
 Progress = Callable[[str, int, int], None]
 
@@ -98,7 +98,8 @@ def sample_experience(
 
     Returns:
         The columns that RolloutService.Generate promises, B = prompts * samples_per_prompt rows.
-        With an environment, environment_rewards besides; with agents, another number of rows.
+        With an environment, environment_rewards besides; with agents, another number of rows, and
+        session.
 
     Raises:
         ValueError: block_rows would cut the samples of a prompt apart.
@@ -139,10 +140,11 @@ def sample_experience(
             lambda done: progress("generate", done, len(requests)),
         )
         branches = [one for of_request in played_by_agents for one in of_request]
-        return _assemble(
+        batch = _assemble(
             [_row_of(rows[one.row], sample_indexes[one.row], one, tokenizer) for one in branches],
             has_rewards=agents.gives_reward,
         )
+        return batch | Experience.of_rows({SESSION: [one.session for one in branches]})
 
     # Rows lie in batch order, so a block is a run of them.
     members: dict[int, list[int]] = {}
@@ -231,6 +233,11 @@ def _row_of(prompt: Prompt, sample_index: int, episode: Episode, tokenizer: Chat
 def _packed(name: str, values: Sequence[float]) -> torch.Tensor:
     """Numbers as one row of the column of that name: a tenth of their size in Python's lists."""
     return torch.from_numpy(np.array(values, dtype=COLUMNS[name].dtype))
+
+
+def without_rows(*, has_rewards: bool) -> Experience:
+    """The columns of a sampled batch of which another rank has all rows."""
+    return _assemble([], has_rewards=has_rewards)
 
 
 def _assemble(rows: Sequence[_Row], *, has_rewards: bool) -> Experience:

@@ -123,7 +123,7 @@ class VllmBackend(VllmSampling):
             )
         if has_endpoint:
             self._check_endpoint(mesh, shares_engine=shares_engine)
-            self.endpoint_calls = EndpointCalls()
+            self.endpoint_calls = EndpointCalls(mesh.generate_tp)
         super().__init__(spec, model_path, adapter)
         self._device = device
         self._num_slices = mesh.generate_tp.size
@@ -165,12 +165,6 @@ class VllmBackend(VllmSampling):
 
     @staticmethod
     def _check_endpoint(mesh: RankMesh, *, shares_engine: bool) -> None:
-        if mesh.world.size > 1:
-            raise ValueError(
-                f"endpoint is given, but the service has {mesh.world.size} ranks, and an endpoint "
-                "is served by one: leave the layout out, and let several services of one rank "
-                "sample (replicas)"
-            )
         if shares_engine:
             raise ValueError(
                 "endpoint is given, but several runs share this service's engine, which serves one "

@@ -12,6 +12,7 @@ import torch
 
 from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
 from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter
 from rolemesh.engine.rollout.vllm_process import own_random_state
@@ -69,11 +70,7 @@ class VllmSampling(RolloutBackend):
         later: LaterRequests | None,
     ) -> Iterator[RolloutTrajectory]:
         self._take_engine()
-        if self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
-            # Rows that share no keys with an earlier generation have the same bits when a call is
-            # made again by a service that was started anew. On a GPU the next generation uses them,
-            # unless the run asks for the same bits.
-            self._forget_keys("of an earlier generation")
+        self._forget_earlier_keys()
         running = RunningRequests(
             self.engine,
             sampling,
@@ -94,7 +91,7 @@ class VllmSampling(RolloutBackend):
                 if self._pause():
                     running.note_version(self.policy_version)
                 is_idle = not running and (
-                    self.endpoint_calls is None or self.endpoint_calls.is_empty
+                    self.endpoint_calls is None or not self.endpoint_calls.are_running
                 )
                 if not is_idle:
                     yield from running.taken(self._step())
@@ -104,30 +101,53 @@ class VllmSampling(RolloutBackend):
             # Also when the caller stopped early or a step raised: the engine must be left empty.
             running.abort()
 
-    def serve(self, goes_on: Callable[[], bool]) -> None:
+    def serve(self, goes_on: Callable[[], bool], *, anew: bool = False) -> None:
         """Samples calls of the endpoint; see `RolloutBackend.serve`."""
         calls = self.endpoint_calls
         if calls is None:
-            return super().serve(goes_on)
+            return super().serve(goes_on, anew=anew)
         self._check_ready()
         self._is_generating = True
         try:
             self._take_engine()
-            while not calls.is_empty and goes_on():
-                self._attend_to_calls()
+            if anew:
+                self._forget_earlier_keys()
+            while self._attend_to_calls(is_over=self._is_over(calls, goes_on)):
                 self._pause()
-                self._step()
+                if calls.are_running:
+                    self._step()
         finally:
             self._is_generating = False
+
+    def _is_over(self, calls: EndpointCalls, goes_on: Callable[[], bool]) -> bool:
+        if calls.follows:
+            return False  # the first slice says
+        try:
+            return not goes_on()
+        except BaseException:
+            # The other slices would wait for the next step.
+            self._attend_to_calls(is_over=True)
+            raise
+
+    def _forget_earlier_keys(self) -> None:
+        """Begins without keys of earlier generations, where bits are to be the same again.
+
+        Rows then have the same bits when a call is made again by a service that was started anew.
+        On a GPU the next generation uses those keys, unless the run asks for the same bits.
+        """
+        if self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+            self._forget_keys("of an earlier generation")
 
     @property
     def _has_calls(self) -> bool:
         """Whether calls of an endpoint are in the engine, also between two turns."""
         return self.endpoint_calls is not None and bool(self._scheduled)
 
-    def _attend_to_calls(self) -> None:
-        if self.endpoint_calls is not None:
-            self.endpoint_calls.attend(self.engine, lora_request=self._lora_request)
+    def _attend_to_calls(self, *, is_over: bool = False) -> bool:
+        """Gives the engine what has come for it; False on all slices when the turn is over."""
+        return self.endpoint_calls is None or self.endpoint_calls.attend(
+            self.engine, lora_request=self._lora_request, is_over=is_over
+        )
 
     def _step(self) -> list[Any]:
         """A step of the engine; returns the outputs that are not calls of the endpoint."""

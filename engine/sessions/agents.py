@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -12,7 +13,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from rolemesh.engine.environments.base import (
+    Environment,
     EnvironmentFailedError,
+    Observation,
     observation_of,
     raised,
 )
@@ -20,8 +23,9 @@ from rolemesh.engine.environments.confined import EnvironmentProcess
 from rolemesh.engine.environments.loop import shared_loop
 from rolemesh.engine.outgoing_http import outgoing_client
 from rolemesh.engine.sandbox.host import Sandbox
+from rolemesh.engine.sessions.logs import AgentLog
 from rolemesh.engine.sessions.programs import run_program
-from rolemesh.engine.sessions.python_agent import RunEnvironment
+from rolemesh.engine.sessions.python_agent import LOG_QUESTION, RunEnvironment
 from rolemesh.engine.sessions.results import AgentFailedError, AgentResult, AgentWork, result_of
 from rolemesh.engine.specs import (
     AgentSpec,
@@ -99,7 +103,7 @@ class ProgramAgent(Agent):
                     f"{who} printed {last_line[:200]!r} last, which is no JSON ({error}): print a "
                     "JSON object with reward, or another line"
                 ) from error
-        return result_of(said, who)
+        return result_of(said, who, work.log)
 
 
 class PythonAgent(Agent):
@@ -115,7 +119,7 @@ class PythonAgent(Agent):
             return
         environment = PythonEnvironmentSpec(
             environment="rolemesh.engine.sessions.python_agent:RunEnvironment",
-            config={"run": spec.run},
+            config={"run": spec.run, "keeps_log": True},
             timeout_s=spec.timeout_s,
             memory_mib=spec.memory_mib,
             max_output_bytes=spec.max_output_bytes,
@@ -137,7 +141,7 @@ class PythonAgent(Agent):
                 limited = asyncio.wait_for(step, spec.timeout_s)
                 said = asyncio.run_coroutine_threadsafe(limited, shared_loop()).result()
             else:
-                said = observation_of(self._process.make(), asked, "end_token")
+                said = self._asked(self._process.make(), asked, work.log)
         except TimeoutError as error:
             raise AgentFailedError(
                 f"{spec.run!r} took more than {spec.timeout_s:g} s: make it faster, or raise "
@@ -147,7 +151,17 @@ class PythonAgent(Agent):
             raise AgentFailedError(str(error)) from error
         except Exception as error:  # a user's code raises what it likes
             raise AgentFailedError(f"{spec.run!r} raised {raised(error)}") from error
-        return result_of(json.loads(said.text), f"{spec.run!r}")
+        return result_of(json.loads(said.text), f"{spec.run!r}", work.log)
+
+    @staticmethod
+    def _asked(one: Environment, asked: str, log: AgentLog) -> Observation:
+        """What the function gives; the log gets what it wrote, also where it fails."""
+        try:
+            return observation_of(one, asked, "end_token")
+        finally:
+            # A process that has ended tells nothing more. What it wrote is in the service's log.
+            with contextlib.suppress(EnvironmentFailedError):
+                log.take(observation_of(one, LOG_QUESTION, "end_token").text)
 
     def close(self) -> None:
         """Ends the process."""
@@ -214,6 +228,7 @@ class HttpAgent(Agent):
         except httpx.HTTPError as error:
             raise AgentFailedError(f"{spec.url} cannot be asked ({error!r}): start it") from error
         if response.status_code != httpx.codes.OK:
+            work.log.take(body)
             raise AgentFailedError(
                 f"{spec.url} answered with status {response.status_code}: {body[:300]!r}"
             )
@@ -223,7 +238,7 @@ class HttpAgent(Agent):
             raise AgentFailedError(
                 f"{spec.url} answered {body[:200]!r}, which is no JSON"
             ) from error
-        return result_of(said, spec.url)
+        return result_of(said, spec.url, work.log)
 
     def close(self) -> None:
         """Closes its connections."""

@@ -19,6 +19,7 @@ from typing import IO
 from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.bounds import Output
 from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
+from rolemesh.engine.sessions.logs import AgentLog
 from rolemesh.engine.sessions.results import AgentFailedError, AgentWork
 from rolemesh.engine.specs import ProgramAgentSpec
 
@@ -42,7 +43,7 @@ def run_program(
         spec: Which program, and its bounds.
         sandbox: Where it runs.
         port: Of the endpoint, to which it may connect.
-        work: Its trajectory.
+        work: Its trajectory, whose log gets all that the program prints.
         stopped: When it is set, the program is ended.
 
     Raises:
@@ -80,7 +81,7 @@ def run_program(
             raise AgentFailedError(f"no process for {name!r} ({error})") from error
         with connection:
             connection.sendall(frames.encode(order, frames.MAX_CALL_BYTES))
-            return _watched(process, name, spec, stopped, is_confined=view is not None)
+            return _watched(process, name, spec, work.log, stopped, is_confined=view is not None)
     finally:
         if view is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -99,6 +100,7 @@ def _watched(
     process: subprocess.Popen[bytes],
     name: str,
     spec: ProgramAgentSpec,
+    log: AgentLog,
     stopped: threading.Event,
     *,
     is_confined: bool,
@@ -117,6 +119,7 @@ def _watched(
                     why = "the generation has ended"
                 elif part is not None:
                     printed.take(part)
+                    log.take(part)
                     tail = (tail + part)[-_LAST_LINE_BYTES:]
                     if printed.is_too_much:
                         why = (
@@ -138,14 +141,10 @@ def _watched(
         process.wait()
     if why:
         raise AgentFailedError(f"the program {name!r} {why}")
-    text = tail.decode(errors="replace").rstrip()
     if code != 0:
         hint = f" ({MAY_BE_SANDBOX})" if is_confined else ""
-        raise AgentFailedError(
-            f"the program {name!r} ended with exit code {code}{hint}. It printed last:\n"
-            f"{text[-2048:]}"
-        )
-    return text.rpartition("\n")[2].strip()
+        raise AgentFailedError(f"the program {name!r} ended with exit code {code}{hint}")
+    return tail.decode(errors="replace").rstrip().rpartition("\n")[2].strip()
 
 
 def _next_part(pipe: IO[bytes], deadline: float) -> bytes | None:

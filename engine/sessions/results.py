@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.sessions.logs import AgentLog
 
 
 class AgentFailedError(RuntimeError):
@@ -29,6 +30,8 @@ class AgentWork:
     """Opens this session alone."""
     model: str
     """What the policy is called."""
+    log: AgentLog = field(default_factory=AgentLog)
+    """Gets what the agent writes, also of a trajectory that fails."""
 
     def task(self) -> dict[str, Any]:
         """The row as JSON: prompt_id, text, messages, answer, and the columns in metadata."""
@@ -47,12 +50,15 @@ class AgentResult:
     """Of single calls, by number, in the order in which they ended."""
 
 
-def result_of(said: Any, who: str) -> AgentResult:
+def result_of(said: Any, who: str, log: AgentLog) -> AgentResult:
     """Reads what an agent said: a number, an object with `reward` and `call_rewards`, or nothing.
+
+    The object may have a `log` besides, a text for people.
 
     Args:
         said: JSON value.
         who: Said it, for errors.
+        log: Gets the text.
 
     Raises:
         AgentFailedError: It is something else.
@@ -66,11 +72,15 @@ def result_of(said: Any, who: str) -> AgentResult:
             f'{who} answered {said!r:.200}: give a number, or {{"reward": x, "call_rewards": '
             "{number: x}}"
         )
-    if unknown := [name for name in said if name not in ("reward", "call_rewards")]:
+    if unknown := [name for name in said if name not in ("reward", "call_rewards", "log")]:
         raise AgentFailedError(
-            f"{who} answered with {unknown[0]!r}, which nothing reads: give reward and "
-            "call_rewards alone"
+            f"{who} answered with {unknown[0]!r}, which nothing reads: give reward, call_rewards "
+            "and log alone"
         )
+    text = said.get("log")
+    if text is not None and not isinstance(text, str):
+        raise AgentFailedError(f"{who} answered log {text!r:.200}: give a text")
+    log.take(text or "")
     rewards = said.get("call_rewards") or {}
     if not isinstance(rewards, Mapping):
         raise AgentFailedError(

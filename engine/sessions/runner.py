@@ -13,20 +13,29 @@ from typing import Protocol
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import EnvironmentFailedError
-from rolemesh.engine.rollout.base import RolloutBackend, generated
+from rolemesh.engine.messages import harmless, on_one_line
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import Episode
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.sessions.agents import Agent, make_agent
+from rolemesh.engine.sessions.logs import MAX_LOG_BYTES, AgentLog, last_of
 from rolemesh.engine.sessions.results import AgentFailedError, AgentResult, AgentWork
+from rolemesh.engine.sessions.rows import told_rows
 from rolemesh.engine.sessions.session import Branch, SessionError
 from rolemesh.engine.sessions.store import OpenSession, SessionRules, Sessions
 from rolemesh.engine.specs import AgentSpec, SamplingSpec
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.05
-"""How long the sampler waits for a call or an end where it has nothing to do."""
+_BEFORE_BYTES = MAX_LOG_BYTES // 4
+"""So much of a log, at most, is of attempts that failed: the one that counts keeps the rest."""
+
+_LAST_CHARACTERS = 2048
+"""Of a log stand in an error that ends the generation."""
+
+_NOTE_CHARACTERS = 400
+"""Of a failure and of a log in a note, which may have 1,000 with what stands around them."""
 
 
 class SessionDoor(Protocol):
@@ -52,6 +61,10 @@ class _Trajectory:
     request: RolloutRequest
     prompt: Prompt
     attempt: int = 0
+    log: AgentLog = field(default_factory=AgentLog)
+    """What its agent writes."""
+    before: str = ""
+    """What became of earlier attempts, with the ends of their logs."""
     opened: OpenSession | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -91,6 +104,9 @@ class SessionRunner:
         """Whether trajectories come with rewards."""
         self.metrics: dict[str, float] = {}
         """Of the last generation; explained with all others."""
+        self.notes: list[str] = []
+        """Of the last generation: which trajectories failed, why, and the ends of their logs. Those
+        that are left out come first."""
         self._spec = spec
         self._door = door
         self._agent: Agent = make_agent(spec, sandbox, door.url)
@@ -121,9 +137,7 @@ class SessionRunner:
         for request, prompt in zip(requests, prompts, strict=True):
             playing.add(_Trajectory(request=request, prompt=prompt))
         try:
-            with generated(backend, (), sampling, playing) as trajectories:
-                for _ in trajectories:
-                    raise RuntimeError("the sampler gave a trajectory that nobody asked for")
+            backend.serve(playing.go_on, anew=True)
         finally:
             playing.close()
         kept = list(playing.rows(self._spec.on_failure == "drop_group"))
@@ -133,6 +147,7 @@ class SessionRunner:
             "agents/again": float(playing.num_again),
             "agents/left_out": float(len(requests) - len(kept)),
         }
+        self.notes = [*playing.notes_left_out, *playing.notes_again]
         yield from kept
 
     def close(self) -> None:
@@ -159,6 +174,7 @@ class SessionRunner:
                 session_url=session_url,
                 api_key=opened.key,
                 model=self._door.model_name,
+                log=one.log,
             ),
             one.stopped,
         )
@@ -190,17 +206,18 @@ class SessionRunner:
                 "no call of the agent is to be trained on: one at least must ask the policy by its "
                 "own model name, without metadata train"
             )
+        told = told_rows(session, branches, attempts=one.attempt + 1, log=_whole_log(one))
         return [
-            _episode(one.request.row, branch, one.opened.reward, session.reward_of(branch))
-            for branch in branches
+            _episode(one.request.row, branch, one.opened.reward, session.reward_of(branch), row)
+            for branch, row in zip(branches, told, strict=True)
         ]
 
 
 class _Playing:
-    """The trajectories of one generation: the back end's later requests, of which there are none.
+    """The trajectories of one generation, whose calls come through the endpoint.
 
-    Their calls come through the endpoint. Owned by the compute thread, but for the agents' threads,
-    which put what became of a trajectory into a queue.
+    Owned by the compute thread, but for the agents' threads, which put what became of a trajectory
+    into a queue.
     """
 
     def __init__(
@@ -217,7 +234,7 @@ class _Playing:
         calls = backend.endpoint_calls
         if calls is None:
             raise RuntimeError(f"{type(backend).__name__} has no endpoint for agents")
-        self._has_come = calls.has_come
+        self._calls = calls
         self._waiting: deque[_Trajectory] = deque()
         self._running: dict[int, _Trajectory] = {}
         self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
@@ -230,18 +247,20 @@ class _Playing:
         """Of trajectories that ended well, by row."""
         self.num_again = 0
         """Attempts that failed and were followed by another one."""
+        self.notes_again: list[str] = []
+        """Of each of them."""
+        self.notes_left_out: list[str] = []
 
     def add(self, one: _Trajectory) -> None:
         """Has a trajectory played when its turn has come."""
         self._waiting.append(one)
         self._prompts[one.request.row] = one.prompt.prompt_id
 
-    def take(self, *, is_idle: bool) -> Sequence[RolloutRequest] | None:
-        """See `LaterRequests`: it never gives any, and None when all trajectories have ended."""
+    def go_on(self) -> bool:
+        """Hears what has ended, and begins what waits; False when all trajectories have ended."""
         self._start()
-        if is_idle and self._ends.empty():
-            self._has_come.wait(IDLE_S)
-        self._has_come.clear()
+        if self._ends.empty():
+            self._calls.wait()
         while True:
             try:
                 end = self._ends.get_nowait()
@@ -250,7 +269,7 @@ class _Playing:
             self._hear(end)
         self._start()
         self._alive(len(self._rows) + len(self._dropped))
-        return () if self._running or self._waiting else None
+        return bool(self._running or self._waiting)
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._spec.at_once:
@@ -265,7 +284,7 @@ class _Playing:
             self._ends.put(_End(one, self._runner.play(one, self._sampling)))
         except BaseException as error:  # a user's code raises what it likes
             self._ends.put(_End(one, error))
-        self._has_come.set()
+        self._calls.has_come.set()
 
     def _hear(self, end: _End) -> None:
         one, row = end.trajectory, end.trajectory.request.row
@@ -295,14 +314,24 @@ class _Playing:
         if spec.on_failure == "retry" and one.attempt < spec.retries:
             logger.warning("%s, and begins again: %s", where, what)
             self.num_again += 1
+            self.notes_again.append(_note(f"{where}, and begins again", what, one))
+            failed = f"[attempt {one.attempt + 1} failed: {what}]\n{one.log.text()}\n"
             self._waiting.append(
-                _Trajectory(request=one.request, prompt=one.prompt, attempt=one.attempt + 1)
+                _Trajectory(
+                    request=one.request,
+                    prompt=one.prompt,
+                    attempt=one.attempt + 1,
+                    before=last_of(harmless(one.before + failed), _BEFORE_BYTES),
+                )
             )
             return
         if spec.on_failure in ("fail", "retry"):
             times = f" {one.attempt + 1} times" if one.attempt else ""
-            raise EnvironmentFailedError(f"{where}{times}: {what}") from failure
+            log = one.log.text().rstrip()[-_LAST_CHARACTERS:]
+            told = f". Its log ends:\n{log}" if log else ""
+            raise EnvironmentFailedError(f"{where}{times}: {what}{told}") from failure
         logger.warning("%s, and is left out: %s", where, what)
+        self.notes_left_out.append(_note(f"{where}, and is left out", what, one))
         self._dropped[row] = what
 
     def rows(self, drops_groups: bool) -> Generator[Sequence[Episode], None, None]:
@@ -332,7 +361,24 @@ class _Playing:
                 self._runner._door.sessions.forget(one.opened)
 
 
-def _episode(row: int, branch: Branch, reward: float | None, call_rewards: float | None) -> Episode:
+def _whole_log(one: _Trajectory) -> str:
+    """What the agent wrote, behind what became of its earlier attempts."""
+    if not one.before:
+        return one.log.text()
+    before = f"{one.before}[attempt {one.attempt + 1}]\n"
+    return before + last_of(one.log.text(), MAX_LOG_BYTES - len(before.encode()))
+
+
+def _note(where: str, what: str, one: _Trajectory) -> str:
+    """A failure for people, with the last line or so of the agent's log."""
+    log = " ".join(one.log.text().split())
+    told = f". Its log ends: {log[-_NOTE_CHARACTERS:]}" if log else ""
+    return f"{where}: {on_one_line(what, _NOTE_CHARACTERS)}{told}"
+
+
+def _episode(
+    row: int, branch: Branch, reward: float | None, call_rewards: float | None, session: str
+) -> Episode:
     return Episode(
         row=row,
         prompt_tokens=branch.prompt_tokens,
@@ -343,4 +389,5 @@ def _episode(row: int, branch: Branch, reward: float | None, call_rewards: float
         finish_reason=branch.finish_reason,
         reward=(reward or 0.0) + (call_rewards or 0.0),
         num_turns=branch.num_turns,
+        session=session,
     )

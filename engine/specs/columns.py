@@ -35,6 +35,7 @@ COLUMNS: Final[Mapping[str, ColumnType]] = {
     "answer": _TEXT,
     "metadata": _TEXT,
     "environment_rewards": ColumnType("row", "float32"),
+    "session": _TEXT,
     "pair_ids": ColumnType("row", "int64"),
     "preference": ColumnType("row", "float32"),
     "values": ColumnType("completion", "float32"),
@@ -71,6 +72,9 @@ ROLLOUT_COLUMNS: Final = (
 
 ENVIRONMENT_REWARDS: Final = "environment_rewards"
 """What sampling makes besides where the data has an environment."""
+
+SESSION: Final = "session"
+"""What sampling makes besides where agents play: what people are told of each row's session."""
 
 DATA_COLUMNS: Final = (*INPUT_COLUMNS, "loss_mask", "prompt_ids", *TEXT_COLUMNS)
 """What a row of data that is read and not sampled comes to."""

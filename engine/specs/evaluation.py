@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from rolemesh.engine.specs.agents import AgentSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec, ReasoningGymSpec
 from rolemesh.engine.specs.rewards import ReasoningGymRewardSpec, RewardSourceSpec
@@ -54,12 +55,28 @@ class RowsTaskSpec(Spec):
 
     data: DataSpec
     """Whose held-out rows are asked."""
-    reward: RewardSourceSpec
-    """Who judges: arithmetic, reasoning_gym, or a reward from outside."""
+    reward: RewardSourceSpec | None = None
+    """Who judges: arithmetic, reasoning_gym, or a reward from outside. None: the agent does."""
+    agent: Annotated[AgentSpec, Field(discriminator="type")] | None = None
+    """Who plays the rows, in sessions of the endpoint, and gives the reward; as actor.environment
+    of a recipe. None: a row is one completion."""
     num_prompts: int | None = Field(default=None, ge=1)
     """The first so many rows; None: all."""
     answer_tag: str | None = Field(default=None, pattern=r"^[A-Za-z]\w*$")
     """The last <tag>...</tag> of a completion is its answer; None: all of it is."""
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> Self:
+        if self.agent is None and self.reward is None:
+            raise ValueError("reward is left out: give it, or agent")
+        if self.agent is not None and (self.reward is not None or self.answer_tag is not None):
+            raise ValueError("agent is given beside reward or answer_tag: it judges by itself")
+        if self.agent is not None and not self.agent.gives_reward:
+            raise ValueError(
+                "agent.gives_reward is false, and nothing else judges what it plays: let it give "
+                "the reward"
+            )
+        return self
 
 
 class EvaluatedTaskSpec(RowsTaskSpec):

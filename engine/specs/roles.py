@@ -48,8 +48,6 @@ def check_endpoint(
     endpoint: EndpointSpec | None,
     environment: EnvironmentSpec | None,
     rollout: RolloutSpec | None,
-    layout: HybridLayout,
-    name: str,
 ) -> None:
     """Refuses an endpoint where no sampler of this kind serves one.
 
@@ -57,8 +55,6 @@ def check_endpoint(
         endpoint: Of a role.
         environment: Of its rows; agents need an endpoint.
         rollout: Its sampler.
-        layout: Of its ranks.
-        name: Of the field that says the layout.
 
     Raises:
         ValueError: Names the fields.
@@ -76,12 +72,6 @@ def check_endpoint(
             f"endpoint is given, but rollout.type is {given}: an endpoint is served by vLLM in the "
             "service's own process; give rollout type vllm, or leave endpoint out"
         )
-    if layout.world_size > 1:
-        raise ValueError(
-            f"endpoint is given, but {name} spreads the role over {layout.world_size} ranks, and "
-            "an endpoint is served by one: leave the layout out, or have several rollout services "
-            "of one rank sample"
-        )
 
 
 class ActorSpec(RoleSpec):
@@ -97,7 +87,7 @@ class ActorSpec(RoleSpec):
     """What the policy talks to while it samples; None: a completion is one turn."""
     endpoint: EndpointSpec | None = None
     """Where programs ask the policy over HTTP, in OpenAI's protocol or with token ids; None:
-    nowhere. Served where rollout.type is vllm and the service has one rank."""
+    nowhere. Served where rollout.type is vllm, by rank 0 for all ranks of the service."""
     pretraining_data: DataSpec | None = None
     """Rows that keep what pretraining taught, for a loss beside the main one."""
     own_functions: Mapping[str, OwnFunctionSpec] = Field(default_factory=dict)
@@ -124,7 +114,7 @@ class ActorSpec(RoleSpec):
 
     @model_validator(mode="after")
     def _check_endpoint(self) -> Self:
-        check_endpoint(self.endpoint, self.environment, self.rollout, self.rank_layout(), "train")
+        check_endpoint(self.endpoint, self.environment, self.rollout)
         return self
 
     def rank_layout(self) -> HybridLayout:
@@ -170,7 +160,7 @@ class RolloutRoleSpec(RoleSpec):
 
     @model_validator(mode="after")
     def _check_endpoint(self) -> Self:
-        check_endpoint(self.endpoint, self.environment, self.rollout, self.rank_layout(), "layout")
+        check_endpoint(self.endpoint, self.environment, self.rollout)
         return self
 
     def rank_layout(self) -> HybridLayout:

@@ -4,13 +4,15 @@
     python examples/agents/verifiers_agent_server.py rows my-taskset 2048 > rows.jsonl
     python examples/agents/verifiers_agent_server.py 8500 my-taskset
 
-Each POST is one rollout, and the trace's reward is the answer. A rollout that has failed, has run
-out of time or has no reward is answered with status 500, which the run takes for a failure. A row's
-column `idx` says which example of the taskset it is. A row without one is an example itself: its
-messages, its answer and its other columns are the fields of the taskset's data.
+Each POST is one rollout; its answer is the trace's reward, with a log of its metrics. A rollout
+that has failed, has run out of time or has no reward is answered with status 500, which the run
+takes for a failure. A row's column `idx` says which example of the taskset it is. A row without one
+is an example itself: its messages, its answer and its other columns are the fields of the taskset's
+data.
 
 The harness is "null", verifiers' loop of chat and tools, or what a third word names; it is a
-process for each turn, on this machine. A recipe asks for some of them at a time:
+process for each turn, on this machine, and needs uv on PATH. A recipe asks for some of them at a
+time:
 
     data: {type: jsonl, path: rows.jsonl, held_out_size: 32}
     environment: {type: http, url: "http://127.0.0.1:8500/play", max_turns: 8, at_once: 8}
@@ -73,7 +75,7 @@ class Rollouts:
         fields = {**row["metadata"], "prompt": prompt, "answer": row["answer"]}
         return kind(kind.data_type().model_validate(fields), self._taskset.config.task)
 
-    async def reward(self, told: dict[str, Any]) -> float:
+    async def answer(self, told: dict[str, Any]) -> dict[str, Any]:
         """Plays one rollout against the session that the run has opened for it."""
         task = self.task(told["task"])
         # A client reads its key from the environment of this process. Programs of a harness inherit
@@ -87,13 +89,13 @@ class Rollouts:
         try:
             async with env.serving():
                 context = vf.ModelContext(model=told["model"], client=client)
-                return reward_of(await env.run_episode(task, context))
+                return answer_of(await env.run_episode(task, context))
         finally:
             del os.environ[variable]
 
 
-def reward_of(episode: vf.Episode) -> float:
-    """The reward of an episode of one agent.
+def answer_of(episode: vf.Episode) -> dict[str, Any]:
+    """The reward of an episode of one agent, and for people what it is made of.
 
     verifiers sums the rewards that it has, so one that was not computed would count as 0.
     """
@@ -110,18 +112,20 @@ def reward_of(episode: vf.Episode) -> float:
     missing = [name for name, reward in trace.rewards.items() if reward is None]
     if missing or not trace.rewards:
         raise RolloutFailedError(f"no reward was computed {missing}: give the task a @vf.reward")
-    return float(trace.reward)
+    rewards = {name: reward.model_dump() for name, reward in trace.rewards.items()}
+    log = json.dumps({"rewards": rewards, "metrics": trace.metrics, "stop": trace.stop_condition})
+    return {"reward": float(trace.reward), "log": log}
 
 
 async def play(request: Request) -> JSONResponse:
     """One rollout; it ends with its processes where nobody waits for it any more."""
-    rollout = asyncio.create_task(request.app.state.rollouts.reward(await request.json()))
+    rollout = asyncio.create_task(request.app.state.rollouts.answer(await request.json()))
     while not (await asyncio.wait([rollout], timeout=HEARD_S))[0]:
         if await request.is_disconnected():
             rollout.cancel()
             await asyncio.wait([rollout])
     try:
-        return JSONResponse({"reward": rollout.result()})
+        return JSONResponse(rollout.result())
     except (Exception, asyncio.CancelledError) as error:  # an environment raises what it likes
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
 

@@ -28,6 +28,7 @@ from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights, before_each_pass
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.endpoint.role import EndpointRole
+from rolemesh.services.endpoint.servicer import EndpointServicer
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
@@ -38,10 +39,7 @@ from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
-from rolemesh.services.runtime.servicers.rollout import (
-    PromptSource,
-    RolloutServicer,
-)
+from rolemesh.services.runtime.servicers.rollout import PromptSource, RolloutServicer
 from rolemesh.services.runtime.servicers.weights import WeightsServicer, checksums_of_sampler
 from rolemesh.v1 import weights_pb2
 
@@ -135,10 +133,11 @@ class ActorRole(ModelRole, EndpointRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rollout, training, log-probs, weights and data."""
-        self.runtime = runtime
+        self.serve_run(runtime)
         return add_servicers(
             server,
             RolloutServicer(self, runtime),
+            EndpointServicer(self, runtime),
             TrainerServicer(self, runtime),
             LogprobServicer(self, runtime),
             ActorWeightsServicer(self, runtime),

@@ -22,7 +22,6 @@ from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from rolemesh.engine.data.rendering import Renderer
-from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
 from rolemesh.engine.sessions.session import SessionError
 from rolemesh.engine.sessions.store import Sessions
 from rolemesh.engine.specs.endpoint import EndpointSpec
@@ -31,13 +30,14 @@ from rolemesh.services.endpoint.chat import SessionChat
 from rolemesh.services.endpoint.client import SamplerClient
 from rolemesh.services.endpoint.guard import UNTRAINED, Guard
 from rolemesh.services.endpoint.parsers import tool_parser_of
+from rolemesh.services.endpoint.replicas import Calls
 from rolemesh.services.endpoint.tokens import NamedTokens
 
 
 def make_app(
     spec: EndpointSpec,
     engine: Any,
-    calls: EndpointCalls,
+    calls: Calls,
     sessions: Sessions,
     *,
     key: str | None,
@@ -48,7 +48,7 @@ def make_app(
     Args:
         spec: Of the endpoint.
         engine: VLLM's LLMEngine, of which the front only reads.
-        calls: On their way to the engine's thread.
+        calls: On their way to what samples them.
         sessions: Those that are remembered.
         key: Of the endpoint; None: it asks for none.
         begun: Called on the loop when there is something to sample.

@@ -15,10 +15,11 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
-from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
+from rolemesh.engine.rollout.endpoint_calls import EndpointCall
 from rolemesh.engine.rollout.requests import drawing_arguments
 from rolemesh.engine.sessions.store import CallRules, Sessions
 from rolemesh.services.endpoint.asked import ASKED, Asked
+from rolemesh.services.endpoint.replicas import Calls
 
 _SEED_BITS = 62
 """Of seeds that the front draws. Completion k of a call has the seed + k, which fits in 63 bits."""
@@ -35,7 +36,7 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
     def __init__(
         self,
         engine: Any,
-        calls: EndpointCalls,
+        calls: Calls,
         sessions: Sessions,
         *,
         max_waiting: int,
@@ -45,7 +46,7 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
 
         Args:
             engine: Of which the front reads the configuration, and renders with.
-            calls: On their way to the engine's thread.
+            calls: On their way to what samples them.
             sessions: In which calls are kept.
             max_waiting: Calls at once.
             begun: Called when there is something to sample.
@@ -113,7 +114,13 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
         is_over = False
         try:
             self._calls.begin(
-                EndpointCall(call_id=call_id, prompt=prompt, params=params, told=told)
+                EndpointCall(
+                    call_id=call_id,
+                    prompt=prompt,
+                    params=params,
+                    told=told,
+                    session_id="" if opened is None else opened.session_id,
+                )
             )
             self._begun()
             while not is_over:

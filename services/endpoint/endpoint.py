@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 from collections.abc import Callable
-from typing import Protocol
 
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
@@ -16,6 +15,8 @@ from rolemesh.engine.specs.endpoint import EndpointSpec
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.http_server import HttpServer, serve_app
 from rolemesh.rpc.loop_thread import LoopThread
+from rolemesh.services.endpoint.replicas import Calls
+from rolemesh.services.endpoint.turns import RankTurns, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +30,13 @@ MAX_CONNECTIONS = 16_384
 """Of clients, at once: each call that waits has one."""
 
 
-class Turns(Protocol):
-    """The thread that computes, as an endpoint needs it."""
-
-    async def run(self, fn: Callable[[], None]) -> None:
-        """Runs a function between others, in the order in which they came."""
-
-    def has_waiting(self) -> bool:
-        """Whether another function waits for the one that runs; from any thread."""
-
-
 class Endpoint:
     """Serves one sampler, from the compute thread that owns it, while a role holds it.
 
     Calls are sampled beside a generation of the run, where there is one, and else by turns of their
     own. A turn ends as soon as something else waits for the compute thread, and what it has not
-    finished goes on afterwards: training waits for a step of the engine at most.
+    finished goes on afterwards: training waits for a step of the engine at most. Where the service
+    has several ranks, this is rank 0, and all of them take a turn together.
 
     Invariant: after `close` no thread of it is left, and no call waits for an answer.
     """
@@ -55,6 +47,8 @@ class Endpoint:
         backend: RolloutBackend,
         turns: Turns,
         *,
+        calls: Calls | None = None,
+        ranks: RankTurns | None = None,
         bring_weights: Callable[[], object],
         may_sample: Callable[[], bool],
     ) -> None:
@@ -64,6 +58,8 @@ class Endpoint:
             spec: Of the endpoint.
             backend: That samples, made with has_endpoint.
             turns: The thread that owns it.
+            calls: Where calls go; None: to the back end's own.
+            ranks: Turns of this rank, where it is the first of several; None: it is alone.
             bring_weights: Called there before a turn: sees to it that it holds the weights to
                 sample with.
             may_sample: Whether it may be used now; from any thread. False: calls wait.
@@ -71,8 +67,7 @@ class Endpoint:
         Raises:
             ValueError: The address cannot be bound, or a field of the spec cannot be served.
         """
-        calls = backend.endpoint_calls
-        if calls is None:
+        if backend.endpoint_calls is None:
             raise RuntimeError(f"{type(backend).__name__} was made without an endpoint")
         self.spec = spec
         self.sessions = Sessions(
@@ -83,8 +78,9 @@ class Endpoint:
         self.model_name = spec.model_name
         """What it calls the policy."""
         self._backend = backend
-        self._calls = calls
+        self._calls = backend.endpoint_calls if calls is None else calls
         self._turns = turns
+        self._ranks = ranks
         self._bring_weights = bring_weights
         self._may_sample = may_sample
         self._begun = asyncio.Event()
@@ -135,16 +131,22 @@ class Endpoint:
                     continue
                 try:
                     await self._turns.run(self._turn)
-                except WeightsStaleError:
-                    # They come with the run's next step.
+                except (WeightsStaleError, RolemeshError) as error:
+                    # Weights come with the run's next step.
+                    logger.debug("no turn for the endpoint: %s", error)
                     await asyncio.sleep(RETRY_S)
 
     def _turn(self) -> None:
-        if self._calls.is_empty or not self._may_sample():
-            return
+        if self._ranks is not None:
+            with self._ranks.turn():
+                self._serve()
+        elif not self._calls.is_empty and self._may_sample():
+            self._serve()
+
+    def _serve(self) -> None:
         try:
             self._bring_weights()
-            self._backend.serve(lambda: not self._turns.has_waiting())
+            self._backend.serve(self._goes_on)
         except WeightsStaleError:
             raise
         except RolemeshError as error:
@@ -152,6 +154,15 @@ class Endpoint:
         except Exception as error:  # each call hears of it, and those that come are tried again
             logger.exception("a turn of the endpoint failed")
             self._calls.fail(self._backend.engine, error)
+            if self._ranks is not None:
+                # The service must know whether the other ranks have failed alike.
+                raise
+
+    def _goes_on(self) -> bool:
+        if self._calls.is_empty or self._turns.has_waiting() or not self._may_sample():
+            return False
+        self._calls.wait()
+        return True
 
     def close(self) -> None:
         """Ends all sessions and calls, on the compute thread; idempotent."""

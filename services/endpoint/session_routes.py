@@ -9,6 +9,7 @@ from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from rolemesh.engine.sessions.store import OpenSession, SessionRules, Sessions
+from rolemesh.engine.specs import SamplingSpec
 
 router = APIRouter(prefix="/sessions")
 
@@ -17,6 +18,29 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class Drawing(_Message):
+    """How the tokens of a session are drawn, whatever its calls ask for."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Softmax temperature; 0 takes the likeliest token each time."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens with this probability together."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Draw from so many likeliest tokens; None: from all."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 1 << 20
+    """Longest completion of one call."""
+
+    def sampling(self) -> SamplingSpec:
+        """The same as the sampler knows it."""
+        return SamplingSpec(
+            temperature=self.temperature or 1.0,
+            greedy=self.temperature == 0,
+            top_p=self.top_p,
+            top_k=-1 if self.top_k is None else self.top_k,
+            max_new_tokens=self.max_new_tokens,
+        )
 
 
 class OpenRequest(_Message):
@@ -29,7 +53,10 @@ class OpenRequest(_Message):
     max_sampled_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens that are sampled in all calls together, at most."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Its calls have seeds derived from this one, unless they bring their own."""
+    """Its calls have seeds derived from this one, unless they bring their own and there is no
+    `drawing`."""
+    drawing: Drawing | None = None
+    """How its tokens are drawn; left out: as each call asks."""
 
 
 class OpenedSession(_Message):
@@ -100,7 +127,10 @@ async def open_session(given: OpenRequest, request: Request) -> OpenedSession:
     """Opens a session. Asks for the endpoint's key."""
     _check_owner(request)
     rules = SessionRules(
-        seed=given.seed, max_calls=given.max_calls, max_sampled_tokens=given.max_sampled_tokens
+        sampling=None if given.drawing is None else given.drawing.sampling(),
+        seed=given.seed,
+        max_calls=given.max_calls,
+        max_sampled_tokens=given.max_sampled_tokens,
     )
     opened = _sessions(request).open(rules, session_id=given.session_id)
     base_url = f"{request.app.state.url}/sessions/{opened.session_id}/v1"

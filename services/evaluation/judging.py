@@ -53,6 +53,7 @@ class Judge:
 
     def __init__(self, task: EvaluatedTaskSpec) -> None:
         """Makes the scorers; raises ValueError where one needs a service of a run."""
+        assert task.reward is not None
         self._tag = task.answer_tag
         sources = named_sources(task.reward)
         self._scorers = [

@@ -32,6 +32,7 @@ from rolemesh.engine.weights.published import (
 )
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, UnsupportedError
 from rolemesh.services.endpoint.role import EndpointRole
+from rolemesh.services.endpoint.servicer import EndpointServicer
 from rolemesh.services.rollout.deliveries import Deliveries
 from rolemesh.services.rollout.updates import WeightUpdates
 from rolemesh.services.runtime.calls.role import (
@@ -45,10 +46,7 @@ from rolemesh.services.runtime.experience.published_weights import parameter_spe
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.exchange import ExchangeServicer
 from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
-from rolemesh.services.runtime.servicers.rollout import (
-    PromptSource,
-    RolloutServicer,
-)
+from rolemesh.services.runtime.servicers.rollout import PromptSource, RolloutServicer
 from rolemesh.services.runtime.servicers.weights import checksums_of_sampler
 from rolemesh.v1 import rollout_pb2, weights_pb2, weights_pb2_grpc
 
@@ -125,10 +123,11 @@ class RolloutRole(Role, EndpointRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rollout, and what of weights concerns a sampler."""
-        self.runtime = runtime
+        self.serve_run(runtime)
         return add_servicers(
             server,
             StandAloneRolloutServicer(self, runtime),
+            EndpointServicer(self, runtime),
             SamplerWeightsServicer(self, runtime),
             ExchangeServicer(self, runtime),
         )

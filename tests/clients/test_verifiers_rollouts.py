@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,9 @@ def test_rows_are_what_was_sampled_and_rewards_what_the_taskset_computed(
             for call in session.calls
         ]
         assert one.reward == share(word, "".join(said))
+        told = json.loads(json.loads(one.session)["log"])
+        assert told["rewards"] == {"letters": {"score": one.reward, "weight": 1.0}}
+        assert told["metrics"] == {"turns": 2.0}
     # A row without a letter of its word would be right with a reward that is always 0.
     assert len({one.reward for (one,) in trajectories}) > len(WORDS)
 

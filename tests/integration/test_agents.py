@@ -48,6 +48,11 @@ def metrics_of(world: World) -> dict[str, float]:
     return {name.removeprefix("agents/"): value for name, value in world.metrics.items()}
 
 
+def told_of(rows: Sequence[Episode]) -> list[dict[str, Any]]:
+    """What people are told of a session, by row."""
+    return [json.loads(one.session) for one in rows]
+
+
 def program(world: World, *words: str, **more: Any) -> ProgramAgentSpec:
     command = ("python", str(world.agents), *(words or ("play",)))
     return ProgramAgentSpec(command=command, **more)
@@ -68,7 +73,7 @@ def as_rows(trajectories: Sequence[Sequence[Episode]]) -> list[tuple[Any, ...]]:
 
 def test_rows_are_what_was_sampled_by_agents_of_each_kind(world: World) -> None:
     run = load_named(f"{world.agents}:run", "run")
-    with agent_server(lambda told: played(run, told)) as url:
+    with agent_server(lambda told: {**played(run, told), "log": "by a server"}) as url:
         by_server = world.play(HttpAgentSpec(url=url))
     by_function = world.play(function(world))
     by_program = world.play(program(world))
@@ -93,6 +98,15 @@ def test_rows_are_what_was_sampled_by_agents_of_each_kind(world: World) -> None:
             torch.tensor(row.logprobs)[sampled], wanted[:, 0][sampled], atol=LOGPROB, rtol=0
         )
         assert not torch.tensor(row.logprobs)[~sampled].any()
+    # What each wrote is told beside its row, though functions share a process.
+    for prompt, *players in zip(prompts, by_server, by_function, by_program, strict=True):
+        (server,), (call,), (child,) = map(told_of, players)
+        assert server["log"] == "by a server"
+        assert call["log"] == f"counts to {prompt.answer}\n"
+        written, reward = child["log"].splitlines()
+        assert (written, set(json.loads(reward))) == (f"counts to {prompt.answer}", {"reward"})
+        assert [one["use"] for one in child["calls"]] == ["trained", "trained"]
+    assert world.notes == []
     # The agent asks for a low temperature and one seed: the run's own count.
     drawn = [tuple(row.completion_tokens) for (row,) in by_program]
     assert len(set(drawn)) == len(drawn)
@@ -111,6 +125,17 @@ def test_a_session_that_went_two_ways_is_two_rows_and_shares_its_first_turn(worl
         assert right.loss_mask[:first] == [False] * first
         assert (left.loss_mask[-1], right.loss_mask[-1]) == (True, True)
         assert (left.reward, right.reward) == (1.5, 1.0)
+        way, other = told_of((left, right))
+        assert [(one["number"], one["use"]) for one in way["calls"]] == [
+            (0, "trained"),
+            (1, "trained"),
+        ]
+        assert [(one["number"], one["use"]) for one in other["calls"]] == [
+            (0, "shared"),
+            (2, "trained"),
+        ]
+        assert other["calls"][0]["num_sampled_tokens"] == first
+        assert [(one["number"], one["use"]) for one in way["left_out"]] == [(3, "untrained")]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +188,13 @@ def test_rows_and_groups_are_left_out_as_declared(world: World) -> None:
         world.play(function(world, "falls"))
     kept = world.play(function(world, "falls", on_failure="drop_row"))
     assert metrics_of(world) == {"rows": 2, "calls/mean": 2, "again": 0, "left_out": 2}
+    # What failed has no row: notes have why, and the end of its log.
+    assert (
+        sorted(note.partition(",")[0] for note in world.notes)
+        == ["the python_agent agent failed for prompt 1"] * 2
+    )
+    assert all("out of order" in note for note in world.notes)
+    assert all(note.endswith("Its log ends: looks for the tool") for note in world.notes)
     # Prompt 1 fails, both samples of it.
     assert [rows[0].row for rows in kept] == [0, 1]
     assert as_rows(kept) == as_rows(world.play(function(world, "run")))[:2]
@@ -200,6 +232,14 @@ def test_a_trajectory_that_begins_again_is_what_it_would_have_been(world: World)
         again = world.play(HttpAgentSpec(url=url, on_failure="retry"))
     assert failed == {0, 1}
     assert metrics_of(world) == {"rows": 4, "calls/mean": 2, "again": 2, "left_out": 0}
+    attempts = [one["attempts"] for rows in again for one in told_of(rows)]
+    assert sorted(attempts) == [1, 1, 2, 2]
+    logs = [one["log"] for rows in again for one in told_of(rows)]
+    # The answer of the attempt that failed, and behind it what the last one wrote.
+    failed = [log for log in logs if log]
+    assert len(failed) == len(world.notes) == 2
+    assert all("attempt 1 failed" in log and "on purpose" in log for log in failed)
+    assert all(log.rstrip().endswith("[attempt 2]") for log in failed)
     # Nothing of the attempts that failed is among the rows.
     assert as_rows(again) == as_rows(whole)
     with (

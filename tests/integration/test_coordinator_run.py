@@ -243,6 +243,22 @@ async def test_a_wish_to_stop_ends_after_the_step_with_everything_saved(tmp_path
     assert (await store.get_run(run.run_id)).state is RunState.STOPPED
 
 
+async def test_where_the_policy_answers_is_known_while_the_run_goes_on(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    operations = StoreOperations(store)
+    async with fake_mesh() as mesh:
+        mesh.endpoint = "http://127.0.0.1:8000"
+        gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        run = make_run(mesh, tmp_path, fake_recipe(steps=1), store)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Update" in mesh.running)
+        told = await operations.get_run(run.run_id)
+        assert dict(told.endpoints) == {"actor": "http://127.0.0.1:8000/v1"}
+        gate.set()
+        await task
+    assert dict((await operations.get_run(run.run_id)).endpoints) == {}
+
+
 async def test_a_second_wish_aborts_at_once(tmp_path: Path) -> None:
     async with fake_mesh() as mesh:
         mesh.roles["actor"].gates["Update"] = asyncio.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -21,7 +22,14 @@ import yaml
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.sum_server import sum_server
 
+from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.run.folders.evaluations import read_evaluation
+from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE
+from rolemesh.coordinator.run.saving.resume import CONFIG_FILE
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunRecord, RunState
+from rolemesh.engine.pretrained import load_tokenizer
 
 RUN_S = 240
 LONGEST_S = 500
@@ -153,6 +161,44 @@ def test_a_key_is_sent_and_its_lack_told(tmp_path: Path, suite: Path) -> None:
     assert "1.000" in given.stdout
 
 
+async def test_a_run_that_goes_on_is_asked_where_it_answers(tmp_path: Path, suite: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    recipe = tiny_recipe(tiny_model(tmp_path / "model"))
+    tokenizer = load_tokenizer(tmp_path / "model")
+    (run / CONFIG_FILE).write_text(yaml.safe_dump(recipe))
+    store = MemoryStateStore()
+    record = RunRecord(
+        run_id="r", name="n", num_steps=9, directory=str(run), created_at=1.0, updated_at=1.0,
+        state=RunState.RUNNING,
+    )  # fmt: skip
+    await store.create_run(record)
+    server, port = await serve_coordinator(StoreOperations(store))
+    facts = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "run_id": "r"}
+    (run / COORDINATOR_FILE).write_text(json.dumps(facts))
+    asked = ("evaluate", str(run), "--live", "--tasks", str(suite))
+    try:
+        nowhere = await asyncio.to_thread(rolemesh, tmp_path, *asked)
+        # As in a run, prompts are rendered by the run's own tokenizer, and sent as token ids.
+        server_of_sums = sum_server(lambda terms, _: str(sum(terms)), "mine", tokenizer.decode)
+        with server_of_sums as (url, _):
+            services = {"actor": {"role": "actor", "address": "a:1", "endpoint": url}}
+            await store.update_run("r", services=services)
+            without = await asyncio.to_thread(rolemesh, tmp_path, *asked)
+            keyed = (*asked, "--key-variable", "SUMS_KEY")
+            given = await asyncio.to_thread(rolemesh, tmp_path, *keyed, SUMS_KEY="mine")
+    finally:
+        await server.stop(None)
+    assert nowhere.returncode == 2
+    assert "has no endpoint" in nowhere.stderr
+    assert without.returncode == 1
+    assert "status 401: give --key-variable" in without.stderr
+    assert given.returncode == 0, given.stderr
+    assert f"answers at {url}" in given.stdout
+    (written,) = (run / "evaluations").glob("step-*.json")
+    assert json.loads(written.read_text())["url"] == url
+
+
 def test_an_endpoint_that_is_not_there_and_a_task_that_is_not_are_told(tmp_path: Path) -> None:
     gone = rolemesh(tmp_path, "evaluate", "--url", "http://127.0.0.1:9/v1", "--tasks", "gcd")
     assert gone.returncode == 1
@@ -169,6 +215,9 @@ def test_an_endpoint_that_is_not_there_and_a_task_that_is_not_are_told(tmp_path:
     [
         ((), "POLICY is missing"),
         (("--url", "x", "a", "b"), "name one run at most"),
+        (("a", "--live", "--url", "http://127.0.0.1:9"), "--live asks one run"),
+        (("a", "b", "--live"), "--live asks one run"),
+        (("nowhere", "--live"), "is neither a folder nor the id of a run"),
         (("a", "--samples", "2", "--pass-at", "4"), "draw as many at least"),
         (("--url", "nothing", "--tasks", "gcd"), "--url is"),
         (

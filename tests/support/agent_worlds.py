@@ -51,6 +51,7 @@ class World:
         self.backend: RolloutBackend
         self.endpoint: Endpoint
         self.metrics: dict[str, float] = {}
+        self.notes: list[str] = []
         self.on_compute(self._start)
 
     def _start(self) -> None:
@@ -119,7 +120,7 @@ class World:
             played = self.on_compute(
                 lambda: list(runner.run(self.backend, prompts, requests, sampling, alive))
             )
-            self.metrics = runner.metrics
+            self.metrics, self.notes = runner.metrics, runner.notes
             return played
         finally:
             runner.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 async def run(task, client):
     messages = list(task["messages"])
+    print("counts to", task["answer"], file=sys.stderr)
     length = 0
     for turn in range(2):
         answer = await client.chat.completions.create(
@@ -42,6 +43,7 @@ async def wrong(task, client):
 
 async def falls(task, client):
     if task["answer"] == "1":
+        print("looks for the tool")
         raise OSError("the tool is out of order")
     return await run(task, client)
 

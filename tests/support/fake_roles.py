@@ -171,9 +171,10 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
             self.spec = json_format.MessageToDict(request.spec)
             self.device_type = request.device_type
             self.deterministic = request.deterministic
-            return worker_pb2.InitializeResult(
-                num_parameters=1, facts={"data.held_out_prompts": str(self.mesh.num_held_out)}
-            )
+            facts = {"data.held_out_prompts": str(self.mesh.num_held_out)}
+            if self.role == "actor" and self.mesh.endpoint:
+                facts["endpoint"] = self.mesh.endpoint
+            return worker_pb2.InitializeResult(num_parameters=1, facts=facts)
 
         async for response in self.keyed(
             "Initialize", request, context, worker_pb2.InitializeResponse, work
@@ -209,6 +210,8 @@ class FakeMesh:
 
     tokens_per_completion: int = 8
     num_held_out: int = 16
+    endpoint: str = ""
+    """Where the actor says that it answers; empty: nowhere."""
     decode_turns: int = 1
     """Tokens of a completion between which new weights may come."""
     delay: Callable[[str, str], float] = lambda service, method: 0.0

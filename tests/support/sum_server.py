@@ -15,8 +15,10 @@ Answers = Callable[[list[int], dict[str, Any]], str | None]
 
 
 @contextmanager
-def sum_server(answers: Answers, key: str | None = None) -> Iterator[tuple[str, list[Any]]]:
-    """Its base URL, and the requests that come."""
+def sum_server(
+    answers: Answers, key: str | None = None, decode: Callable[[list[int]], str] | None = None
+) -> Iterator[tuple[str, list[Any]]]:
+    """Its base URL, and the requests that come. With `decode`, prompts are token ids."""
     bodies: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -42,13 +44,13 @@ def sum_server(answers: Answers, key: str | None = None) -> Iterator[tuple[str, 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             bodies.append(body)
-            text = body["messages"][-1]["content"]
+            text = decode(body["prompt"]) if decode else body["messages"][-1]["content"]
             found = answers([int(number) for number in re.findall(r"\d+", text)], body)
             if found is None or not self.has_key():
                 self.say(400, {"error": {"message": "this server knows no such sum"}})
                 return
             message = {"role": "assistant", "content": found}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            choice = {"index": 0, "message": message, "text": found, "finish_reason": "stop"}
             self.say(200, {"choices": [choice], "usage": {"completion_tokens": 1}})
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

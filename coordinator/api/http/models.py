@@ -22,6 +22,7 @@ RunStateWord = Literal[
     "recovering",
 ]
 AlertLevelWord = Literal["info", "warning", "critical"]
+CallUseWord = Literal["trained", "shared", "untrained"]
 
 
 class Run(Answer):
@@ -53,6 +54,8 @@ class Run(Answer):
     """What it does right now, e.g. "step 3"; of a run that early stopping ended, why."""
     recoveries: Int64
     """How often it had to recover from a failure."""
+    endpoints: dict[str, str]
+    """Base URLs where programs ask its policy, by service, while the run goes on."""
 
 
 class RunList(Answer):
@@ -276,6 +279,40 @@ class Plan(Answer):
     """The plan; null where the recipe of the run has none."""
 
 
+class SampledCall(Answer):
+    """One call of a session."""
+
+    number: Int32
+    """Of the session, from 0, in the order in which calls ended."""
+    num_added_tokens: Int32
+    """Tokens of its prompt behind the call that it continues; of the first, its whole prompt."""
+    num_sampled_tokens: Int32
+    """Tokens that it sampled."""
+    use: CallUseWord
+    """What training does with them."""
+
+
+class SampledSession(Answer):
+    """What people are told of an agent's session beside one of its rows."""
+
+    prompt_id: Int64
+    """Prompt that it answers; with sample_index it tells sessions of a step apart."""
+    sample_index: Int64
+    """Which of the prompt's trajectories it is."""
+    branch: Int32
+    """Number of the row's branch in its session, from 0."""
+    num_branches: Int32
+    """Branches of the session that are rows."""
+    attempts: Int32
+    """How often the trajectory was begun: the attempts before the last one failed."""
+    calls: list[SampledCall]
+    """Calls of the branch in order."""
+    left_out: list[SampledCall]
+    """Calls of the session that are in no row. Of branch 0 alone."""
+    log: str
+    """Last of what the agent wrote, at most 16 KiB. Of branch 0 alone."""
+
+
 class Sample(Answer):
     """One trajectory for people."""
 
@@ -301,6 +338,8 @@ class Sample(Answer):
     """Advantage of each token; empty where the algorithm has none."""
     reward_parts: dict[str, Number]
     """Parts of its reward by "<source>/<part>"."""
+    session: SampledSession | None
+    """Session of the agent that made it; null where no agent did."""
 
 
 class SampleList(Answer):

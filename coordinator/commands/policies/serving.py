@@ -90,7 +90,7 @@ def wished(policy: Policy, overrides: list[str], port: int = 0) -> Wished:
             "--set rollout.max_model_len=2048"
         )
     rollout = _rollout_of_run(policy) | dict(given.get("rollout", {}))
-    endpoint = {"port": port, **given.get("endpoint", {})}
+    endpoint = {"port": port, **_endpoint_of_run(policy), **given.get("endpoint", {})}
     spec: Any
     for name, section, spec in (
         ("rollout", rollout, VllmSpec),
@@ -119,6 +119,14 @@ def _rollout_of_run(policy: Policy) -> dict[str, Any]:
     elif "dtype" in given:
         kept = {"dtype": given["dtype"]}
     return kept
+
+
+def _endpoint_of_run(policy: Policy) -> dict[str, Any]:
+    """What the policy's agents saw of it: how it is called, and how its tools are read."""
+    actor = {} if policy.config is None else policy.config.get("actor", {})
+    given = dict(actor.get("endpoint") or {})
+    kept = ("model_name", "tool_parser", "reasoning_parser", "chat_template")
+    return {name: given[name] for name in kept if given.get(name) is not None}
 
 
 def check_can_serve(endpoint: EndpointSpec) -> None:

@@ -14,6 +14,7 @@ from rolemesh.coordinator.recipe.loading import load_recipe, read_yaml
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE
 from rolemesh.engine.messages import on_one_line
+from rolemesh.engine.specs import AgentSpec
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec, GymTaskSpec, RowsTaskSpec
 
 HELD_OUT = "held_out"
@@ -89,16 +90,19 @@ def _held_out(recipe: Recipe | None, size: int | None) -> EvaluatedTaskSpec:
             "one, or another task"
         )
     actor, reward = recipe.actor, recipe.reward
+    agent = None
+    if actor is not None and isinstance(actor.environment, AgentSpec):
+        agent = actor.environment if actor.environment.gives_reward else None
     if actor is None or recipe.sampling is None or reward is None:
         raise RecipeError(
             f"--tasks {HELD_OUT}: run {recipe.run.name} samples nothing that a reward judges, so "
             "that its held-out rows have no score: name another task"
         )
-    if actor.environment is not None:
+    if actor.environment is not None and agent is None:
         raise RecipeError(
             f"--tasks {HELD_OUT}: the policy of run {recipe.run.name} answers an environment "
-            f"({actor.environment.type}) turn by turn, which takes the run's sampler: its own "
-            "evaluation scores that (run.evaluation); name another task"
+            f"({actor.environment.type}) turn by turn, which takes the run's sampler, or its agent "
+            "gives no reward: its own evaluation scores that (run.evaluation); name another task"
         )
     num_prompts = size or recipe.run.evaluation.num_prompts or None
     try:
@@ -107,8 +111,12 @@ def _held_out(recipe: Recipe | None, size: int | None) -> EvaluatedTaskSpec:
             {
                 "name": HELD_OUT,
                 "data": actor.data.model_dump(mode="json"),
-                "reward": reward.source.model_dump(mode="json"),
                 "num_prompts": num_prompts,
+                **(
+                    {"reward": reward.source.model_dump(mode="json")}
+                    if agent is None
+                    else {"agent": agent.model_dump(mode="json")}
+                ),
             }
         )
     except ValidationError as error:

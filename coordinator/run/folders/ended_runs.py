@@ -34,6 +34,7 @@ from rolemesh.coordinator.state.errors import RunExistsError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunState, RunStream
 from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
+from rolemesh.rpc.sampled_sessions import session_message
 from rolemesh.v1 import coordinator_pb2
 
 MAX_RUNS = 200
@@ -202,6 +203,7 @@ def _as_store_has(step: int, kept: Sequence[KeptSample]) -> coordinator_pb2.List
                 reward=float("nan") if one.reward is None else one.reward,
                 policy_version=one.policy_version,
                 reward_parts=one.reward_parts,
+                session=None if one.session is None else session_message(one.session),
             )
             for one in kept
         ],

@@ -71,6 +71,8 @@ class RunStatus:
     """How often it recovered from a failure; of a run that has ended, in its last process."""
     activity: str = ""
     """What it does, or why it ended before its last step without a failure."""
+    endpoints: dict[str, str] = field(default_factory=dict)
+    """Base URLs where programs ask its policy, by service; only while the run goes on."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -176,6 +178,7 @@ def _read_status(directory: Path) -> RunStatus:
     coordinator = living_coordinator(directory)
     state, failure = "lost", ""
     services: dict[str, str] = {}
+    endpoints: dict[str, str] = {}
     recoveries, activity = 0, ""
     step, config = int(metrics.get("step", 0)), read_config(directory)
     summary = directory / SUMMARY_FILE
@@ -192,7 +195,7 @@ def _read_status(directory: Path) -> RunStatus:
         token = None if known is None else _token(directory, known.token_file)
         run, services = asyncio.run(_ask(address, run_id, token))
         state = coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
-        recoveries, activity = run.recoveries, run.activity
+        recoveries, activity, endpoints = run.recoveries, run.activity, dict(run.endpoints)
     else:
         failure = "its coordinator has ended without a word: see its log"
     return RunStatus(
@@ -206,6 +209,7 @@ def _read_status(directory: Path) -> RunStatus:
         services=services,
         recoveries=recoveries,
         activity=activity,
+        endpoints=endpoints,
     )
 
 
@@ -298,6 +302,9 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
             console.print(Text(f"{one.directory}  {one.activity}"), soft_wrap=True)
         for role, doing in sorted(one.services.items()):
             console.print(Text(f"{one.directory}  {role:<12}{doing}"), soft_wrap=True)
+        for service, url in sorted(one.endpoints.items()):
+            told = f"{one.directory}  {service:<12}answers at {url}"
+            console.print(Text(told), soft_wrap=True)
         if one.failure:
             told = f"{one.directory}  {_brief(one.failure)}"
             console.print(Text(told, style="red"), soft_wrap=True)

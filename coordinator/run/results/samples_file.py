@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.trackers.files import LinesOfSteps, whole_lines
+from rolemesh.rpc.sampled_sessions import session_facts, session_message
 from rolemesh.v1 import coordinator_pb2
 
 SAMPLES_FILE = "samples.jsonl"
@@ -41,6 +42,8 @@ class KeptSample:
     """Tokens of the completion, at most 4,096 of which are counted."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Parts of its reward by "<source>/<part>"."""
+    session: dict[str, Any] | None = None
+    """Session of the agent that made it, with the names of SampledSession; None: no agent did."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -82,6 +85,7 @@ class SamplesFile:
                     policy_version=sample.policy_version,
                     num_tokens=len(sample.token_ids),
                     reward_parts=dict(sample.reward_parts),
+                    session=session_facts(sample.session) if sample.HasField("session") else None,
                 ).to_dict()
             )
         if self._path.stat().st_size > self._max_bytes:
@@ -109,7 +113,9 @@ def read_samples(directory: Path) -> list[KeptSample]:
     for number, text in whole_lines(path):
         try:
             line = KeptSample(**json.loads(text))
-        except (ValueError, TypeError) as error:
+            if line.session is not None:
+                session_message(line.session)
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"line {number} of {path} is no sample ({error}): the file was "
                 "changed, or written by another version of rolemesh"

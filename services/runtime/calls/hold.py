@@ -135,6 +135,12 @@ class RunHold:
             )
 
     @property
+    def may_sample(self) -> bool:
+        """Whether the sampler may be used between the run's calls; from any thread."""
+        is_ending = self.is_draining or self._giving_back is not None
+        return self.part is not None and not self.is_asleep and not is_ending
+
+    @property
     def state(self) -> worker_pb2.WorkerState.ValueType:
         """State of the service for GetStatus."""
         running = self._ledger.running()

@@ -141,6 +141,11 @@ class Runtime(KeyedCalls):
         counts = self.process.config.rank in chosen.collect(self.layout)
         return Share(rows=rows, num_rows=len(lengths), counts=counts and bool(rows))
 
+    def share_of_face(self, num_rows: int) -> Share:
+        """This rank's rows of a batch of which rank 0 has all."""
+        rows = range(num_rows) if self.is_face else ()
+        return Share(rows=rows, num_rows=num_rows, counts=self.is_face)
+
     # --- experience -----------------------------------------------------------------------
 
     async def pull(

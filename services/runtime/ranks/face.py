@@ -76,7 +76,25 @@ class Face:
         self._peers = tuple(peers)
         self._on_divergence = on_divergence
         self._turn = asyncio.Lock()
+        self._num_asking = 0
         self._divergence = ""
+
+    def channel(self, rank: int) -> MeshChannel:
+        """The channel to one of the other ranks."""
+        return self._peers[rank - 1]
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether something waits for the ranks while they have a call; from any thread."""
+        return self._num_asking > 0
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        self._num_asking += 1
+        try:
+            yield
+        finally:
+            self._num_asking -= 1
 
     async def everywhere(
         self,
@@ -103,7 +121,9 @@ class Face:
                 unless this rank fails alike.
             UnavailableError: RANKS_DIVERGED: the ranks have diverged in an earlier call.
         """
-        async with self._turn:
+        with self._asking():
+            await self._turn.acquire()
+        try:
             self._check_fit()
             with _without_deadline():
                 works = (work(), *self._asks(request, on_event))
@@ -130,6 +150,8 @@ class Face:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._turn.release()
 
     async def meanwhile(self, request: Message) -> list[Any]:
         """Makes every other rank do a request without collective operations, whose turn it is not.
@@ -146,7 +168,7 @@ class Face:
         """
         self._check_fit()
         try:
-            with _without_deadline():
+            with self._asking(), _without_deadline():
                 return await together(self._asks(request))
         except RolemeshError as error:
             if _is_gone(error):
@@ -163,7 +185,7 @@ class Face:
             UnavailableError: RANKS_DIVERGED.
         """
         self._check_fit()
-        with _without_deadline():
+        with self._asking(), _without_deadline():
             ends = await asyncio.gather(*self._asks(request), return_exceptions=True)
         failures = [end for end in ends if isinstance(end, BaseException)]
         for error in failures:
@@ -198,7 +220,7 @@ class Face:
         if not run_id:
             return
         try:
-            with _without_deadline():
+            with self._asking(), _without_deadline():
                 await self.tell(worker_pb2.DrainRequest(run_id=run_id, fencing_epoch=epoch))
         except RolemeshError as error:
             self._diverge(f"a rank still holds the run: {error.message}")

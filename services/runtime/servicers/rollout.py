@@ -36,6 +36,7 @@ from rolemesh.engine.specs import (
 )
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError, UnsupportedError
+from rolemesh.rpc.notes import bounded
 from rolemesh.rpc.references import merge_parts, shards_of
 from rolemesh.services.runtime.calls.role import ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime, Share
@@ -137,6 +138,9 @@ class SamplingRole(ABC):
     Invariant: before a completion is sampled, `bring_weights` has seen to its weights.
     """
 
+    has_agents = False
+    """Whether rows are played by agents, on rank 0."""
+
     @property
     @abstractmethod
     def backend(self) -> RolloutBackend:
@@ -213,7 +217,9 @@ class RolloutServicer(RoleServicer[SamplingRole], rollout_pb2_grpc.RolloutServic
                 received = await call.compute(self._role.bring_weights)
             prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * asked.count)
             agents = self._role.source.agents
-            if agents is not None and request.block_rows:
+            if self._role.has_agents:
+                prompts = self._runtime.share_of_face(asked.count)
+            if self._role.has_agents and request.block_rows:
                 raise InvalidRequestError(
                     f"block_rows is {request.block_rows}, but rows are played by agents, which "
                     "make any number of them: leave schedule.sampler.block_rows out",
@@ -235,15 +241,16 @@ class RolloutServicer(RoleServicer[SamplingRole], rollout_pb2_grpc.RolloutServic
                     block_rows=request.block_rows if published.share.counts else 0,
                     on_block=published.add,
                 )
+                report = call.report(
+                    {
+                        "weight_sync_bytes": received,
+                        **({} if agents is None else agents.metrics),
+                    },
+                    batch.num_tokens if published.share.counts else 0,
+                )
+                report.notes.extend(bounded(() if agents is None else agents.notes))
                 return experience_pb2.ExperienceResult(
-                    experience=published.whole(batch),
-                    report=call.report(
-                        {
-                            "weight_sync_bytes": received,
-                            **({} if agents is None else agents.metrics),
-                        },
-                        batch.num_tokens if published.share.counts else 0,
-                    ),
+                    experience=published.whole(batch), report=report
                 )
             except BaseException:
                 # A repeat samples anew, and no call would ever release these.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.references import names_of
+from rolemesh.rpc.sampled_sessions import SESSION, read_session
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 PARTS = "rewards/parts"
@@ -30,8 +31,13 @@ COLUMNS = (
     "rewards",
     PARTS,
     "advantages",
+    SESSION,
 )
 """Columns that are fetched where the experience has them."""
+
+TRAJECTORY = ("prompt_ids", "sample_indexes")
+"""Columns that are equal in the rows of one trajectory. Fetched of all rows where there are
+sessions, to take whole ones."""
 
 MAX_TEXT_BYTES = 8 * 2**10
 """A longer text is cut."""
@@ -49,7 +55,7 @@ async def fetch_samples(
     *,
     timeout_s: float | None = None,
 ) -> list[coordinator_pb2.Sample]:
-    """Some rows of a batch, spread evenly over it.
+    """Some rows of a batch, spread evenly over it. Of agents all rows of some trajectories.
 
     Args:
         channel_to: The channel to an address "host:port".
@@ -59,20 +65,54 @@ async def fetch_samples(
 
     Raises:
         RolemeshError: As fetch_columns does.
-        ValueError: Parts of rewards are none.
+        ValueError: Parts of rewards, or what is told of a session, are none.
     """
-    held = names_of(reference)
+    held = set(names_of(reference))
     number = min(max_rows, reference.num_rows)
     rows = [place * reference.num_rows // number for place in range(number)]
+    names = [name for name in COLUMNS if name in held]
+    if held >= {SESSION, *TRAJECTORY}:
+        keys = await fetch_columns(
+            channel_to,
+            reference,
+            TRAJECTORY,
+            max_bytes=MAX_FETCHED_BYTES,
+            timeout_s=timeout_s,
+        )
+        rows = rows_of_whole_trajectories(
+            list(zip(*(keys[name].values.tolist() for name in TRAJECTORY), strict=True)), max_rows
+        )
+        names += TRAJECTORY
     columns = await fetch_columns(
         channel_to,
         reference,
-        [name for name in COLUMNS if name in held],
+        names,
         rows,
         max_bytes=MAX_FETCHED_BYTES,
         timeout_s=timeout_s,
     )
     return to_samples(columns, rows)
+
+
+def rows_of_whole_trajectories(keys: Sequence[tuple[int, int]], max_rows: int) -> list[int]:
+    """Rows of some trajectories, spread evenly over the batch; all rows of each.
+
+    Args:
+        keys: What is equal in the rows of one trajectory, of each row.
+        max_rows: Most rows, >= 1. If one trajectory alone has more, its first ones.
+
+    Example: keys a a b c c and 3 rows give a a b; with 2 rows, a a.
+    """
+    members: dict[tuple[int, int], list[int]] = {}
+    for row, key in enumerate(keys):
+        members.setdefault(key, []).append(row)
+    trajectories = list(members.values())
+    for number in range(min(max_rows, len(trajectories)), 0, -1):
+        places = range(number)
+        chosen = [trajectories[place * len(trajectories) // number] for place in places]
+        if sum(map(len, chosen)) <= max_rows:
+            return sorted(row for rows in chosen for row in rows)
+    return trajectories[0][:max_rows]
 
 
 def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sample]:
@@ -83,7 +123,8 @@ def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sa
         rows: Which rows of the batch these are.
 
     Raises:
-        ValueError: Parts of rewards are no object of numbers; names the row.
+        ValueError: Parts of rewards are no object of numbers, or what is told of a session is not
+            as rollout.proto says; names the row.
     """
     values = {name: column.rows() for name, column in columns.items()}
 
@@ -113,9 +154,22 @@ def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sa
                 loss_mask=[bool(value) for value in numbers("loss_mask", place)],
                 advantages=numbers("advantages", place),
                 reward_parts=_parts(values[PARTS][place], row) if PARTS in values else {},
+                session=_session(values, place, row),
             )
         )
     return samples
+
+
+def _session(
+    values: Mapping[str, Sequence[np.ndarray[Any, Any]]], place: int, row: int
+) -> coordinator_pb2.SampledSession | None:
+    if not values.keys() >= {SESSION, *TRAJECTORY}:
+        return None
+    prompt_id, sample_index = (int(values[name][place][0]) for name in TRAJECTORY)
+    try:
+        return read_session(values[SESSION][place].tobytes(), prompt_id, sample_index)
+    except ValueError as error:
+        raise ValueError(f"column {SESSION} of row {row}: {error}") from error
 
 
 def _parts(encoded: np.ndarray[Any, Any], row: int) -> dict[str, float]:

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CallUse:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CallUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CallUse.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CALL_USE_UNSPECIFIED: _CallUse.ValueType  # 0
+    """Never valid."""
+    CALL_USE_TRAINED: _CallUse.ValueType  # 1
+    """They are trained in this row."""
+    CALL_USE_SHARED: _CallUse.ValueType  # 2
+    """They stand in an earlier row of the session as well, which trains them."""
+    CALL_USE_UNTRAINED: _CallUse.ValueType  # 3
+    """Their caller kept them out of training."""
+
+class CallUse(_CallUse, metaclass=_CallUseEnumTypeWrapper):
+    """What training does with the tokens of a call."""
+
+CALL_USE_UNSPECIFIED: CallUse.ValueType  # 0
+"""Never valid."""
+CALL_USE_TRAINED: CallUse.ValueType  # 1
+"""They are trained in this row."""
+CALL_USE_SHARED: CallUse.ValueType  # 2
+"""They stand in an earlier row of the session as well, which trains them."""
+CALL_USE_UNTRAINED: CallUse.ValueType  # 3
+"""Their caller kept them out of training."""
+Global___CallUse: _TypeAlias = CallUse  # noqa: Y015
+
 class _AlertLevel:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1418,6 +1446,7 @@ class Sample(_message.Message):
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """Row of the batch."""
     prompt: _builtins.str
@@ -1450,6 +1479,10 @@ class Sample(_message.Message):
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Parts of its reward by "<source>/<part>", e.g. "python/acc"; finite."""
 
+    @_builtins.property
+    def session(self) -> Global___SampledSession:
+        """Session of the agent that made it; absent where no agent did. Not taken from clients that log."""
+
     def __init__(
         self,
         *,
@@ -1464,14 +1497,105 @@ class Sample(_message.Message):
         loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
         advantages: _abc.Iterable[_builtins.float] | None = ...,
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        session: Global___SampledSession | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "advantages", b"advantages", "answer", b"answer", "completion", b"completion", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt", b"prompt", "reward", b"reward", "reward_parts", b"reward_parts", "row", b"row", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
+    _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
+
+Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class SampledSession(_message.Message):
+    """What people are told of an agent's session beside one of its rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    BRANCH_FIELD_NUMBER: _builtins.int
+    NUM_BRANCHES_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    prompt_id: _builtins.int
+    """Prompt that it answers. Rows of a step with equal prompt_id and sample_index are branches of one session."""
+    sample_index: _builtins.int
+    """Which of the prompt's trajectories it is."""
+    branch: _builtins.int
+    """Number of the row's branch in its session, from 0."""
+    num_branches: _builtins.int
+    """Branches of the session that are rows, >= 1."""
+    attempts: _builtins.int
+    """How often the trajectory was begun, >= 1: the attempts before the last one failed."""
+    log: _builtins.str
+    """Last of what the agent wrote, at most 16 KiB as UTF-8, without control characters. Of branch 0 alone."""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledCall]:
+        """Calls of the branch in order, at most 1,024."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledCall]:
+        """Calls of the session that are in no row, at most 1,024: they were kept out of training. Of branch 0 alone."""
+
+    def __init__(
+        self,
+        *,
+        prompt_id: _builtins.int = ...,
+        sample_index: _builtins.int = ...,
+        branch: _builtins.int = ...,
+        num_branches: _builtins.int = ...,
+        attempts: _builtins.int = ...,
+        calls: _abc.Iterable[Global___SampledCall] | None = ...,
+        left_out: _abc.Iterable[Global___SampledCall] | None = ...,
+        log: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "answer", b"answer", "completion", b"completion", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt", b"prompt", "reward", b"reward", "reward_parts", b"reward_parts", "row", b"row", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "branch", b"branch", "calls", b"calls", "left_out", b"left_out", "log", b"log", "num_branches", b"num_branches", "prompt_id", b"prompt_id", "sample_index", b"sample_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sample: _TypeAlias = Sample  # noqa: Y015
+Global___SampledSession: _TypeAlias = SampledSession  # noqa: Y015
+
+@_typing.final
+class SampledCall(_message.Message):
+    """One call of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_ADDED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    USE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of the session, from 0, in the order in which calls ended."""
+    num_added_tokens: _builtins.int
+    """Tokens of its prompt behind the call that it continues; of the first call of a branch, its whole prompt."""
+    num_sampled_tokens: _builtins.int
+    """Tokens that it sampled."""
+    use: Global___CallUse.ValueType
+    """What training does with them."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        num_added_tokens: _builtins.int = ...,
+        num_sampled_tokens: _builtins.int = ...,
+        use: Global___CallUse.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_added_tokens", b"num_added_tokens", "num_sampled_tokens", b"num_sampled_tokens", "number", b"number", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledCall: _TypeAlias = SampledCall  # noqa: Y015
 
 @_typing.final
 class GetDeviceUseRequest(_message.Message):
@@ -1795,6 +1919,7 @@ class AttachedService(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the service, e.g. "actor" or "rollout-1"."""
     role: _builtins.str
@@ -1803,6 +1928,8 @@ class AttachedService(_message.Message):
     """Address, "host:port"."""
     policy_version: _builtins.int
     """Version of its weights when it was initialised."""
+    endpoint: _builtins.str
+    """Base URL where programs ask its policy, e.g. "http://127.0.0.1:8000/v1"; empty where there is none."""
     def __init__(
         self,
         *,
@@ -1810,10 +1937,11 @@ class AttachedService(_message.Message):
         role: _builtins.str = ...,
         address: _builtins.str = ...,
         policy_version: _builtins.int = ...,
+        endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "policy_version", b"policy_version", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "name", b"name", "policy_version", b"policy_version", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1933,6 +2061,26 @@ class Run(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class EndpointsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -1946,6 +2094,7 @@ class Run(_message.Message):
     ALGORITHM_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     name: _builtins.str
@@ -1982,6 +2131,13 @@ class Run(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Metrics of the newest step."""
 
+    @_builtins.property
+    def endpoints(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Base URLs where programs ask its policy, by service, e.g. {"actor": "http://127.0.0.1:8000/v1"}, as the
+        services see themselves: loopback is that of their machine. Empty once the run has ended. A key is never
+        told: the service has it in the variable that endpoint.token_variable of the recipe names.
+        """
+
     def __init__(
         self,
         *,
@@ -1998,10 +2154,11 @@ class Run(_message.Message):
         algorithm: _builtins.str = ...,
         activity: _builtins.str = ...,
         recoveries: _builtins.int = ...,
+        endpoints: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "updated_at", b"updated_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "algorithm", b"algorithm", "created_at", b"created_at", "directory", b"directory", "failure", b"failure", "metrics", b"metrics", "name", b"name", "num_steps", b"num_steps", "recoveries", b"recoveries", "run_id", b"run_id", "state", b"state", "step", b"step", "updated_at", b"updated_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "algorithm", b"algorithm", "created_at", b"created_at", "directory", b"directory", "endpoints", b"endpoints", "failure", b"failure", "metrics", b"metrics", "name", b"name", "num_steps", b"num_steps", "recoveries", b"recoveries", "run_id", b"run_id", "state", b"state", "step", b"step", "updated_at", b"updated_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,12 @@ class RolloutServiceServicer(object):
         completion holds the environment's words too, with loss_mask 0, and there
         is a column environment_rewards (float32, row).
 
+        Where agents play that own their loop, a trajectory has a row for each
+        branch of its session, or none where it was left out, and there is a column
+        session: text, row: for people, a JSON object with the fields of
+        SampledSession (coordinator.proto) but prompt_id and sample_index, and
+        with uses as lower-case words.
+
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages and, with block_rows set, of
         blocks, each block once, in the order in which they finish; then one

@@ -59,6 +59,12 @@ class RolloutServiceStub:
     completion holds the environment's words too, with loss_mask 0, and there
     is a column environment_rewards (float32, row).
 
+    Where agents play that own their loop, a trajectory has a row for each
+    branch of its session, or none where it was left out, and there is a column
+      session: text, row: for people, a JSON object with the fields of
+      SampledSession (coordinator.proto) but prompt_id and sample_index, and
+      with uses as lower-case words.
+
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages and, with block_rows set, of
     blocks, each block once, in the order in which they finish; then one
@@ -138,6 +144,12 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Where the data of the service has an environment, a row is an episode: the
     completion holds the environment's words too, with loss_mask 0, and there
     is a column environment_rewards (float32, row).
+
+    Where agents play that own their loop, a trajectory has a row for each
+    branch of its session, or none where it was left out, and there is a column
+      session: text, row: for people, a JSON object with the fields of
+      SampledSession (coordinator.proto) but prompt_id and sample_index, and
+      with uses as lower-case words.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages and, with block_rows set, of
@@ -221,6 +233,12 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Where the data of the service has an environment, a row is an episode: the
         completion holds the environment's words too, with loss_mask 0, and there
         is a column environment_rewards (float32, row).
+
+        Where agents play that own their loop, a trajectory has a row for each
+        branch of its session, or none where it was left out, and there is a column
+          session: text, row: for people, a JSON object with the fields of
+          SampledSession (coordinator.proto) but prompt_id and sample_index, and
+          with uses as lower-case words.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages and, with block_rows set, of

@@ -31,6 +31,12 @@ ALERTS = [
      "remedy": "Give the actor more devices."},
 ]  # fmt: skip
 
+TRAINED, SHARED, UNTRAINED = (
+    coordinator_pb2.CALL_USE_TRAINED,
+    coordinator_pb2.CALL_USE_SHARED,
+    coordinator_pb2.CALL_USE_UNTRAINED,
+)
+
 
 @pytest.mark.parametrize("run", ["history", "begun"])
 def test_every_panel_is_drawn_without_a_complaint(
@@ -214,6 +220,98 @@ def test_hostile_completions_stay_text(
     assert [blocks.nth(place).text_content() for place in range(3)] == [HOSTILE] * 3
     assert page.locator("#samples img, #samples iframe, #samples script").count() == 0
     assert page.evaluate("window.stolen") is None
+
+
+def branch(row: int, number: int, calls: list[dict[str, Any]], **more: Any) -> Any:
+    """A row of a session of two branches; `calls` say how many tokens, and what becomes of them."""
+    tokens: list[bool] = []
+    for place, call in enumerate(calls):
+        tokens += [False] * (call["num_added_tokens"] if place else 0)
+        tokens += [call["use"] == TRAINED] * call["num_sampled_tokens"]
+    return coordinator_pb2.Sample(
+        row=row, prompt="What is 2 + 2?", completion=f"way {number}", reward=float(number),
+        token_ids=range(len(tokens)), logprobs=[-0.1] * len(tokens), loss_mask=tokens,
+        session=coordinator_pb2.SampledSession(
+            prompt_id=7, sample_index=1, branch=number, num_branches=2, attempts=2,
+            calls=[coordinator_pb2.SampledCall(**call) for call in calls], **more,
+        ),
+    )  # fmt: skip
+
+
+def call_of(number: int, added: int, sampled: int, use: int) -> dict[str, Any]:
+    counts = {"num_added_tokens": added, "num_sampled_tokens": sampled}
+    return {"number": number, **counts, "use": use}
+
+
+def test_rows_of_one_session_stand_together_and_say_what_they_share(
+    server: PageServer, tmp_path: Path, opened: Any
+) -> None:
+    server.fill("agents", tmp_path, num_steps=2, with_leases=False)
+    judge = coordinator_pb2.SampledCall(**call_of(3, 4, 5, UNTRAINED))
+    first = branch(
+        0, 0, [call_of(0, 9, 2, TRAINED), call_of(1, 1, 3, TRAINED)],
+        left_out=[judge], log=f"looked it up\n{HOSTILE}",
+    )  # fmt: skip
+    second = branch(
+        4, 1, [call_of(0, 9, 2, SHARED), call_of(2, 2, 1, UNTRAINED), call_of(4, 1, 2, TRAINED)]
+    )
+    other = coordinator_pb2.Sample(row=2, prompt="What is 3 + 3?", completion="6", reward=2.0)
+    written = coordinator_pb2.ListSamplesResponse(step=3, samples=[first, other, second])
+    server.call(server.store.append_entry("agents", RunStream.SAMPLES, written.SerializeToString()))
+    page = opened("agents")
+
+    items = page.locator("#samples .sample-item")
+    rows = "(all) => all.map((one) => Number(one.dataset.row))"
+    assert items.evaluate_all(rows) == [0, 4, 2]
+    # A row brings its session with it.
+    page.get_by_label("Order of the samples").select_option("best")
+    assert items.evaluate_all(rows) == [2, 0, 4]
+    page.get_by_label("Order of the samples").select_option("worst")
+    assert items.evaluate_all(rows) == [0, 4, 2]
+    expect(items.nth(1)).to_contain_text("branch 2 of 2")
+    expect(items.nth(1)).to_have_class(re.compile("follows"))
+
+    turns = page.locator("#samples .tokens .turn-name")
+    expect(turns).to_have_text(["turn 1, call 0", "not trained", "turn 2, call 1"])
+    page.locator("#samples .sample-item[data-row='4']").click()
+    expect(turns).to_have_text([
+        "turn 1, call 0: trained in row 0", "not trained",
+        "turn 2, call 2: kept out of training", "not trained", "turn 3, call 4",
+    ])  # fmt: skip
+    cells = page.locator("#samples .tokens .token")
+    classes = cells.evaluate_all("(all) => all.map((one) => one.classList.contains('foreign'))")
+    assert classes == [True] * 6 + [False] * 2
+    cells.first.focus()
+    expect(page.locator("#tip")).to_contain_text("trained in row 0: takes no part in the loss of")
+
+    # Each call of the session once, and its log, beside each of its rows.
+    lines = page.locator("#samples .session-calls tbody tr")
+    assert lines.all_inner_texts() == [
+        "0\t2\t0, 4\ttrained in row 0",
+        "1\t3\t0\ttrained in row 0",
+        "2\t1\t4\tkept out of training",
+        "3\t5\tnone\tkept out of training",
+        "4\t2\t4\ttrained in row 4",
+    ]
+    expect(page.locator("#samples .session-log pre")).to_have_text(f"looked it up\n{HOSTILE}")
+    assert page.locator("#samples img, #samples iframe, #samples script").count() == 0
+    expect(page.locator("#samples .facts")).to_contain_text("prompt 7, sample 1")
+    # A row of no agent has nothing of it.
+    items.nth(2).click()
+    assert page.locator("#samples .session-calls, #samples .session-log").count() == 0
+
+
+def test_where_the_policy_answers_is_shown_while_the_run_goes_on(
+    opened: Any, server: PageServer
+) -> None:
+    record = server.call(server.store.get_run("begun"))
+    name = next(iter(record.services))
+    url = "http://127.0.0.1:8000/v1"
+    services = {**record.services, name: {**record.services[name], "endpoint": url}}
+    server.call(server.store.update_run("begun", services=services))
+    page = opened("begun")
+    expect(page.locator("#mesh .endpoint").filter(has_text=f"answers at {url}")).to_have_count(1)
+    server.call(server.store.update_run("begun", services=record.services))
 
 
 def test_health_of_outside_rewards_is_shown(

@@ -98,8 +98,8 @@ ONLY_FOR_RUNS = {
 """Offers let their holder take the place of a rank: no client learns them."""
 AT_THE_COORDINATOR = "/rolemesh.v1.CoordinatorService/"
 OF_SERVICES_AT_THE_COORDINATOR = "/rolemesh.v1.RegistryService/"
-AMONG_HOSTS = "/rolemesh.v1.HostsService/"
-"""Of one service: nothing outside it may call."""
+WITHIN = ("/rolemesh.v1.HostsService/", "/rolemesh.v1.EndpointService/")
+"""Among hosts, or ranks, of one service: nothing outside it may call."""
 
 
 def allowed(member: str) -> set[str]:
@@ -116,12 +116,12 @@ def test_members_may_call_what_they_need_and_nothing_else() -> None:
     of_services = {
         method
         for method in rolemesh_methods()
-        if not method.startswith((AT_THE_COORDINATOR, OF_SERVICES_AT_THE_COORDINATOR, AMONG_HOSTS))
+        if not method.startswith((AT_THE_COORDINATOR, OF_SERVICES_AT_THE_COORDINATOR, *WITHIN))
     }
-    among_hosts = {method for method in rolemesh_methods() if method.startswith(AMONG_HOSTS)}
+    within = {method for method in rolemesh_methods() if method.startswith(WITHIN)}
     assert allowed("coordinator") == of_services
     # Rank 0 passes every call on to the others.
-    assert allowed("actor") == of_services | among_hosts
+    assert allowed("actor") == of_services | within
     assert allowed("critic") == SEEN_BY_ROLES
     assert allowed("client/read") == SEEN_BY_READERS
     of_clients = of_services - ONLY_FOR_RUNS

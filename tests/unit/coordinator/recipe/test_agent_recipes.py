@@ -27,7 +27,6 @@ RECIPE = ROOT / "recipes/agent-grpo.yaml"
         ("algorithm.type=dapo", "type is 'dapo', which selects whole groups"),
         ("actor.endpoint=null", "asks the policy at an endpoint, and there is none"),
         ("actor.rollout.type=hf", "endpoint is given, but rollout.type is 'hf'"),
-        ("actor.train.tp=3", "train spreads the role over 3 ranks"),
         ("actor.endpoint.host=0.0.0.0", "without certificate and token_variable: give both"),
         ("actor.environment.max_turns=0", "max_turns is 0 .*give 1 or more"),
         ("actor.environment.on_failure=zero", "on_failure"),

@@ -17,14 +17,25 @@ from rolemesh.coordinator.sdk.runs import (
     RegisteredService,
     Run,
     RunPlan,
-    Sample,
 )
+from rolemesh.coordinator.sdk.samples import Sample, SampledCall, SampledSession, Samples
 from rolemesh.v1 import coordinator_pb2
 
 
 @pytest.mark.parametrize(
     "kind",
-    [Alert, DataflowNode, PlannedPool, PlannedTask, RegisteredService, Run, RunPlan, Sample],
+    [
+        Alert,
+        DataflowNode,
+        PlannedPool,
+        PlannedTask,
+        RegisteredService,
+        Run,
+        RunPlan,
+        Sample,
+        SampledCall,
+        SampledSession,
+    ],
 )
 def test_a_value_has_every_field_of_its_message(kind: Any) -> None:
     message = coordinator_pb2.DESCRIPTOR.message_types_by_name[kind.__name__]
@@ -47,3 +58,15 @@ def test_a_step_is_read_with_its_calls() -> None:
     assert (call.phases, call.after) == ({"pass": 1.5}, ("values",))
     assert sum(call.pulled_bytes.values()) == call.num_bytes == 7
     assert (call.policy_version, call.started_s) == (0, None)
+
+
+def test_a_sample_is_read_with_its_session_which_is_not_logged_again() -> None:
+    call = coordinator_pb2.SampledCall(number=1, use=coordinator_pb2.CALL_USE_SHARED)
+    session = coordinator_pb2.SampledSession(num_branches=2, calls=[call], log="so long")
+    told = [coordinator_pb2.Sample(row=0, session=session), coordinator_pb2.Sample(row=1)]
+    first, second = Samples.of(coordinator_pb2.ListSamplesResponse(step=1, samples=told)).rows
+    assert first.session is not None
+    assert (first.session.num_branches, first.session.log) == (2, "so long")
+    assert [(one.number, one.use) for one in first.session.calls] == [(1, "shared")]
+    assert second.session is None
+    assert not first.to_message().HasField("session")

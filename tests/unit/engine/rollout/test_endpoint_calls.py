@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from rolemesh.engine.parallel.mesh import RankGroup
+from rolemesh.engine.rollout import endpoint_calls
 from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
+from rolemesh.engine.rollout.endpoint_wire import WireError
 
 
 @dataclass(frozen=True)
@@ -219,3 +224,77 @@ def test_a_call_that_begins_while_the_end_comes_hears_of_it(
     calls.begin(caller.call)
     closing.join()
     assert [str(error) for error in caller.told] == ["the service ends"]
+
+
+class Told:
+    """As much of the slices' messages as counts: one thread plays both slices in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.last: Any = None
+        monkeypatch.setattr(endpoint_calls, "gather_facts", self.gather)
+        pair = (RankGroup((0, 1), index, None) for index in (0, 1))
+        self.first, self.second = (EndpointCalls(group) for group in pair)
+        self.engines = (ScriptedEngine(), ScriptedEngine())
+
+    def gather(self, facts: Any, group: RankGroup, device: object) -> list[Any]:
+        if group.index == 0:
+            self.last = json.loads(json.dumps(facts))
+        return [self.last, None]
+
+    def attend(self, *, is_over: bool = False) -> tuple[bool, bool]:
+        first, second = self.engines
+        return (
+            self.first.attend(first, lora_request=None, is_over=is_over),
+            self.second.attend(second, lora_request=None),
+        )
+
+
+def test_slices_put_the_same_into_their_engines_before_the_same_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampling = pytest.importorskip("vllm.sampling_params")
+    both = Told(monkeypatch)
+    assert (both.first.follows, both.second.follows) == (False, True)
+    callers = [Caller(name, {"type": "token", "prompt_token_ids": [1, 2]}) for name in "ab"]
+    for caller in callers:
+        object.__setattr__(caller.call, "params", sampling.SamplingParams(seed=7))
+        both.first.begin(caller.call)
+    # A turn that is over leaves what has come to the next one.
+    assert both.attend(is_over=True) == (False, False)
+    assert not both.first.are_running
+    assert both.attend() == (True, True)
+    first, second = both.engines
+    assert first.added == second.added != []
+    assert both.second.are_running
+    both.first.cancel("a")
+    assert both.attend() == (True, True)
+    assert list(first.running.values()) == list(second.running.values()) == ["b"]
+    for calls in (both.first, both.second):
+        calls.taken([Output("b", finished=True)])
+    assert callers[1].told == [Output("b", finished=True)]
+    assert not both.second.are_running
+
+
+def test_a_prompt_that_other_slices_cannot_be_told_is_its_callers_to_hear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = Told(monkeypatch)
+    caller = Caller("image", {"type": "multimodal"})
+    both.first.begin(caller.call)
+    assert both.attend() == (True, True)
+    (error,) = caller.told
+    assert isinstance(error, WireError)
+    assert [engine.added for engine in both.engines] == [[], []]
+
+
+def test_a_turn_waits_for_calls_only_where_there_are_none(calls: EndpointCalls) -> None:
+    calls.has_come.set()
+    calls.wait()
+    assert not calls.has_come.is_set()
+    begun(calls, "a")
+    # Or each step of a busy engine would wait.
+    calls.has_come.clear()
+    before = time.monotonic()
+    for _ in range(100):
+        calls.wait()
+    assert time.monotonic() - before < 50 * endpoint_calls.IDLE_S

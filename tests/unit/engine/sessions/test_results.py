@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rolemesh.engine.sessions.logs import AgentLog
 from rolemesh.engine.sessions.results import AgentFailedError, AgentResult, result_of
 
 
@@ -24,7 +25,7 @@ from rolemesh.engine.sessions.results import AgentFailedError, AgentResult, resu
     ],
 )
 def test_what_is_said_is_read(said: Any, wanted: AgentResult) -> None:
-    assert result_of(said, "it") == wanted
+    assert result_of(said, "it", AgentLog()) == wanted
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_what_is_said_is_read(said: Any, wanted: AgentResult) -> None:
         {"reward": "1"},
         {"reward": True},
         {"rewards": 1},
+        {"reward": 1, "log": ["a line"]},
         {"call_rewards": [1]},
         {"call_rewards": {"first": 1}},
         {"call_rewards": {"0": math.nan}},
@@ -46,4 +48,10 @@ def test_what_is_said_is_read(said: Any, wanted: AgentResult) -> None:
 )
 def test_what_cannot_be_read_is_a_failure_that_names_it(said: Any) -> None:
     with pytest.raises(AgentFailedError, match="it answered"):
-        result_of(said, "it")
+        result_of(said, "it", AgentLog())
+
+
+def test_a_log_that_is_answered_is_kept_and_is_no_reward() -> None:
+    log = AgentLog()
+    assert result_of({"log": "looked it up\ud800"}, "it", log) == AgentResult()
+    assert log.text() == "looked it up?"

@@ -34,6 +34,8 @@ MESSAGES: dict[type[bases.Answer], Any] = {
     models.PlannedPool: coordinator_pb2.PlannedPool,
     models.RunPlan: coordinator_pb2.RunPlan,
     models.Plan: coordinator_pb2.GetPlanResponse,
+    models.SampledCall: coordinator_pb2.SampledCall,
+    models.SampledSession: coordinator_pb2.SampledSession,
     models.Sample: coordinator_pb2.Sample,
     models.SampleList: coordinator_pb2.ListSamplesResponse,
     models.DeviceUseSeries: coordinator_pb2.DeviceUseSeries,

@@ -207,6 +207,7 @@ async def test_samples_have_a_log_prob_a_token(client: httpx.AsyncClient) -> Non
     for sample in answer["samples"]:
         assert len(sample["token_ids"]) == len(sample["logprobs"]) == len(sample["loss_mask"])
         assert sample["reward_parts"] == {"python/acc": sample["reward"]}
+        assert sample["session"] is None
     refused(await client.get(f"{ENDED}/samples?step=99"), 404, "STEP_NOT_FOUND")
 
 

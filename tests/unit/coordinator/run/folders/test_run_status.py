@@ -58,6 +58,38 @@ async def test_a_run_that_recovers_says_what_from_and_how_often_before(
     assert "2 times" in text
 
 
+async def test_a_run_says_where_its_policy_answers_while_its_services_are_there(
+    tmp_path: Path,
+) -> None:
+    store = MemoryStateStore()
+    facts = {"role": "actor", "address": "10.0.0.1:50051", "policy_version": 3}
+    services = {
+        "actor": {**facts, "endpoint": "http://127.0.0.1:8000/v1"},
+        "critic": {**facts, "role": "critic"},
+    }
+    record = RunRecord(
+        run_id="r", name="n", num_steps=9, directory=str(tmp_path), created_at=1.0, updated_at=1.0,
+        state=RunState.RUNNING, services=services,
+    )  # fmt: skip
+    await store.create_run(record)
+    server, port = await serve_coordinator(StoreOperations(store))
+    told = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "run_id": "r"}
+    (tmp_path / COORDINATOR_FILE).write_text(json.dumps(told))
+    try:
+        status = await asyncio.to_thread(read_status, tmp_path)
+        text = await asyncio.to_thread(printed, tmp_path)
+        found = []
+        for state in (RunState.RECOVERING, RunState.RUNNING, RunState.FAILED):
+            await store.update_run("r", state=state)
+            found.append((await asyncio.to_thread(read_status, tmp_path)).endpoints)
+    finally:
+        await server.stop(None)
+    assert status.endpoints == {"actor": "http://127.0.0.1:8000/v1"}
+    assert "actor       answers at http://127.0.0.1:8000/v1" in text
+    # A service that is started again may answer elsewhere.
+    assert found == [{}, status.endpoints, {}]
+
+
 def test_a_run_that_has_ended_says_how_often_it_recovered(tmp_path: Path) -> None:
     summary = {"state": "succeeded", "failure": "", "steps": 9, "recoveries": [{}, {}, {}]}
     (tmp_path / "summary.json").write_text(json.dumps(summary))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +17,17 @@ from rolemesh.coordinator.run.results import samples
 from rolemesh.coordinator.run.results.samples import FAILURES_UNTIL_GIVEN_UP, SampleTaker
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunStream
+from rolemesh.rpc import sampled_rows
 from rolemesh.rpc.columns import ColumnData, Columns
 from rolemesh.rpc.errors import UnavailableError
-from rolemesh.rpc.sampled_rows import MAX_TEXT_BYTES, MAX_TOKENS, to_samples
+from rolemesh.rpc.sampled_rows import (
+    MAX_TEXT_BYTES,
+    MAX_TOKENS,
+    fetch_samples,
+    rows_of_whole_trajectories,
+    to_samples,
+)
+from rolemesh.rpc.sampled_sessions import MAX_CALLS, MAX_LOG_BYTES
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 
@@ -69,6 +80,115 @@ def test_a_row_without_a_completion_is_a_sample() -> None:
     )
     (sample,) = to_samples(columns, rows=[3])
     assert (sample.row, list(sample.token_ids), sample.policy_version) == (3, [], 0)
+
+
+def session_of(**more: Any) -> str:
+    call = {"number": 0, "num_added_tokens": 1, "num_sampled_tokens": 1, "use": "trained"}
+    return json.dumps({"branch": 0, "num_branches": 1, "attempts": 1, "calls": [call], **more})
+
+
+def with_sessions(*sessions: str) -> Columns:
+    """Rows of two prompts, in turn, with two samples of each."""
+    places = range(len(sessions))
+    return Columns(
+        {
+            "tokens": ColumnData.sequence([[7, 8] for _ in places]),
+            "prompt_lengths": ColumnData.row([1 for _ in places], np.int64),
+            "prompt_ids": ColumnData.row([5 + place // 2 for place in places], np.int64),
+            "sample_indexes": ColumnData.row([place % 2 for place in places], np.int64),
+            "session": ColumnData.text(sessions),
+        }
+    )
+
+
+def test_a_row_of_an_agent_tells_of_its_session_within_bounds() -> None:
+    call = {"number": 1, "num_added_tokens": 9, "num_sampled_tokens": 2, "use": "untrained"}
+    long = session_of(log="x" + "\u00e4" * MAX_LOG_BYTES, left_out=[call] * (MAX_CALLS + 1))
+    first, second = to_samples(with_sessions(session_of(), long), rows=[0, 1])
+    assert (first.session.prompt_id, first.session.sample_index) == (5, 0)
+    assert (second.session.prompt_id, second.session.sample_index) == (5, 1)
+    assert [one.use for one in first.session.calls] == [coordinator_pb2.CALL_USE_TRAINED]
+    assert (first.session.log, len(first.session.left_out)) == ("", 0)
+    assert len(second.session.left_out) == MAX_CALLS
+    assert second.session.left_out[0].use == coordinator_pb2.CALL_USE_UNTRAINED
+    # The end of it stays, and no half of a character.
+    assert second.session.log == "\u00e4" * (MAX_LOG_BYTES // 2)
+    # A batch of no agents has no column of that name.
+    (plain,) = to_samples(Columns({"tokens": ColumnData.sequence([[7]]),
+        "prompt_lengths": ColumnData.row([1], np.int64)}), rows=[0])  # fmt: skip
+    assert not plain.HasField("session")
+
+
+@pytest.mark.parametrize(
+    ("told", "what"),
+    [
+        ("", "is no JSON"),
+        ("[]", "is no object"),
+        ("[" * 100_000, "is no JSON"),
+        (session_of(branch=-1), "branch is no whole number of 0 to"),
+        (session_of(attempts=True), "attempts is no"),
+        (session_of(num_branches=2**31), "num_branches is no"),
+        (session_of(log=["a"]), "log is no text"),
+        (session_of(calls={"a": 1}), "calls is no list of objects"),
+        (session_of(calls=[7]), "calls is no list of objects"),
+        (session_of(left_out=[{"number": 0}]), "use of a call in left_out is none of"),
+        (session_of(calls=[{"number": 0, "use": "shared"}]), "num_added_tokens is no"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_what_is_no_session_is_refused_with_the_row(told: str, what: str) -> None:
+    with pytest.raises(ValueError, match=rf"column session of row 3: .*{what}"):
+        to_samples(with_sessions(told), rows=[3])
+
+
+@pytest.mark.parametrize(
+    ("keys", "max_rows", "rows"),
+    [
+        ("aabcc", 3, [0, 1, 2]),
+        ("aabcc", 2, [0, 1]),
+        ("aabcc", 1, [0]),
+        ("aabcc", 9, [0, 1, 2, 3, 4]),
+        ("abcdefgh", 4, [0, 2, 4, 6]),
+        # Rows of one trajectory need not be neighbours.
+        ("abab", 2, [0, 2]),
+        ("aaaab", 2, [0, 1]),
+    ],
+)
+def test_trajectories_are_taken_whole(keys: str, max_rows: int, rows: list[int]) -> None:
+    assert rows_of_whole_trajectories([(ord(key), 0) for key in keys], max_rows) == rows
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+async def test_rows_of_one_session_are_fetched_together(
+    has_sessions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = with_sessions(*[session_of()] * 8)
+    if not has_sessions:
+        columns = Columns({name: one for name, one in columns.items() if name != "session"})
+    # Prompt 5 has one trajectory of two branches, and so on.
+    index = ColumnData.row([0] * 8, np.int64)
+    columns |= {"sample_indexes": index}
+    asked: list[list[str]] = []
+
+    async def fetch(
+        _: object, reference: object, names: Sequence[str], rows: Any = None, **__: Any
+    ) -> Columns:
+        asked.append(list(names))
+        found = Columns({name: columns[name] for name in names})
+        return found if rows is None else found.select(rows)
+
+    monkeypatch.setattr(sampled_rows, "fetch_columns", fetch)
+    schemas = [experience_pb2.ColumnSchema(name=name) for name in columns]
+    group = experience_pb2.ColumnGroup(columns=schemas)
+    reference = experience_pb2.ExperienceRef(num_rows=8, groups=[group])
+    samples = await fetch_samples(lambda _: pytest.fail("nobody is asked"), reference, 4)
+    if has_sessions:
+        assert [one.row for one in samples] == [0, 1, 4, 5]
+        assert [one.session.prompt_id for one in samples] == [5, 5, 7, 7]
+        assert asked[0] == ["prompt_ids", "sample_indexes"]
+    else:
+        assert [one.row for one in samples] == [0, 2, 4, 6]
+        assert asked == [["tokens", "prompt_lengths"]]
 
 
 class Final:

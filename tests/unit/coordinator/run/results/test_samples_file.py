@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.run.results.samples_file import SAMPLES_FILE, SamplesFile, read_samples
+from rolemesh.rpc.sampled_sessions import session_message
 from rolemesh.v1 import coordinator_pb2
 
 
@@ -24,6 +25,34 @@ def sample(row: int, reward: float, text: str = "4") -> coordinator_pb2.Sample:
         token_ids=[7, 8],
         reward_parts={"python/acc": 0.5} if row else {},
     )
+
+
+def of_session(row: int, branch: int, log: str = "") -> coordinator_pb2.Sample:
+    """One of two branches: call 0 is in both, call 3 in none."""
+    one = sample(row, 1.0)
+    use = coordinator_pb2.CALL_USE_SHARED if branch else coordinator_pb2.CALL_USE_TRAINED
+    calls = [
+        coordinator_pb2.SampledCall(number=0, num_sampled_tokens=4, use=use),
+        coordinator_pb2.SampledCall(
+            number=1 + branch, num_sampled_tokens=2, use=coordinator_pb2.CALL_USE_TRAINED
+        ),
+    ]
+    judge = coordinator_pb2.SampledCall(
+        number=3, num_sampled_tokens=5, use=coordinator_pb2.CALL_USE_UNTRAINED
+    )
+    one.session.CopyFrom(
+        coordinator_pb2.SampledSession(
+            prompt_id=7,
+            sample_index=1,
+            branch=branch,
+            num_branches=2,
+            attempts=2,
+            calls=calls,
+            left_out=[] if branch else [judge],
+            log=log,
+        )
+    )
+    return one
 
 
 @pytest.fixture
@@ -133,3 +162,49 @@ def test_a_folder_without_samples_and_a_changed_file_are_refused(tmp_path: Path)
     code, _, output = rolemesh_samples(str(tmp_path))
     assert code == 2
     assert "line 1 of" in output
+
+
+def test_sessions_of_agents_outlive_the_store_and_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    file = SamplesFile(tmp_path)
+    written = [
+        of_session(0, 0, "looked it up\n\x1b[2J[red]found\n"),
+        of_session(1, 1),
+        sample(2, 0.0),
+    ]
+    file.write(1, written, is_held_out=False)
+    file.close()
+    kept = read_samples(tmp_path)
+    assert [one.session and session_message(one.session) for one in kept] == [
+        written[0].session,
+        written[1].session,
+        None,
+    ]
+    done = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert "session of prompt 7, sample 1: branch 1 of 2, attempt 2" in lines
+    assert "  call 0: 4 tokens, trained" in lines
+    assert "  call 3: 5 tokens, in no row, kept out of training" in lines
+    assert "  call 0: 4 tokens, shared with an earlier row" in lines
+    at = lines.index("its agent wrote:")
+    # Text of an agent is never markup, and moves no cursor.
+    assert lines[at + 1 : at + 3] == ["looked it up", "\ufffd[2J[red]found"]
+    assert done.output.count("session of") == 2
+
+
+def test_lines_of_an_earlier_version_are_read_and_changed_sessions_are_refused(
+    tmp_path: Path,
+) -> None:
+    file = SamplesFile(tmp_path)
+    file.write(1, [of_session(0, 0)], is_held_out=False)
+    file.close()
+    path = tmp_path / SAMPLES_FILE
+    line = json.loads(path.read_text())
+    without = {name: value for name, value in line.items() if name != "session"}
+    path.write_text(json.dumps(without) + "\n")
+    assert [one.session for one in read_samples(tmp_path)] == [None]
+    for session in ({**line["session"], "log": 7}, {}, [], "so long"):
+        path.write_text(json.dumps({**line, "session": session}) + "\n")
+        with pytest.raises(ValueError, match=r"line 1 of .* is no sample"):
+            read_samples(tmp_path)
