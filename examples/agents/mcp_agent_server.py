@@ -29,7 +29,8 @@ EXAMPLES = [
 CALL = re.compile(r"<calc>\s*(\d+)\s*\*\s*(\d+)\s*</calc>")
 MAX_CALLS = 3
 
-tools = MCPServer("calculator")
+# Else it logs each request of the policy.
+tools = MCPServer("calculator", log_level="WARNING")
 
 
 @tools.tool()

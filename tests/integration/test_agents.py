@@ -5,138 +5,33 @@ One engine serves the whole file: loading vLLM takes many seconds.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
-from support.agents import agent_server, played, write_agents
+from support.agent_worlds import SAMPLING, World
+from support.agents import agent_server, played
 from support.mesh_runs import tiny_model
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import EnvironmentFailedError
-from rolemesh.engine.pretrained import load_tokenizer
-from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import Episode
-from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
-from rolemesh.engine.sessions.runner import SessionRunner
 from rolemesh.engine.specs import (
-    AgentSpec,
-    EndpointSpec,
     HttpAgentSpec,
     ProgramAgentSpec,
     PythonAgentSpec,
-    SamplingSpec,
-    VllmSpec,
 )
 from rolemesh.engine.user_code import load_named
-from rolemesh.services.endpoint.endpoint import Endpoint
-from rolemesh.services.runtime.calls.compute import ComputeThread
 
-Result = TypeVar("Result")
-
-SAMPLING = SamplingSpec(samples_per_prompt=2, temperature=0.8, max_new_tokens=6)
 LOGPROB = 5e-4
 """What is promised of sampler and trainer in float32; seen here: 1e-6."""
 
 slow = pytest.mark.slow
-
-
-class World:
-    """A sampler with an endpoint, on a compute thread of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.agents = write_agents(folder)
-        self.tokenizer = load_tokenizer(folder / "model")
-        self._compute = ComputeThread()
-        self.backend: RolloutBackend
-        self.endpoint: Endpoint
-        self.metrics: dict[str, float] = {}
-        self.notes: list[str] = []
-        self.on_compute(self._start)
-
-    def _start(self) -> None:
-        spec = VllmSpec(dtype="float32", max_model_len=256, max_num_seqs=16)
-        self.backend = make_backend(
-            spec, self.folder / "model", folder_version=7, has_endpoint=True
-        )
-        self.endpoint = Endpoint(
-            EndpointSpec(),
-            self.backend,
-            self._compute,
-            bring_weights=lambda: None,
-            may_sample=lambda: True,
-        )
-
-    def on_compute(self, fn: Callable[[], Result]) -> Result:
-        async def run() -> Result:
-            return await self._compute.run(fn)
-
-        return asyncio.run(run())
-
-    def close(self) -> None:
-        self.on_compute(lambda: (self.endpoint.close(), self.backend.close()))
-        self._compute.close(10.0)
-
-    def prompts(self) -> list[Prompt]:
-        prompts = []
-        for number in range(2):
-            messages = [{"role": "user", "content": f"count to {number}"}]
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            prompts.append(
-                Prompt(
-                    prompt_id=number,
-                    text=text,
-                    tokens=tokens,
-                    answer=str(number),
-                    metadata='{"level": 3}',
-                    messages=messages,
-                )
-            )
-        return prompts
-
-    def play(
-        self,
-        spec: AgentSpec,
-        sandbox: Sandbox | None = None,
-        alive: Callable[[int], None] = lambda _: None,
-    ) -> list[Sequence[Episode]]:
-        """The rows of four trajectories, two a prompt."""
-        runner = SessionRunner(spec, sandbox or find_sandbox("auto"), self.endpoint)
-        prompts = [prompt for prompt in self.prompts() for _ in range(2)]
-        requests = [
-            RolloutRequest(row=row, prompt_tokens=prompt.tokens, seed=100 + row)
-            for row, prompt in enumerate(prompts)
-        ]
-        try:
-            played = self.on_compute(
-                lambda: list(runner.run(self.backend, prompts, requests, SAMPLING, alive))
-            )
-            self.metrics, self.notes = runner.metrics, runner.notes
-            return played
-        finally:
-            runner.close()
-            assert len(self.endpoint.sessions) == 0
-            # Calls of agents that were given up end with their connections.
-            calls = self.backend.endpoint_calls
-            deadline = time.monotonic() + 30.0
-            while calls is not None and not calls.is_empty and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert calls is not None
-            assert calls.is_empty
 
 
 @pytest.fixture(scope="module")

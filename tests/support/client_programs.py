@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from support.served_policy import Session
@@ -19,8 +22,11 @@ from support.served_policy import Session
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = REPOSITORY / ".venv-clients"
 PROGRAMS = REPOSITORY / "tests" / "clients" / "programs"
+EXAMPLES = REPOSITORY / "examples" / "agents"
 
 PROGRAM_S = 480.0
+START_S = 60.0
+"""Within which a server answers; its imports take 3 s on a machine that does nothing else."""
 
 
 def python_of(client: str) -> Path:
@@ -53,14 +59,7 @@ def run(
     start = (
         [str(bin_folder / "python"), str(ours)] if ours.exists() else [str(bin_folder / program)]
     )
-    environment = {
-        "PATH": f"{bin_folder}:{os.environ['PATH']}",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-        **{name: os.environ[name] for name in _PASSED_ON if name in os.environ},
-        **_session_variables(session),
-        **(variables or {}),
-    }
+    environment = _environment(bin_folder, session, variables)
     with tempfile.TemporaryDirectory() as own:
         made = subprocess.run(
             [*start, *arguments],
@@ -80,7 +79,68 @@ def seen(client: str, *command: str, **options: Any) -> Any:
     return json.loads(run(client, *command, **options).strip().rpartition("\n")[2])
 
 
+@contextlib.contextmanager
+def example_server(
+    client: str, example: str, *arguments: str, variables: Mapping[str, str]
+) -> Iterator[str]:
+    """One of our example servers of agents in a client's environment, until the end of the block.
+
+    Args:
+        client: Names the environment.
+        example: File of the examples; its first argument is the port.
+        arguments: Further ones.
+        variables: Of its environment.
+
+    Yields:
+        Where it plays trajectories.
+    """
+    python = python_of(client)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    with (
+        tempfile.TemporaryDirectory() as own,
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [str(python), str(EXAMPLES / example), str(port), *arguments],
+            cwd=own,
+            env={"HOME": own, "TMPDIR": own, **_environment(python.parent, None, variables)},
+            stdout=log,
+            stderr=log,
+        ) as process,
+    ):
+        try:
+            _await_port(port, process, log)
+            yield f"http://127.0.0.1:{port}/play"
+        finally:
+            process.terminate()
+            process.wait(START_S)
+
+
+def _await_port(port: int, process: subprocess.Popen[bytes], log: TextIO) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        time.sleep(0.1)
+    log.seek(0)
+    raise AssertionError(f"the server has not started: {log.read()[-3000:]}")
+
+
 _PASSED_ON = ("SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "LANG")
+
+
+def _environment(
+    bin_folder: Path, session: Session | None, variables: Mapping[str, str] | None
+) -> dict[str, str]:
+    return {
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        **{name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+        **_session_variables(session),
+        **(variables or {}),
+    }
 
 
 def _session_variables(session: Session | None) -> dict[str, str]:
