@@ -135,6 +135,17 @@ class Sessions:
         """The session that a key opens."""
         return self._by_key.get(key)
 
+    def check(self, opened: OpenSession, number: int = 1) -> None:
+        """Refuses what `begin` would refuse, before anything of a call is answered.
+
+        A streamed answer says so with its status only as long as it has not begun.
+
+        Raises:
+            SessionError: As `begin`.
+        """
+        with self._lock:
+            self._left(opened, number)
+
     def begin(self, opened: OpenSession, number: int = 1) -> CallRules:
         """Counts a call that begins, and says what it may do.
 
@@ -148,25 +159,7 @@ class Sessions:
             SessionError: It has ended.
         """
         with self._lock:
-            rules = opened.rules
-            self._make_room(self._max_sessions)
-            if opened.state != "open":
-                raise SessionError(
-                    f"session {opened.session_id} has ended: open a new one for further calls"
-                )
-            if rules.max_calls is not None and opened.num_begun + number > rules.max_calls:
-                raise SessionLimitError(
-                    f"session {opened.session_id} has made {opened.num_begun} calls, and may make "
-                    f"{rules.max_calls}: end it (max_turns)"
-                )
-            left = None
-            if rules.max_sampled_tokens is not None:
-                left = (rules.max_sampled_tokens - opened.num_sampled) // number
-                if left < 1:
-                    raise SessionLimitError(
-                        f"session {opened.session_id} has sampled {opened.num_sampled} tokens, and "
-                        f"may sample {rules.max_sampled_tokens}: end it (max_tokens)"
-                    )
+            rules, left = opened.rules, self._left(opened, number)
             sampling = rules.sampling
             if sampling is not None:
                 left = min(sampling.max_new_tokens, left or sampling.max_new_tokens)
@@ -174,6 +167,32 @@ class Sessions:
             opened.num_begun += number
             opened.num_running += number
             return CallRules(sampling=sampling, seed=seed, max_new_tokens=left)
+
+    def _left(self, opened: OpenSession, number: int) -> int | None:
+        """Tokens for each completion of a call by the session's bound; None: it has none.
+
+        Raises what `begin` does.
+        """
+        self._make_room(self._max_sessions)
+        rules = opened.rules
+        if opened.state != "open":
+            raise SessionError(
+                f"session {opened.session_id} has ended: open a new one for further calls"
+            )
+        if rules.max_calls is not None and opened.num_begun + number > rules.max_calls:
+            raise SessionLimitError(
+                f"session {opened.session_id} has made {opened.num_begun} calls, and may make "
+                f"{rules.max_calls}: end it (max_turns)"
+            )
+        if rules.max_sampled_tokens is None:
+            return None
+        left = (rules.max_sampled_tokens - opened.num_sampled) // number
+        if left < 1:
+            raise SessionLimitError(
+                f"session {opened.session_id} has sampled {opened.num_sampled} tokens, and "
+                f"may sample {rules.max_sampled_tokens}: end it (max_tokens)"
+            )
+        return left
 
     def end_call(
         self,

@@ -63,7 +63,13 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
         self._numbers = itertools.count()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuses a call when too many wait."""
+        """Refuses a call when too many wait, or its session may make none.
+
+        Asked before the answer begins, and so before its status is sent.
+        """
+        asked = ASKED.get()
+        if asked is not None and asked.opened is not None:
+            self._sessions.check(asked.opened, n)
         if self._calls.num_open + n > self._max_waiting:
             raise GracefulHTTPError(
                 f"{self._calls.num_open} calls are being sampled or wait, and "

@@ -228,8 +228,12 @@ def test_sessions_are_bounded_and_told_so(sampler: Sampler) -> None:
         assert answer.status_code == 400
         assert "endpoint.max_sessions is 1" in answer.json()["error"]["message"]
         session.client.completions.create(**ASK)
-        with pytest.raises(openai.BadRequestError, match="max_turns"):
-            session.client.completions.create(**ASK)
+        for stream in (False, True):
+            # A stream that has begun could say so in its text alone.
+            with pytest.raises(openai.BadRequestError, match="max_turns"):
+                session.client.completions.create(**ASK, stream=stream)
+            with pytest.raises(openai.BadRequestError, match="max_turns"):
+                session.chat([{"role": "user", "content": "a"}], stream=stream)
 
 
 # --- addresses ------------------------------------------------------------------------------
