@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.rollout.vllm_experts import experts_packed_anew
 from rolemesh.engine.rollout.vllm_shards import place_shards
 
 # Columns of a packed matrix read back at a time: bounds the extra memory.
@@ -78,13 +79,14 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         if update_info.are_shards:
             place_shards(self.model, update_info.weights, self.model_config.dtype)
         else:
-            initialize_layerwise_reload(self.model)
-            try:
-                update_info.loaded |= self.model.load_weights(iter(update_info.weights))
-            finally:
-                # Also after a failure: layers wait on the meta device with their loaders wrapped,
-                # and a next update would go on in the middle of this one.
-                finalize_layerwise_reload(self.model, self.model_config)
+            with experts_packed_anew(self.model):
+                initialize_layerwise_reload(self.model)
+                try:
+                    update_info.loaded |= self.model.load_weights(iter(update_info.weights))
+                finally:
+                    # Also after a failure: layers wait on the meta device with their loaders
+                    # wrapped, and a next update would go on in the middle of this one.
+                    finalize_layerwise_reload(self.model, self.model_config)
         finish_heads(self.model)
 
     def finish_weight_update(self) -> None:
