@@ -1,6 +1,6 @@
 """Families that one rank alone trains: vLLM computes with each update, and leaves the trainer be.
 
-Experts, which vLLM packs for a CPU.
+Experts that vLLM packs for a CPU, and models for which it takes the class of transformers.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ EXPERTS: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 6, "norm_topk_prob": True},
+    "olmo2": {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128},
 }
 """Sizes that vLLM's kernels for a CPU take."""
 
