@@ -17,6 +17,7 @@ from support.rollout_checks import (
     load_trainer_model,
     logprob_differences,
     set_stop_tokens,
+    trainer_checksums,
 )
 from support.tiny_families import write_tiny_decoder
 from support.token_batches import token_batch
@@ -137,6 +138,11 @@ def test_vllm_computes_with_each_update_of_a_trainer_beside_it(pair: Pair) -> No
         assert pair.distance(now) < LOGPROB_BOUND
         assert before is None or pair.distance(before) > LEAST_MOVE
         before = now
+
+
+def test_checksums_are_those_of_the_trainer(pair: Pair) -> None:
+    pair.send()
+    assert pair.sampler.weight_checksums() == trainer_checksums(pair.oracle(), torch.float32)
 
 
 def test_after_a_failed_update_the_next_one_is_whole(pair: Pair) -> None:
