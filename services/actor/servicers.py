@@ -12,6 +12,7 @@ from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.model_files import check_sampled
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.own_functions import OwnFunctions
@@ -84,6 +85,7 @@ class ActorRole(ModelRole, EndpointRole):
             max_model_len=None if spec.rollout is None else spec.rollout.max_model_len,
         )
         if spec.rollout is not None:
+            check_sampled(spec.model.path, spec.rollout.type)
             self._source.play(spec.environment, spec.rollout.max_model_len, mesh, self.sandbox)
         progress("load policy", 1, 3)
         numerics = spec.chosen_numerics
