@@ -272,6 +272,8 @@ class VllmBackend(VllmSampling):
     def _rounded(self, weight: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
         """A weight in the spec's type; on a CPU the engine holds those values in float32."""
         name, tensor = weight
+        if name in self._expected.buffers:
+            return weight
         return name, tensor.to(getattr(torch, self._spec.dtype))
 
     def _begin_anew(self) -> None:

@@ -63,6 +63,9 @@ def expert_weights(prefix: str, module: RoutedExperts) -> Iterator[tuple[str, to
     """
     parent = prefix.removesuffix(".routed_experts")
     for name, parameter in module.named_parameters(recurse=False):
+        if name == "e_score_correction_bias":
+            # The router's, which has it under the name that transformers gives it.
+            continue
         tensor = parameter.detach()
         if name in _STACKS and _are_packed(module):
             tensor = _unpacked(tensor, module.quant_method.experts_cls.isa)

@@ -16,6 +16,7 @@ from support.parallel_training import near_policy
 from support.rollout_checks import (
     load_trainer_model,
     logprob_differences,
+    rounded_copy,
     set_stop_tokens,
     trainer_checksums,
 )
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import (
+    ComputeDtype,
     ModelSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
@@ -49,11 +51,24 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "num_experts_per_tok": 2,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 6, "norm_topk_prob": True},
+    "glm4_moe": {
+        **EXPERTS,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
     "olmo2": {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128},
 }
-"""Sizes that vLLM's kernels for a CPU take."""
+"""Those that vLLM's kernels for a CPU take."""
+FAMILIES: list[tuple[str, ComputeDtype]] = [
+    ("qwen3_moe", "float32"),
+    ("glm4_moe", "bfloat16"),
+    ("olmo2", "float32"),
+]
+"""With the type to which weights are rounded. GLM4-MoE's bias of experts stays as it is."""
 
 
 @dataclass
@@ -61,11 +76,12 @@ class Pair:
     """A trainer, and its sampler."""
 
     folder: Path
+    dtype: ComputeDtype
     trainer: Trainer
     sampler: VllmBackend
 
     def train(self) -> None:
-        """One optimizer step, which moves every weight."""
+        """One optimizer step, which moves every weight, and buffers as balancing would."""
         batch = token_batch(vocab_size=VOCABULARY)
         logprobs = self.trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
         update_whole(
@@ -76,6 +92,8 @@ class Pair:
             mini_batch_rows=8,
             seed=5,
         )
+        for _, buffer in self.trainer.model.saved_buffers():
+            buffer += 0.1 * torch.randn(buffer.shape)
 
     def send(self) -> None:
         """Brings the weights to the sampler."""
@@ -86,8 +104,8 @@ class Pair:
         model = load_trainer_model(self.folder)
         state = {name: weight.clone() for name, weight in self.trainer.named_weights()}
         left = model.load_state_dict(state, strict=False).missing_keys
-        assert set(left) <= {"lm_head.weight"}
-        return model
+        assert not left
+        return model if self.dtype == "float32" else rounded_copy(model)
 
     def distance(self, model: PreTrainedModel) -> float:
         """Mean abs difference between what is sampled and a model's log-probs of it."""
@@ -107,24 +125,22 @@ def requests() -> list[RolloutRequest]:
     ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES, ids=[family for family, _ in FAMILIES])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
+    family, dtype = request.param
     folder = write_tiny_decoder(
-        tmp_path_factory.mktemp(request.param),
-        request.param,
-        eos_token_id=2,
-        **FAMILIES[request.param],
+        tmp_path_factory.mktemp(family), family, eos_token_id=2, **SIZES[family]
     )
     set_stop_tokens(folder, (2, 3))
     trainer = Trainer.policy(
-        ModelSpec(path=folder, compute_dtype="float32"),
+        ModelSpec(path=folder, compute_dtype=dtype),
         OptimizerSpec(learning_rate=3e-3, max_grad_norm=100.0),
     )
-    spec = VllmSpec(dtype="float32", max_model_len=48, max_num_seqs=8)
+    spec = VllmSpec(dtype=dtype, max_model_len=48, max_num_seqs=8)
     sampler = VllmBackend(spec, folder)
-    yield Pair(folder, trainer, sampler)
+    yield Pair(folder, dtype, trainer, sampler)
     sampler.close()
 
 
