@@ -269,13 +269,6 @@ class VllmBackend(VllmSampling):
             if isinstance(tensors, Generator):
                 tensors.close()
 
-    def _rounded(self, weight: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-        """A weight in the spec's type; on a CPU the engine holds those values in float32."""
-        name, tensor = weight
-        if name in self._expected.buffers:
-            return weight
-        return name, tensor.to(getattr(torch, self._spec.dtype))
-
     def _begin_anew(self) -> None:
         """Lets no keys and values of old weights outlive them."""
         self._held.wake_cache()

@@ -205,12 +205,20 @@ class ActorRole(ModelRole, EndpointRole):
             self._lent.lend(dict(trainer.named_weights()), policy_version=version)
         else:
             self.backend.update_weights(trainer.named_weights(), version)
-        check_sampler(self.backend, self._check, scores, trainer.mesh.world, trainer.model.device)
+        check_sampler(
+            self.backend,
+            self._check,
+            scores,
+            trainer.mesh.world,
+            trainer.model.device,
+            # Of several ranks each has parts alone.
+            weights=trainer.named_weights if trainer.mesh.world.size == 1 else None,
+        )
         self._is_sampler_stale = False
         return 0 if self._resharder is None else self._resharder.received_bytes
 
     def probe_scores(self) -> ProbeScores:
-        """What the trainer's weights give the beginning of the first prompt."""
+        """What the trainer's weights give the beginning of the first prompts."""
         if self._probe is None:
             self._probe = TrainerProbe(self.source.probe_tokens())
         return self._probe.scores(self.policy, version=self.trainer.policy_version)

@@ -5,6 +5,7 @@ Experts that vLLM packs for a CPU, and models for which it takes the class of tr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,10 @@ from support.token_batches import token_batch
 from support.updates import update_whole
 from transformers import PreTrainedModel
 
+from rolemesh.engine.parallel.mesh import RankGroup
+from rolemesh.engine.rollout.probe import SamplerCheck, SamplerStaleError, check_sampler
 from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.rollout.trainer_probe import TrainerProbe
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import (
     ComputeDtype,
@@ -47,14 +51,19 @@ EXPERTS: dict[str, Any] = {
     "hidden_size": 64,
     "head_dim": 32,
     "intermediate_size": 128,
-    # No multiple of the 32 outputs that vLLM's kernel takes at a time: it pads them.
-    "moe_intermediate_size": 48,
     "num_experts_per_tok": 2,
 }
 SIZES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**EXPERTS, "num_experts": 6, "norm_topk_prob": True},
+    "qwen3_moe": {
+        **EXPERTS,
+        "moe_intermediate_size": 64,
+        "num_experts": 6,
+        "norm_topk_prob": True,
+    },
     "glm4_moe": {
         **EXPERTS,
+        # No multiple of the 32 outputs that vLLM's kernel takes at a time: it pads them.
+        "moe_intermediate_size": 48,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
@@ -168,6 +177,42 @@ def test_after_a_failed_update_the_next_one_is_whole(pair: Pair) -> None:
         pair.sampler.update_weights(_cut_off(weights), 7)
     pair.send()
     assert pair.distance(pair.oracle()) < LOGPROB_BOUND
+
+
+def test_the_check_of_samplers_names_experts_that_are_packed_wrongly(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM by itself packs them: the fault that the check is for."""
+    if getattr(pair.trainer.model.config, "moe_intermediate_size", 48) == 48:
+        pytest.skip("no experts, or of a width of which vLLM sees that it is packed already")
+    row = torch.randint(4, VOCABULARY, (64,), generator=torch.Generator().manual_seed(3)).tolist()
+    probe, checked = TrainerProbe(row), SamplerCheck()
+
+    def check() -> None:
+        pair.send()
+        check_sampler(
+            pair.sampler,
+            checked,
+            probe.scores(pair.trainer.rank_model, version=pair.trainer.policy_version),
+            RankGroup((0,), 0, None),
+            torch.device("cpu"),
+            weights=pair.trainer.named_weights,
+        )
+
+    from rolemesh.engine.rollout import vllm_weights
+
+    check()
+    pair.train()
+    check()
+    with monkeypatch.context() as faulty:
+        faulty.setattr(vllm_weights, "experts_packed_anew", lambda model: contextlib.nullcontext())
+        with pytest.raises(SamplerStaleError) as refused:
+            check()
+    told = str(refused.value)
+    stacks = [name for name, _ in pair.trainer.named_weights() if ".mlp.experts." in name]
+    assert f" {len(stacks)} of " in told
+    assert all(repr(name) in told for name in stacks)
+    check()
 
 
 def _cut_off(weights: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
