@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cut_ranks import slots_of
+from support.parallel_training import near_policy
 from support.rollout_checks import load_trainer_model, perturb
 from support.tiny_families import write_tiny_decoder
+from support.token_batches import token_batch
+from support.updates import update_whole
 
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.rollout.hf import HfBackend
-from rolemesh.engine.specs import HfSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs import HfSpec, ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.export import export_policy
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights.exchange import exchange_plan
@@ -59,15 +63,30 @@ def test_buffers_of_files_are_weights_and_tables_are_not(trainer: Trainer) -> No
     held = {name for name, _ in trainer.model.lm.named_buffers()}
     assert held - set(names) == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
     assert dict(trainer.weights_layout.manifest).keys() == set(names)
-    assert BIAS not in trainer.optimizer_state("exp_avg")
 
 
-def test_a_checkpoint_restores_them(trainer: Trainer, tmp_path: Path) -> None:
-    saved = _move(trainer)
-    trainer.save(tmp_path / "checkpoint")
+@pytest.mark.parametrize("kind", ["checkpoint", "cut"])
+def test_checkpoints_and_cuts_restore_them(trainer: Trainer, tmp_path: Path, kind: str) -> None:
+    batch = token_batch(vocab_size=100)
+    logprobs = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    scored = near_policy(batch, logprobs)
+    update_whole(trainer, scored, PpoPolicyLossSpec(), epochs=1, mini_batch_rows=8, seed=5)
+    # Moments of all weights but the buffer.
+    assert trainer.optimizer_state("exp_avg").keys() == {
+        name for name, _ in trainer.model.named_weights()
+    }
+    saved, slots = _move(trainer), slots_of(trainer, tmp_path)
+    if kind == "checkpoint":
+        trainer.save(tmp_path / "checkpoint")
+    else:
+        trainer.save_cut(slots, 1, {}, lambda *_: None)
     _move(trainer)
-    trainer.load(tmp_path / "checkpoint")
+    if kind == "checkpoint":
+        trainer.load(tmp_path / "checkpoint")
+    else:
+        trainer.restore_cut(slots, 1)
     torch.testing.assert_close(_bias(trainer), saved, rtol=0, atol=0)
+    slots.close()
 
 
 def test_exports_hold_them_unrounded(trainer: Trainer, folder: Path, tmp_path: Path) -> None:
