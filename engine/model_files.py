@@ -45,6 +45,11 @@ _SIZES = (
 )
 """Of a config that says what parameters its model has; without one, transformers' own apply."""
 
+_NOT_UPDATED_IN_VLLM = {
+    "gpt_oss": "vLLM 0.32 computes NaN with weights of this family that come after its start",
+}
+"""Why vLLM cannot sample a family that is trained, by model_type."""
+
 _AGAIN = "fetch it again"
 
 
@@ -88,6 +93,25 @@ def check_model_files(
         raise ModelFolderError(
             f"{of} has no tokenizer.json, nor another file of a tokenizer: copy the model's "
             "tokenizer files into it"
+        )
+
+
+def check_sampled(folder: Path, sampler: str, *, field: str = "model.path") -> None:
+    """Refuses a model of a family that a sampler cannot be given new weights of.
+
+    Args:
+        folder: Of the model.
+        sampler: The type of rollout, e.g. "vllm".
+        field: What named the folder, for the error.
+
+    Raises:
+        ModelFolderError: The family is such, or the folder has no config.json that names one.
+    """
+    family = read_config_file(folder, field=field)["model_type"]
+    if sampler == "vllm" and family in _NOT_UPDATED_IN_VLLM:
+        raise ModelFolderError(
+            f"{field} {str(folder)!r} has the model_type {family!r}, and rollout.type is "
+            f"{sampler!r}: {_NOT_UPDATED_IN_VLLM[family]}; take a model of another family"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
@@ -26,12 +26,14 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of the whole model."""
+    """One parameter of the whole model, or a buffer that is in its files as parameters are."""
 
     shape: tuple[int, ...]
     """Global shape."""
     dtype: DtypeName
     """Element type."""
+    keeps_dtype: bool = field(default=False, compare=False)
+    """Whether it stays in that type where others are rounded, as a buffer does."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +92,8 @@ class WeightLayout:
     ranks: tuple[RankShard, ...]
     """What each rank holds."""
     dtype: DtypeName | None = None
-    """Element type in which the tensors are held; None means the manifest's."""
+    """Element type in which the tensors are held, but for parameters that keep theirs; None means
+    the manifest's."""
 
     def shard(self, rank: int) -> RankShard:
         """What a rank holds; nothing, where the layout has fewer ranks."""
@@ -98,12 +101,19 @@ class WeightLayout:
 
     def dtype_of(self, parameter: str) -> DtypeName:
         """Element type in which a parameter is held."""
-        return self.dtype or self.manifest[parameter].dtype
+        found = self.manifest.get(parameter)
+        if self.dtype is not None and (found is None or not found.keeps_dtype):
+            return self.dtype
+        return self.manifest[parameter].dtype
 
     def in_dtype(self, dtype: DtypeName) -> WeightLayout:
-        """The same boxes on the same ranks, of parameters and tensors of another element type."""
+        """The same boxes on the same ranks, of parameters and tensors of another element type.
+
+        But for those that keep theirs.
+        """
         manifest = {
-            name: Parameter(parameter.shape, dtype) for name, parameter in self.manifest.items()
+            name: parameter if parameter.keeps_dtype else Parameter(parameter.shape, dtype)
+            for name, parameter in self.manifest.items()
         }
         return WeightLayout(manifest, self.ranks, dtype)
 

@@ -25,6 +25,7 @@ from rolemesh.engine.layout.families import (
     check_layout,
 )
 from rolemesh.engine.models.adapters import attach, module_in_layer, with_adapter
+from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.fused_layers import fuse_layers
 from rolemesh.engine.models.recompute import apply_recompute
@@ -329,6 +330,14 @@ class Decoder(nn.Module):
         for name, weight in self.named_weights():
             if self.trains(name):
                 yield name, weight
+
+    def saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers by Hugging Face name that belong to the weights; none beneath an adapter.
+
+        No family that can be spread over ranks has one.
+        """
+        if self.spec.adapter is None:
+            yield from saved_buffers(self.lm)
 
     def trains(self, name: str) -> bool:
         """Whether training changes a parameter of a model that is trained."""

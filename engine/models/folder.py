@@ -12,6 +12,7 @@ import torch
 
 from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.model_files import ModelFolderError, check_model_files
+from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import ModelSpec
 
@@ -137,5 +138,5 @@ def _own_weights(model: PreTrainedModel) -> None:
     and the mapping is not aligned as tensors of our own are, which changes the last bits of
     products.
     """
-    for weight in model.parameters():
+    for _, weight in (*model.named_parameters(), *saved_buffers(model)):
         weight.data = weight.data.clone()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -42,7 +43,12 @@ def apply_recompute(model: PreTrainedModel, mode: Literal["none", "selective", "
                 f"model.recompute is 'selective', but {type(layer).__name__} has no self_attn: "
                 "set it to 'full' or 'none'"
             )
-        part.forward = _recomputed(part.forward)
+        forward = part.forward
+        if isinstance(forward, MethodType):
+            # It stays a method: what rounds weights gives it others in the module's place.
+            part.forward = MethodType(_recomputed(forward.__func__), part)
+        else:
+            part.forward = _recomputed(forward)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ training: what autocast does, without its float32 residual stream and its casts 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -39,8 +40,12 @@ def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
     are rounded where they are used, anew in each pass.
 
     Args:
-        model: float32, or bfloat16 where it is frozen.
+        model: float32, or bfloat16 where it is frozen. A forward that a module has for itself is
+            kept, as a method of the module.
         narrow_gradients: Whether backward products are of bfloat16, else of float32.
+
+    Raises:
+        ValueError: A module has a forward of its own that is no method; names the module.
     """
     _see_weights(model, rounded, lambda module: _linear(module, narrow_gradients))
 
@@ -139,16 +144,37 @@ class _RoundedProduct(torch.autograd.Function):
 
 def _see_weights(model: nn.Module, view: _Map, linear: Callable[[nn.Linear], _Map]) -> None:
     """Makes the modules of a model compute with a view of their weights, in place."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         patched: Any = module
         if isinstance(module, Factor):
             continue
-        if isinstance(module, nn.Linear):
-            patched.forward = linear(module)
-        elif isinstance(module, nn.Embedding):
+        has_own_weights = next(module.parameters(recurse=False), None) is not None
+        if isinstance(module, nn.Embedding):
             patched.forward = _embedding(module.forward, view)
-        elif next(module.parameters(recurse=False), None) is not None:
-            patched.forward = _seeing(module, view)
+        elif isinstance(module, nn.Linear) and "forward" not in vars(module):
+            patched.forward = linear(module)
+        elif has_own_weights:
+            patched.forward = _seeing(module, _forward_of(module, name), view)
+
+
+def _forward_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """What a module computes, as a function of the module.
+
+    Raises:
+        ValueError: The module has a forward of its own that is no method, and so would go on with
+            weights as they are.
+    """
+    own = vars(module).get("forward")
+    if own is None:
+        forward: Callable[..., Any] = type(module).forward
+        return forward
+    if isinstance(own, MethodType) and own.__self__ is module:
+        return own.__func__
+    raise ValueError(
+        f"module {name!r} ({type(module).__name__}) has a forward of its own, which would not see "
+        "its weights rounded to bfloat16: make it a method of the module "
+        "(types.MethodType(function, module)), or set model.compute_dtype to float32"
+    )
 
 
 def _linear(module: nn.Linear, narrow_gradients: bool) -> _Map:
@@ -182,9 +208,8 @@ def _narrow_linear(module: nn.Linear, products: torch.dtype) -> _Map:
     return forward
 
 
-def _seeing(module: nn.Module, view: _Map) -> Callable[..., Any]:
+def _seeing(module: nn.Module, forward: Callable[..., Any], view: _Map) -> Callable[..., Any]:
     """A forward pass for norms, and any other module that has weights of its own."""
-    forward: Any = type(module).forward
     seen = _View(module, view)
     return lambda *args, **kwargs: forward(seen, *args, **kwargs)
 

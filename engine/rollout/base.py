@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
 from rolemesh.engine.rollout.model_folder import (
     WeightsStaleError,
@@ -302,6 +303,46 @@ class RolloutBackend(ABC):
         """
         self._check_idle("weights were taken away")
         self._hold_nothing(reason)
+
+    def differing_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[list[str], int]:
+        """Which weights are held otherwise than they were sent, by their checksums.
+
+        Args:
+            weights: (Hugging Face name, float32 [global shape]), as they were sent.
+
+        Returns:
+            Names of those that differ, and how many could be compared: those that the sampler
+            reports under the same name.
+
+        Raises:
+            Exception: As `weight_checksums`.
+        """
+        held = self.weight_checksums()
+        differing: list[str] = []
+        num_compared = 0
+        for name, tensor in weights:
+            if name not in held:
+                continue
+            num_compared += 1
+            _, sent = (name, tensor) if self._adapter is not None else self._rounded((name, tensor))
+            # Rounded values may be held in float32, by which exact numerics compute on a CPU.
+            if held[name] not in (tensor_checksum(sent), tensor_checksum(sent.float())):
+                differing.append(name)
+        return differing, num_compared
+
+    def _rounded(self, weight: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        """A weight in the spec's type, but for a buffer, which stays as it is."""
+        name, tensor = weight
+        if name in self._expected.buffers:
+            return weight
+        return name, tensor.to(getattr(torch, self._spec.dtype))
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest row that can be scored: one more is drawn behind it."""
+        return self._spec.max_model_len - 1
 
     @abstractmethod
     def weight_checksums(self) -> Mapping[str, str]:

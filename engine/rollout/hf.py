@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.devices import current_device, sent
 from rolemesh.engine.layout.ranks import LayoutError
 from rolemesh.engine.models.adapters import attach
+from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.folder import load_model
 from rolemesh.engine.models.shared_base import share_base
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -127,8 +127,10 @@ class HfBackend(RolloutBackend):
         with torch.random.fork_rng(devices=[]):
             model = self._base() if adapter is None else self._adapted(adapter)
         self._keeps_tensors = False
-        self._parameters: dict[str, nn.Parameter] = {
-            name: one for name, one in model.named_parameters() if name in self._expected.shapes
+        self._parameters: dict[str, torch.Tensor] = {
+            name: one
+            for name, one in (*model.named_parameters(), *saved_buffers(model))
+            if name in self._expected.shapes
         }
         """Those that come in updates."""
         self._empty()
@@ -396,9 +398,9 @@ class HfBackend(RolloutBackend):
             WeightsStaleError: No whole set of weights is held.
         """
         self._check_whole()
-        named = self._model.named_parameters(remove_duplicate=False)
-        held = named if self._adapter is None else self._parameters.items()
-        return {name: tensor_checksum(parameter) for name, parameter in held}
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        held = self._parameters if self._adapter is not None else {**named, **self._parameters}
+        return {name: tensor_checksum(parameter) for name, parameter in held.items()}
 
     def sleep(self) -> int:
         """Moves the weights from a device to the host; on a CPU there is nothing to free.

@@ -15,6 +15,7 @@ import torch
 
 from rolemesh.engine.layout.adapters import factor_name
 from rolemesh.engine.models.adapters import adapted_linears
+from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import AdapterSpec
 
@@ -89,7 +90,9 @@ def _stop_tokens(path: Path, config: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """Name and global shape of each parameter of a whole update, tied parameters once.
+    """Name and global shape of each weight of a whole update, tied parameters once.
+
+    Buffers that are in the model's files are among them.
 
     Made from the model class itself, not from a sampler, so that a sampler which fuses or drops
     a parameter cannot hide that one was forgotten.
@@ -99,6 +102,8 @@ class ExpectedWeights:
     """Shape by Hugging Face name."""
     tied: Mapping[str, str]
     """Name of a parameter that is another one under a second name -> the name that is sent."""
+    buffers: frozenset[str] = frozenset()
+    """Names among `shapes` that are buffers: float32, whatever the sampler rounds weights to."""
 
     def checked(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -153,7 +158,8 @@ def expected_weights(folder: ModelFolder) -> ExpectedWeights:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name not in shapes
     }
-    return ExpectedWeights(shapes, tied)
+    buffers = {name: tuple(buffer.shape) for name, buffer in saved_buffers(model)}
+    return ExpectedWeights({**shapes, **buffers}, tied, frozenset(buffers))
 
 
 def expected_factors(folder: ModelFolder, adapter: AdapterSpec) -> ExpectedWeights:

@@ -1,6 +1,7 @@
-"""Whether a sampler computes with the weights that it was given: one row, scored by both sides.
+"""Whether a sampler computes with the weights that it was given: a row, scored by both sides.
 
-After an update the trainer's log-probs of a short row are compared with the sampler's. Where both
+After each update the trainer's log-probs of a short row are compared with the sampler's; after the
+first, and then after every tenth, of a longer one, whose tokens reach more experts. Where both
 compute in float32 with the same rounded weights, they have to be equal but for the order of sums.
 Elsewhere the bound has to be as wide as the rounding of bfloat16, within which a stale sampler
 stays for many steps. There it counts how both have moved: where the trainer's log-probs have and
@@ -13,8 +14,8 @@ The trainer's side is `trainer_probe.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,17 +24,28 @@ from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout.base import RolloutBackend
 
 PROBE_TOKENS = 16
-"""Longest row. Its pass reads each weight once, which is all that it costs."""
+"""Of the row after most updates. Its pass reads each weight once, which is all that it costs."""
 
-FARTHEST = 1.0
-"""Nats a token in the mean. Two programs that round to bfloat16 in their own ways are 0.03 apart
-(SmolLM2-135M), and no pair that computes with the same weights is near this."""
+LONG_PROBE_TOKENS = 64
+"""Of the row after the first update and every LONG_PROBE_EVERY-th. It begins as the short one."""
+
+LONG_PROBE_EVERY = 10
+"""On a CPU a long row takes both sides twice as long as a short one (SmolLM2-135M): a tenth more of
+what all checks cost."""
+
+FARTHEST = 0.5
+"""Nats a token in the mean, where either side rounds activations to bfloat16. Two programs that do
+so in their own ways are 0.03 apart in a prompt and 0.1 in random tokens (SmolLM2-135M; a random
+Qwen3-MoE 0.12); with experts that vLLM had packed wrongly they were 0.8 apart."""
 
 FARTHEST_EXACT = 1e-3
 """The same of two that round alike: 100 times what float32 sums in another order make (1e-5)."""
 
 LEAST_MOVE = 1e-4
 """Nats a token in the mean, below which a trainer's move may be rounding of float32."""
+
+_NAMED = 8
+"""Weights that a message names."""
 
 STILL = 0.1
 """A sampler that has moved by at most this part of what the trainer has is taken to stand still.
@@ -49,11 +61,19 @@ class ProbeScores:
     """What a trainer's weights give a row."""
 
     tokens: tuple[int, ...]
-    """Of the row, at least two."""
+    """Of the row, at least two. Of two rows of a run the longer begins as the shorter."""
     logprobs: tuple[float, ...]
     """Natural log-probs, at temperature 1, of all tokens but the first."""
     rounds_to: str = ""
     """Type to which weights were rounded, with all else in float32; empty where more is rounded."""
+
+    def up_to(self, num_tokens: int) -> ProbeScores:
+        """Those of the row's beginning: log-probs do not depend on later tokens."""
+        if len(self.tokens) <= num_tokens:
+            return self
+        return replace(
+            self, tokens=self.tokens[:num_tokens], logprobs=self.logprobs[: num_tokens - 1]
+        )
 
 
 class SamplerCheck:
@@ -83,7 +103,8 @@ class SamplerCheck:
         """Compares, and remembers both sides.
 
         Args:
-            scores: Of the weights that the sampler was given; each time of the same row.
+            scores: Of the weights that the sampler was given; each time of the same row, or of its
+                beginning.
             found: What the sampler gives all tokens but the first.
             rounds_to: As `ProbeScores.rounds_to`, of the sampler.
             engine: Which of several it is, for messages.
@@ -112,9 +133,9 @@ class SamplerCheck:
 
 
 def _distance(left: Sequence[float], right: Sequence[float]) -> float:
-    """Mean absolute difference; NaN where one of them is."""
-    pairs = zip(left, right, strict=True)
-    return math.fsum(abs(one - other) for one, other in pairs) / len(left)
+    """Mean absolute difference over what both have; NaN where one of them is."""
+    pairs = list(zip(left, right, strict=False))
+    return math.fsum(abs(one - other) for one, other in pairs) / len(pairs)
 
 
 def check_sampler(
@@ -123,6 +144,7 @@ def check_sampler(
     scores: ProbeScores | None,
     group: RankGroup,
     device: torch.device,
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None,
 ) -> None:
     """Has a sampler score a row, and compares. All ranks of the group call it together.
 
@@ -132,6 +154,8 @@ def check_sampler(
         scores: What those weights give the row; None: not known, and nothing is checked.
         group: The ranks of all samplers that took them.
         device: Where the group's messages lie.
+        weights: Gives the weights that the sampler took, whole and float32, by Hugging Face name,
+            where this process has them: those that differ are named then.
 
     Raises:
         SamplerStaleError: The sampler of some rank does not compute with them, or could not be
@@ -139,10 +163,14 @@ def check_sampler(
     """
     if scores is None:
         return
+    scores = scores.up_to(backend.longest_prompt)
     failure: Exception | None = None
     try:
         for engine, found in (backend.score_each(scores.tokens) or {}).items():
             check.compare(scores, found, rounds_to=backend.rounds_to, engine=engine)
+    except SamplerStaleError as error:
+        told = "" if weights is None else f"; {_of_weights(backend, weights())}"
+        failure = SamplerStaleError(f"{error}{told}")
     except Exception as error:
         # Also what a sampler could not be asked: the other ranks wait for this one.
         failure = error
@@ -151,3 +179,19 @@ def check_sampler(
         raise failure
     if any(refusals):
         raise SamplerStaleError(next(filter(None, refusals)))
+
+
+def _of_weights(backend: RolloutBackend, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Says which weights the sampler holds otherwise than they were sent."""
+    try:
+        differing, num_compared = backend.differing_weights(weights)
+    except (RuntimeError, ValueError) as error:
+        return f"which weights differ cannot be told: {error}"
+    if not differing:
+        return (
+            f"all {num_compared} weights that can be compared are as they were sent, so that what "
+            "is computed with them is wrong"
+        )
+    more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    names = ", ".join(map(repr, differing[:_NAMED]))
+    return f"by their checksums {len(differing)} of {num_compared} weights differ: {names}{more}"

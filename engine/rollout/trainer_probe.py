@@ -10,11 +10,18 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.parallel.agreement import gather_facts
-from rolemesh.engine.rollout.probe import PROBE_TOKENS, ProbeScores
+from rolemesh.engine.rollout.probe import (
+    LONG_PROBE_EVERY,
+    LONG_PROBE_TOKENS,
+    PROBE_TOKENS,
+    ProbeScores,
+)
 
 
 class TrainerProbe:
     """Scores a row by a trainer's weights, once for each version of them.
+
+    Of the first version, and then of every tenth, more of the row.
 
     Owned by the compute thread; all ranks of the mesh make it and call it together.
 
@@ -26,7 +33,8 @@ class TrainerProbe:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """Takes the beginning of a row, e.g. of a prompt; at least two tokens."""
-        self._tokens = tuple(tokens[:PROBE_TOKENS])
+        self._tokens = tuple(tokens[:LONG_PROBE_TOKENS])
+        self._num_scored = 0
         self._known: tuple[int, ProbeScores] | None = None
 
     def scores(self, policy: RankModel, *, version: int) -> ProbeScores:
@@ -37,16 +45,19 @@ class TrainerProbe:
             version: Of them; the same one gives the same scores without a pass.
         """
         if self._known is None or self._known[0] != version:
-            scores = ProbeScores(self._tokens, self._scored(policy), policy.model.rounds_to)
+            is_long = self._num_scored % LONG_PROBE_EVERY == 0
+            tokens = self._tokens if is_long else self._tokens[:PROBE_TOKENS]
+            scores = ProbeScores(tokens, self._scored(policy, tokens), policy.model.rounds_to)
             self._known = version, scores
+            self._num_scored += 1
         return self._known[1]
 
     def start_over(self) -> None:
         """Forgets the scores: the weights have been replaced, whatever their version says."""
         self._known = None
 
-    def _scored(self, policy: RankModel) -> tuple[float, ...]:
-        tokens = torch.tensor(self._tokens)
+    def _scored(self, policy: RankModel, row: Sequence[int]) -> tuple[float, ...]:
+        tokens = torch.tensor(row)
         batch = Experience(
             {
                 "tokens": Column.ragged(ColumnKind.SEQUENCE, [tokens], torch.int64),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.devices import current_device, device_of, free_bytes, give_back_memory
+from rolemesh.engine.model_files import check_sampled
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
@@ -96,11 +97,12 @@ class VllmBackend(VllmSampling):
 
         Raises:
             LayoutError: Generation has pipeline stages.
-            ValueError: The folder is missing or does not fit the spec, a lone rank has another GPU
-                than the first, or vLLM cannot serve the adapter.
+            ValueError: The folder is missing or does not fit the spec or vLLM, a lone rank has
+                another GPU than the first, or vLLM cannot serve the adapter.
             RuntimeError: An engine of this process could not be closed whole.
         """
         mesh = mesh or RankMesh.single()
+        check_sampled(model_path, spec.type)
         check_generate_layout(mesh)
         check_allocator()
         device = device or current_device()
@@ -260,11 +262,6 @@ class VllmBackend(VllmSampling):
         finally:
             if isinstance(tensors, Generator):
                 tensors.close()
-
-    def _rounded(self, weight: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-        """A weight in the spec's type; on a CPU the engine holds those values in float32."""
-        name, tensor = weight
-        return name, tensor.to(getattr(torch, self._spec.dtype))
 
     def _begin_anew(self) -> None:
         """Lets no keys and values of old weights outlive them."""

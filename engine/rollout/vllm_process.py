@@ -83,12 +83,28 @@ def prepare_vllm() -> None:
         # vLLM compiles one small function of the log-prob path (a token's rank, which we do not
         # use) with inductor. That needs a C++ compiler at run time; plain evaluation does not.
         type(current_platform).simple_compile_backend = "eager"
+    _leave_classes_alone()
     # It warns at each update that a tied head "failed to load". Completeness is checked by us,
     # and more strictly.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     # It warns for each parameter that float32 weights meet a bfloat16 sampler: that is the cast
     # we want.
     logging.getLogger("vllm.model_executor.models.utils").setLevel(logging.ERROR)
+
+
+def _leave_classes_alone() -> None:
+    """Keeps vLLM from changing the classes of transformers, which the trainer's models have, too.
+
+    A model for which vLLM 0.32 has no class of its own (OLMo 2 and 3, SmolLM3) is transformers',
+    and vLLM decorates its class for torch.compile: every other model of that class in the process,
+    also one that is there already, then fails in its first pass. Without it vLLM computes such
+    models uncompiled.
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    def leave_alone(self: object, **_: object) -> None: ...
+
+    Base._decorate_cls_for_torch_compile = leave_alone
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -49,8 +50,8 @@ def place_shards(
         dtype: Of the model.
 
     Raises:
-        WeightsStaleError: At a tensor that is unknown, repeated or of another shape, and at the
-            end when one is missing. What came before it has been placed.
+        WeightsStaleError: At a tensor that is unknown, repeated, of another shape or of experts,
+            and at the end when one is missing. What came before it has been placed.
     """
     places = weight_places(model, dtype)
     missing = dict.fromkeys(places)
@@ -101,6 +102,11 @@ def weight_places(model: nn.Module, dtype: torch.dtype) -> dict[str, Place]:
 
 
 def _place(place: Place, tensor: torch.Tensor) -> None:
+    if isinstance(place.module, RoutedExperts):
+        raise WeightsStaleError(
+            f"shard update has {place.own_name!r} of experts, which a CPU's kernel reads packed: "
+            "send whole weights, which are packed anew"
+        )
     with rewritten(place) as parameter:
         parameter.copy_(tensor.detach().to(place.dtype))
         if isinstance(place.module, VocabParallelEmbedding):

@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -30,8 +31,10 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.rollout.vllm_experts import expert_weights, experts_packed_anew
 from rolemesh.engine.rollout.vllm_shards import place_shards
 
 # Columns of a packed matrix read back at a time: bounds the extra memory.
@@ -78,13 +81,14 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         if update_info.are_shards:
             place_shards(self.model, update_info.weights, self.model_config.dtype)
         else:
-            initialize_layerwise_reload(self.model)
-            try:
-                update_info.loaded |= self.model.load_weights(iter(update_info.weights))
-            finally:
-                # Also after a failure: layers wait on the meta device with their loaders wrapped,
-                # and a next update would go on in the middle of this one.
-                finalize_layerwise_reload(self.model, self.model_config)
+            with experts_packed_anew(self.model):
+                initialize_layerwise_reload(self.model)
+                try:
+                    update_info.loaded |= self.model.load_weights(iter(update_info.weights))
+                finally:
+                    # Also after a failure: layers wait on the meta device with their loaders
+                    # wrapped, and a next update would go on in the middle of this one.
+                    finalize_layerwise_reload(self.model, self.model_config)
         finish_heads(self.model)
 
     def finish_weight_update(self) -> None:
@@ -162,6 +166,9 @@ def model_checksums(model: nn.Module) -> dict[str, str]:
 def _module_weights(
     model: nn.Module, prefix: str, module: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(module, RoutedExperts):
+        yield from expert_weights(prefix, module)
+        return
     for own_name, parameter in module.named_parameters(recurse=False):
         tensor = _as_the_kernels_read(module, own_name, parameter)
         if isinstance(module, VocabParallelEmbedding):
@@ -215,7 +222,8 @@ def _as_the_kernels_read(module: nn.Module, own_name: str, parameter: torch.Tens
 def _input_size(module: Any, parameter: torch.Tensor) -> int:
     if parameter.dim() == 2:
         return parameter.shape[1]
-    return int(module.input_size_per_partition)
+    # What vLLM recorded before it packed; only some classes of layers say it themselves.
+    return int(get_layerwise_info(module).restore_metadata[0]["weight"].shape[1])
 
 
 def _read_back(

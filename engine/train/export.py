@@ -24,6 +24,7 @@ from rolemesh.engine.layout.manifest import Manifest, Parameter
 from rolemesh.engine.models.adapter_files import adapter_config
 from rolemesh.engine.models.adapters import adapted_linears, module_in_layer
 from rolemesh.engine.models.base_identity import BaseIdentity
+from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.sharded_loading import FolderTensors
 from rolemesh.engine.specs import AdapterSpec, ComputeDtype, ModelSpec
@@ -89,6 +90,8 @@ def export_policy(
     manifest = {
         name: Parameter(tuple(weight.shape), "float32") for name, weight in lm.named_parameters()
     }
+    for name, buffer in saved_buffers(lm):
+        manifest[name] = Parameter(tuple(buffer.shape), "float32", keeps_dtype=True)
     chosen = dtype or "bfloat16"
 
     def write(parameters: Iterator[tuple[str, torch.Tensor]]) -> None:

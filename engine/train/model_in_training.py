@@ -95,17 +95,20 @@ class ModelInTraining:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Trained weights by Hugging Face name, float32, detached, tied ones once. Not copies.
 
-        With an adapter they are its factors, and a score head. With many ranks: this rank's parts,
-        which are those of `layout.boxes.train_layout`. Some may be empty.
+        Buffers that are in the model's files come last. With an adapter they are its factors, and a
+        score head. With many ranks: this rank's parts, which are those of
+        `layout.boxes.train_layout`. Some may be empty.
         """
         for name, weight in self.model.trained_weights():
             yield name, local_part(weight.detach())
+        yield from self.model.saved_buffers()
 
     @cached_property
     def weights_layout(self) -> WeightLayout:
         """What each rank holds of `named_weights`."""
         if self.mesh.world.size == 1:
-            return whole_layout(tensors_manifest(dict(self.named_weights())))
+            buffers = dict(self.model.saved_buffers())
+            return whole_layout(tensors_manifest(dict(self.named_weights()), buffers))
         assert self.model.shape is not None  # the loader of a model of several ranks sees to it
         return train_layout(self.model.shape, self.mesh.layout.train, trained_only=True)
 

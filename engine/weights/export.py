@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from rolemesh.engine.adapter_config import CONFIG_FILE
 from rolemesh.engine.layout.boxes import whole_layout
-from rolemesh.engine.layout.manifest import ITEM_BYTES, Manifest, ManifestError, Piece
+from rolemesh.engine.layout.manifest import Manifest, ManifestError, Piece
 from rolemesh.engine.models.adapter_files import stored_name
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -189,7 +189,7 @@ def gathered(
 
     Args:
         weights: What each rank holds: floating, shaped as its layout says.
-        dtype: Type that the weights are cast to before they travel.
+        dtype: Type that the weights are cast to before they travel, but for those that keep theirs.
         mesh: This rank's place.
     """
     weights.check(mesh.rank)
@@ -199,9 +199,9 @@ def gathered(
         for piece in written_pieces(layout, rank, layout.ranks[rank].shapes, MESSAGE_BYTES):
             parts[piece.parameter].append((rank, piece))
     device = next(iter(weights.tensors.values())).device
-    element_type = TORCH_DTYPES[dtype]
     for name, parameter in layout.manifest.items():
         target = whole_layout({name: parameter}).in_dtype(dtype)
+        element_type = TORCH_DTYPES[target.dtype_of(name)]
         assembly = Assembly(target, 0)
         for rank, piece in parts[name]:
             if rank == mesh.rank:
@@ -239,12 +239,9 @@ class _WeightFiles:
     ) -> None:
         self._stem = stem
         self._folder = folder
-        self._dtype: torch.dtype = getattr(torch, dtype)
-        item_bytes = ITEM_BYTES[dtype]
-        sizes = {
-            name: parameter.num_bytes // ITEM_BYTES[parameter.dtype] * item_bytes
-            for name, parameter in manifest.items()
-        }
+        layout = whole_layout(manifest).in_dtype(dtype)
+        self._dtypes = {name: TORCH_DTYPES[layout.dtype_of(name)] for name in manifest}
+        sizes = {name: parameter.num_bytes for name, parameter in layout.manifest.items()}
         self._total_bytes = sum(sizes.values())
         numbers: dict[str, int] = {}
         number = size = 0
@@ -263,7 +260,7 @@ class _WeightFiles:
         if self._file_of[name] != self._file:
             self._write()
             self._file = self._file_of[name]
-        self._tensors[name] = tensor.to(self._dtype)
+        self._tensors[name] = tensor.to(self._dtypes[name])
 
     def close(self) -> None:
         """Writes what is left, and the index where there is more than one file."""

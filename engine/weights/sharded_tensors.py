@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,17 +58,21 @@ class ShardedTensors:
                     )
 
 
-def tensors_manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
+def tensors_manifest(
+    tensors: Mapping[str, torch.Tensor], buffers: Collection[str] = ()
+) -> Manifest:
     """The manifest of tensors that are each a parameter of its own.
 
     Args:
         tensors: Floating, of any shape, by name.
+        buffers: Those that keep their element type.
 
     Raises:
         ManifestError: An element type is one that layouts do not know.
     """
     return {
-        name: Parameter(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()
+        name: Parameter(tuple(tensor.shape), dtype_name(tensor), name in buffers)
+        for name, tensor in tensors.items()
     }
 
 

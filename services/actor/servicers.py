@@ -12,6 +12,7 @@ from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.model_files import check_sampled
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.own_functions import OwnFunctions
@@ -82,6 +83,7 @@ class ActorRole(ModelRole, EndpointRole):
             max_model_len=None if spec.rollout is None else spec.rollout.max_model_len,
         )
         if spec.rollout is not None:
+            check_sampled(spec.model.path, spec.rollout.type)
             self._source.play(spec.environment, spec.rollout.max_model_len, mesh, self.sandbox)
         progress("load policy", 1, 3)
         numerics = spec.chosen_numerics
@@ -202,12 +204,20 @@ class ActorRole(ModelRole, EndpointRole):
             self._lent.lend(dict(trainer.named_weights()), policy_version=version)
         else:
             self.backend.update_weights(trainer.named_weights(), version)
-        check_sampler(self.backend, self._check, scores, trainer.mesh.world, trainer.model.device)
+        check_sampler(
+            self.backend,
+            self._check,
+            scores,
+            trainer.mesh.world,
+            trainer.model.device,
+            # Of several ranks each has parts alone.
+            weights=trainer.named_weights if trainer.mesh.world.size == 1 else None,
+        )
         self._is_sampler_stale = False
         return 0 if self._resharder is None else self._resharder.received_bytes
 
     def probe_scores(self) -> ProbeScores:
-        """What the trainer's weights give the beginning of the first prompt."""
+        """What the trainer's weights give the beginning of the first prompts."""
         if self._probe is None:
             self._probe = TrainerProbe(self.source.probe_tokens())
         return self._probe.scores(self.policy, version=self.trainer.policy_version)

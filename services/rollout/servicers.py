@@ -91,7 +91,10 @@ class RolloutRole(Role, EndpointRole):
             expected_weights(folder) if adapter is None else expected_factors(folder, adapter)
         )
         self._manifest = {
-            name: Parameter(shape, self._dtype) for name, shape in expected.shapes.items()
+            name: Parameter(shape, "float32", keeps_dtype=True)
+            if name in expected.buffers
+            else Parameter(shape, self._dtype)
+            for name, shape in expected.shapes.items()
         }
         self._mesh, self._layout = mesh, spec.rank_layout()
         try:

@@ -124,6 +124,11 @@ def test_model_folders_that_cannot_work_fail(recipe: dict[str, Any], tmp_path: P
     assert "actor.model.path 'model' has the model_type 'gemma99', which transf" in family[1]
     assert "reward.source.model.path" in tokenizer[1]
     assert "has no tokenizer that can be read (" in tokenizer[1]
+    put(recipe, "actor.rollout.type", "vllm")
+    (model / "config.json").write_text(config.replace('"llama"', '"gpt_oss"'))
+    code, findings, _ = check(tmp_path, recipe, "--json")
+    assert code == 1
+    assert "has the model_type 'gpt_oss', and rollout.type is 'vllm'" in str(findings)
     (model / "config.json").write_text(config)
     with (model / "model.safetensors").open("r+b") as weights:
         weights.truncate(20_000)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rolemesh.engine.models import decoder, rounding
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.rounding import round_weights, rounded, rounded_product
+from rolemesh.engine.models.rounding import narrow_layers, round_weights, rounded, rounded_product
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import pad_rows
 from rolemesh.engine.specs import ModelSpec
@@ -183,3 +186,47 @@ def test_a_critic_has_no_sampler_and_multiplies_what_the_machine_is_fast_in(
     )
     critic(pad_rows(token_batch(vocab_size=100), "cpu"))
     assert products == [expected]
+
+
+class _Scaled(nn.Module):
+    """A module with a weight of its own, as norms, routers and experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("round_model", [round_weights, narrow_layers])
+@pytest.mark.parametrize("make", [_Scaled, lambda: nn.Linear(8, 8)], ids=["own weight", "linear"])
+def test_a_forward_of_one_module_is_kept_and_sees_rounded_weights(
+    make: Callable[[], nn.Module], round_model: Callable[[nn.Module], None]
+) -> None:
+    """So are the experts of one rank among several, which exchange tokens before they compute."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), make())
+    x = torch.randn(3, 8)
+
+    def added(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + module.weight.sum()
+
+    own: Any = model[1]
+    own.forward = MethodType(added, own)
+    round_model(model)
+    torch.testing.assert_close(
+        own(x), x + own.weight.bfloat16().to(own(x).dtype).sum(), rtol=0.02, atol=0.02
+    )
+    assert not torch.equal(own(x), x + own.weight.sum())
+
+
+@pytest.mark.parametrize("round_model", [round_weights, narrow_layers])
+def test_a_forward_that_would_not_see_rounded_weights_is_refused(
+    round_model: Callable[[nn.Module], None],
+) -> None:
+    model = nn.Sequential(_Scaled(), _Scaled())
+    own: Any = model[1]
+    own.forward = lambda x: x + own.weight
+    with pytest.raises(ValueError, match=r"module '1' \(_Scaled\) has a forward of its own"):
+        round_model(model)

@@ -125,24 +125,66 @@ def test_a_sampler_that_stands_still_is_refused_once_the_policy_has_moved(roundi
             with pytest.raises(SamplerStaleError, match="did not take"):
                 check.compare(scores, found, rounds_to="")
         now = now + 1e-3 * torch.randn(15, generator=generator)
-    for nonsense in ([0.0] * 15, [float("nan")] * 15):
-        with pytest.raises(SamplerStaleError, match="where at most 1 is rounding"):
+    near = [one + 0.6 for one in scores.logprobs]
+    for nonsense in ([0.0] * 15, [float("nan")] * 15, near):
+        with pytest.raises(SamplerStaleError, match=r"where at most 0\.5 is rounding"):
             SamplerCheck().compare(scores, nonsense, rounds_to="")
 
 
 def test_scores_are_made_once_a_version_and_forgotten_with_a_lineage(folder: Path) -> None:
     spec = ModelSpec(path=folder, compute_dtype="float32")
     trainer = Trainer.policy(spec, OptimizerSpec(learning_rate=1e-2))
-    probe = TrainerProbe(TOKENS * 5)
+    probe = TrainerProbe(TOKENS * 20)
     first = probe.scores(trainer.rank_model, version=0)
-    assert len(first.tokens) == 16
+    assert first.tokens == (TOKENS * 20)[:64]
     _train(trainer)
     assert probe.scores(trainer.rank_model, version=0) is first
     later = probe.scores(trainer.rank_model, version=1)
-    assert later.logprobs != first.logprobs
+    assert later.tokens == first.tokens[:16]
+    assert later.logprobs != first.logprobs[:15]
+    lengths = [
+        len(probe.scores(trainer.rank_model, version=version).tokens) for version in range(2, 22)
+    ]
+    assert lengths == 2 * [*([16] * 8), 64, 16]
     _train(trainer)
     probe.start_over()
     assert probe.scores(trainer.rank_model, version=1).logprobs != later.logprobs
+
+
+def test_weights_that_differ_are_named_and_those_that_are_equal_counted(
+    pair: tuple[Trainer, HfBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, sampler = pair
+    # A row that is longer than what the sampler takes, which has its beginning to compare.
+    probe = TrainerProbe(TOKENS * 20)
+    scores = probe.scores(trainer.rank_model, version=0)
+    monkeypatch.setattr(sampler, "_spec", HfSpec(max_model_len=33))
+
+    def check() -> None:
+        check_sampler(
+            sampler, SamplerCheck(), scores, ALONE, CPU, weights=lambda: iter(_weights(trainer))
+        )
+
+    sampler.update_weights(_weights(trainer), 0)
+    assert sampler.differing_weights(_weights(trainer)) == ([], len(_weights(trainer)))
+    check()
+    # Of an adapter the factor B: what A is multiplied with is 0.
+    name = [name for name in sampler._parameters if "mlp.down_proj" in name][-1]
+    sampler._parameters[name].data += 0.3
+    with pytest.raises(SamplerStaleError, match=rf"of 32 tokens .* 1 of \d+ weights .*: '{name}'$"):
+        check()
+    sampler.update_weights(_weights(trainer), 0)
+    monkeypatch.setattr(sampler, "score", lambda tokens: [-9.0] * (len(tokens) - 1))
+    with pytest.raises(SamplerStaleError, match=r"; all \d+ weights that can be compared are as"):
+        check()
+
+
+def test_rounded_weights_are_compared_with_rounded_ones(folder: Path) -> None:
+    trainer = Trainer.policy(ModelSpec(path=folder), OptimizerSpec(learning_rate=1e-2))
+    sampler = HfBackend(HfSpec(max_model_len=64, dtype="bfloat16"), folder)
+    sampler.update_weights(_weights(trainer), 0)
+    assert sampler.differing_weights(_weights(trainer))[0] == []
+    sampler.close()
 
 
 def test_a_rollout_service_samples_no_more_until_its_sampler_has_the_weights(

@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from rolemesh.engine.models.buffers import saved_buffers
+
 AUTO_CLASSES: dict[str, Any] = {
     "lm_head": AutoModelForCausalLM,
     "values": AutoModelForTokenClassification,
@@ -32,7 +34,8 @@ def write_tiny_decoder(
 ) -> Path:
     """Writes config and float32 safetensors; no tokenizer.
 
-    Weights are wide enough that a forgotten part shows, and no bias is 0 and no norm 1.
+    Weights are wide enough that a forgotten part shows, and no bias is 0 and no norm 1. Nor is a
+    buffer that is in the file.
 
     Args:
         directory: made if absent.
@@ -68,5 +71,7 @@ def write_tiny_decoder(
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter += 0.2 * torch.randn(parameter.shape)
+            for _, buffer in saved_buffers(model):
+                buffer += 0.2 * torch.randn(buffer.shape)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory

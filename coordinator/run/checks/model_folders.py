@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.adapter_config import check_adapter
-from rolemesh.engine.model_files import check_model_files
+from rolemesh.engine.model_files import check_model_files, check_sampled
 from rolemesh.engine.specs import AdapterSpec, ClassifierRewardSpec, RewardSpec, WeightedSumSpec
 
 
@@ -30,13 +30,15 @@ class ModelFolder:
     """What stands beside the model's layers."""
     adapter_field: str = ""
     """Of the recipe that describes it, e.g. "actor.model.adapter"."""
+    sampler: str = ""
+    """Type of rollout that samples with the model; empty: none does."""
     is_scoring: bool = False
     """Whether a score head stands on the model in use, whatever the folder has."""
 
     def check(self) -> None:
         """Raises ModelFolderError or AdapterFolderError, as the role would.
 
-        See `check_model_files` and `check_adapter`.
+        See `check_model_files`, `check_sampled` and `check_adapter`.
         """
         check_model_files(
             self.path,
@@ -46,6 +48,8 @@ class ModelFolder:
             has_weights=self.has_weights,
             has_tokenizer=self.has_tokenizer,
         )
+        if self.sampler:
+            check_sampled(self.path, self.sampler, field=self.field)
         if self.adapter is not None:
             check_adapter(
                 self.path,
@@ -67,6 +71,7 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
         # The rollout role samples with the adapter of the actor.
         owner = "actor" if is_rollout and recipe.actor is not None else role
         trained: Any = recipe.section(owner)
+        rollout = getattr(section, "rollout", None)
         yield ModelFolder(
             field=f"{role}.model.path",
             path=section.model.path,
@@ -77,6 +82,7 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
             has_tokenizer=is_rollout or role == "actor",
             adapter=trained.model.adapter,
             adapter_field=f"{owner}.model.adapter",
+            sampler="" if rollout is None else rollout.type,
             is_scoring=role == "critic",
         )
 

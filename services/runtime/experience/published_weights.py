@@ -24,7 +24,7 @@ from rolemesh.engine.layout.manifest import (
     Parameter,
 )
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.rollout.probe import PROBE_TOKENS, ProbeScores
+from rolemesh.engine.rollout.probe import LONG_PROBE_TOKENS, ProbeScores
 from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.transport.shm import open_segment
 from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
@@ -149,10 +149,10 @@ def probe_of(ref: weights_pb2.WeightsRef) -> ProbeScores | None:
     if not ref.HasField("probe"):
         return None
     tokens, logprobs = tuple(ref.probe.tokens), tuple(ref.probe.logprobs)
-    if not 2 <= len(tokens) <= PROBE_TOKENS or len(logprobs) != len(tokens) - 1:
+    if not 2 <= len(tokens) <= LONG_PROBE_TOKENS or len(logprobs) != len(tokens) - 1:
         raise InvalidRequestError(
             f"weights.probe has {len(tokens)} tokens and {len(logprobs)} log-probs: give 2 to "
-            f"{PROBE_TOKENS} tokens, and a log-prob for each but the first; or leave it out",
+            f"{LONG_PROBE_TOKENS} tokens, and a log-prob for each but the first; or leave it out",
             reason="REFERENCE_INVALID",
         )
     return ProbeScores(tokens, logprobs, ref.probe.rounds_to)

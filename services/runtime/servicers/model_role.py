@@ -15,7 +15,6 @@ from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.randomness import seed_random_state
 from rolemesh.engine.transport.slot_files import SlotOwner
 from rolemesh.engine.transport.slots import remove_slots
-from rolemesh.engine.weights.sharded_tensors import tensors_manifest
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.published_weights import PublishedWeights
 from rolemesh.services.runtime.ranks.device import rank_device
@@ -71,7 +70,7 @@ class ModelRole(Role):
         """All parameters that the trainer changes, whatever part of them this rank holds."""
         shape = self.trainer.model.shape
         if self.trainer.mesh.world.size == 1 or shape is None:
-            return tensors_manifest(dict(self.trainer.named_weights()))
+            return self.trainer.weights_layout.manifest
         return shape.trained_manifest("float32")
 
     def probe_scores(self) -> ProbeScores | None:

@@ -16,7 +16,7 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import EpisodeRunner
-from rolemesh.engine.rollout.probe import PROBE_TOKENS
+from rolemesh.engine.rollout.probe import LONG_PROBE_TOKENS
 from rolemesh.engine.rollout.sampling import (
     SAMPLING_COLUMNS,
     OnBlock,
@@ -95,9 +95,14 @@ class PromptSource:
         """Plays rows by programs that own their loop; None: none does."""
 
     def probe_tokens(self) -> list[int]:
-        """Beginning of the first prompt, by which samplers are checked: two tokens or more."""
-        first = self.prompts.slice("train", 0, 1)[0].tokens[:PROBE_TOKENS]
-        return list(first) if len(first) > 1 else [*first, *first]
+        """A row by which samplers are checked: the first prompts, one behind the other."""
+        row: list[int] = []
+        for number in range(LONG_PROBE_TOKENS):
+            # Behind the last prompt come those of the next epoch.
+            row += self.prompts.slice("train", number, 1)[0].tokens
+            if len(row) >= LONG_PROBE_TOKENS:
+                break
+        return row[:LONG_PROBE_TOKENS]
 
     def play(
         self,

@@ -115,6 +115,9 @@ class WeightsServicer(RoleServicer[ModelRole], weights_pb2_grpc.WeightsServiceSe
         probe = self._role.probe_scores()
         trainer = self._role.trainer
         weights = dict(trainer.named_weights())
+        if any(one.keeps_dtype for one in trainer.weights_layout.manifest.values()):
+            # A publication has one type, and takers round what is not to be kept.
+            dtype = "float32"
         shares_memory = self._runtime.process.config.shared_memory
         # Before the next copy is made: two at once would take twice the memory, and no caller may
         # begin to fetch the old one any more in any case.

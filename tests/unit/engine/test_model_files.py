@@ -13,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
+from rolemesh.coordinator.run.checks.model_folders import ModelFolder
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
-from rolemesh.engine.model_files import INDEX_FILE, WEIGHTS_FILE, ModelFolderError
+from rolemesh.engine.model_files import INDEX_FILE, WEIGHTS_FILE, ModelFolderError, check_sampled
 from rolemesh.engine.model_files import check_model_files as check
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.pretrained import NoTokenizerError, load_config, load_tokenizer
 from rolemesh.engine.rollout.model_folder import read_model_folder
-from rolemesh.engine.specs import ModelSpec, ReasoningGymSpec
+from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.specs import ModelSpec, ReasoningGymSpec, VllmSpec
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.services.runtime.servicers.rollout import PromptSource
 
@@ -246,3 +248,21 @@ def test_a_tokenizer_that_is_missing_or_none_is_told_of_whole(
         load(folder)
     with pytest.raises(ModelFolderError, match=r"has no tokenizer\.json"):
         check(folder, has_tokenizer=True)
+
+
+def test_a_family_that_vllm_cannot_be_given_weights_of_is_refused_at_the_start(
+    folder: Path,
+) -> None:
+    """Before vLLM is imported, and before the actor loads its policy."""
+    config = json.loads((folder / "config.json").read_text())
+    put(folder / "config.json", {**config, "model_type": "gpt_oss"})
+    told = (
+        r"has the model_type 'gpt_oss', and rollout\.type is 'vllm': vLLM 0\.32 computes NaN "
+        r".*; take a model of another family"
+    )
+    checked = ModelFolder(field="actor.model.path", path=folder, has_weights=False, sampler="vllm")
+    with pytest.raises(ModelFolderError, match=r"^actor\.model\.path '.*' " + told):
+        checked.check()
+    with pytest.raises(ModelFolderError, match=told):
+        VllmBackend(VllmSpec(max_model_len=48), folder)
+    check_sampled(folder, "hf")
