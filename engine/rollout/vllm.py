@@ -102,9 +102,9 @@ class VllmBackend(VllmSampling):
             RuntimeError: An engine of this process could not be closed whole.
         """
         mesh = mesh or RankMesh.single()
-        check_sampled(model_path, spec.type)
         check_generate_layout(mesh)
         check_allocator()
+        check_sampled(model_path, spec.type)
         device = device or current_device()
         choices = sampler_choices(
             spec,
