@@ -23,7 +23,7 @@ from rolemesh.services.actor.servicers import ActorRole
 
 LAYOUT = "tp=2,dp=2,fsdp=1"
 LOGPROB = 5e-4
-"""What is promised of sampler and trainer in float32; seen here: 2e-6."""
+"""What is promised of sampler and trainer in float32."""
 
 pytestmark = pytest.mark.slow
 
