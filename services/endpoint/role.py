@@ -170,7 +170,7 @@ class EndpointRole(SamplingRole):
         # What is wrong with them is so on all ranks, before any of them waits for another.
         asked.of(self.source.prompts, self.source.tokenizer)
         batch = without_rows(has_rewards=False)
-        failure: Exception | None = None
+        failure: EnvironmentFailedError | RolemeshError | None = None
         try:
             if self.endpoint is not None:
                 with turns.turn():
@@ -179,7 +179,9 @@ class EndpointRole(SamplingRole):
                 number = turns.begin()
                 self.bring_weights()
                 turns.follow(self.backend, number, anew=True)
-        except Exception as error:
+        except (EnvironmentFailedError, RolemeshError) as error:
+            # After these the other ranks end their turn as well. After an error of an engine, its
+            # other slices wait for a step that never comes: that must be known at once.
             failure = error
         is_given_up = getattr(failure, "reason", "") == GIVEN_UP
         told = gather_facts([str(failure or ""), is_given_up], self.world, _CPU)[0]
