@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rolemesh.engine.parallel.low_rank import Factor, adapted
+from rolemesh.engine.parallel.low_rank import Factor, adapted, has_adapter
 from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
@@ -151,7 +151,10 @@ def _see_weights(model: nn.Module, view: _Map, linear: Callable[[nn.Linear], _Ma
         has_own_weights = next(module.parameters(recurse=False), None) is not None
         if isinstance(module, nn.Embedding):
             patched.forward = _embedding(module.forward, view)
-        elif isinstance(module, nn.Linear) and "forward" not in vars(module):
+        elif isinstance(module, nn.Linear) and (
+            "forward" not in vars(module) or has_adapter(module)
+        ):
+            # An adapter's own forward is not lost: `linear` adds the adapter as well.
             patched.forward = linear(module)
         elif has_own_weights:
             patched.forward = _seeing(module, _forward_of(module, name), view)

@@ -54,6 +54,11 @@ def give_adapter(linear: nn.Linear, a_RI: torch.Tensor, b_OR: torch.Tensor, scal
         )
 
 
+def has_adapter(module: nn.Module) -> bool:
+    """Whether `give_adapter` has put an adapter beside a layer."""
+    return hasattr(module, "adapter_scale")
+
+
 @contextmanager
 def adapters_off() -> Iterator[None]:
     """Has layers compute without their adapters, in passes that this thread makes meanwhile.

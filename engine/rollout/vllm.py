@@ -104,7 +104,6 @@ class VllmBackend(VllmSampling):
         mesh = mesh or RankMesh.single()
         check_generate_layout(mesh)
         check_allocator()
-        check_sampled(model_path, spec.type)
         device = device or current_device()
         choices = sampler_choices(
             spec,
@@ -126,6 +125,7 @@ class VllmBackend(VllmSampling):
         if has_endpoint:
             self._check_endpoint(mesh, shares_engine=shares_engine)
             self.endpoint_calls = EndpointCalls(mesh.generate_tp)
+        check_sampled(model_path, spec.type)
         super().__init__(spec, model_path, adapter)
         self._device = device
         self._num_slices = mesh.generate_tp.size

@@ -27,7 +27,7 @@ from support.weight_ranks import assert_equal, cut
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.model_folder import ExpectedWeights, WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine
@@ -75,6 +75,7 @@ def make_sampler() -> tuple[VllmBackend, WeightTaker]:
     vars(backend).update(
         policy_version=-1,
         _spec=VllmSpec(dtype="float32"),
+        _expected=ExpectedWeights({}, {}),
         _stale_reason="no weights were sent yet",
         _is_generating=False,
         _held=HeldEngine(engine, world_is_ours=True, settings={}),
