@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -134,7 +135,9 @@ class Player:
                 raise UnansweredError(f"the agent failed: {error}{told}") from error
             finally:
                 stopped.set()
-                await self._client.delete(f"{self._root}/sessions{place}")
+                # An endpoint that is gone has forgotten it, and why must not be hidden by this.
+                with contextlib.suppress(httpx.HTTPError):
+                    await self._client.delete(f"{self._root}/sessions{place}")
 
     def _opening(self, seed: int) -> dict[str, Any]:
         drawing = self._drawing

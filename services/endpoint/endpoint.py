@@ -131,8 +131,8 @@ class Endpoint:
                     continue
                 try:
                     await self._turns.run(self._turn)
-                except (WeightsStaleError, RolemeshError) as error:
-                    # Weights come with the run's next step.
+                except Exception as error:  # the endpoint outlives what ends a turn
+                    # Weights come with the run's next step; of all else `_serve` has told.
                     logger.debug("no turn for the endpoint: %s", error)
                     await asyncio.sleep(RETRY_S)
 

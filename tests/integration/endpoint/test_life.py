@@ -13,6 +13,7 @@ from support.rollout_checks import make_requests
 
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.specs import SamplingSpec
+from rolemesh.services.endpoint.turns import RankTurns
 
 ASK: dict[str, Any] = {"model": "policy", "prompt": "a", "max_tokens": 8, "ignore_eos": True}
 
@@ -156,9 +157,15 @@ def test_calls_are_sampled_beside_a_generation_and_change_no_token_of_it(
     }
 
 
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "first of several"])
 def test_an_error_of_a_step_is_told_and_later_calls_are_sampled(
-    sampler: Sampler, served: Served, monkeypatch: pytest.MonkeyPatch
+    sampler: Sampler, served: Served, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
+    if not is_alone:
+        # Then the turn fails as well, for the other ranks to hear.
+        calls = sampler.backend.endpoint_calls
+        assert calls is not None
+        monkeypatch.setattr(served.endpoint, "_ranks", RankTurns(calls))
     session = served.session()
     with monkeypatch.context() as patch:
 

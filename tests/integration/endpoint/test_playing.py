@@ -134,19 +134,27 @@ def test_a_session_draws_as_it_was_opened_with(served: Served) -> None:
 
 
 @contextmanager
-def stranger() -> Iterator[str]:
-    """A server that lists a model and has no sessions, as other makers' have none."""
+def stranger(*, goes: bool) -> Iterator[str]:
+    """A server that lists a model and has no sessions; or opens one, and answers no more."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = b'{"data": [{"id": "other"}]}'
-            self.send_response(200)
+            self._answer(200, {"data": [{"id": "other"}]})
+
+        def do_POST(self) -> None:
+            if not goes:
+                self.send_error(404)
+                return
+            server.socket.close()
+            base_url = f"http://127.0.0.1:{server.server_port}/sessions/s/v1"
+            self._answer(201, {"session_id": "s", "base_url": base_url, "key": "k"})
+
+        def _answer(self, status: int, said: Any) -> None:
+            body = json.dumps(said).encode()
+            self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
-
-        def do_POST(self) -> None:
-            self.send_error(404)
 
         def log_message(self, *args: Any) -> None: ...
 
@@ -161,11 +169,14 @@ def stranger() -> Iterator[str]:
         server.server_close()
 
 
-def test_an_endpoint_without_sessions_is_told(served: Served, agents: Path, tmp_path: Path) -> None:
-    asked = question(served, tmp_path, {"type": "python_agent", "run": f"{agents}:run"})
-    with stranger() as url:
+@pytest.mark.parametrize(("goes", "told"), [(False, "has no sessions"), (True, "does not answer")])
+def test_an_endpoint_that_has_no_sessions_or_goes_is_told(
+    served: Served, agents: Path, tmp_path: Path, goes: bool, told: str
+) -> None:
+    asked = question(served, tmp_path, {"type": "python_agent", "run": f"{agents}:silent"})
+    with stranger(goes=goes) as url:
         given = json.loads(asked)
-        given["asked"] |= {"url": f"{url}/v1", "tokenizer": None}
+        given["asked"] |= {"url": f"{url}/v1", "tokenizer": None, "concurrency": 1}
         process = subprocess.run(
             [sys.executable, "-m", "rolemesh.services.evaluation"],
             input=json.dumps(given),
@@ -177,5 +188,5 @@ def test_an_endpoint_without_sessions_is_told(served: Served, agents: Path, tmp_
     (error,) = [
         one for line in process.stdout.splitlines() if (one := json.loads(line))["type"] == "error"
     ]
-    assert "has no sessions" in error["text"]
+    assert told in error["text"]
     assert not error["is_input"]
