@@ -79,7 +79,7 @@ def test_too_little_disk_space_is_said_with_both_numbers(tmp_path: Path) -> None
     df = "echo Filesystem; echo /dev/x 10000 9000 1000 90% /"
     program(tmp_path / "bin", "df", df)
     said = refusal(run(INSTALL, sys.executable, tmp_path / "env", "cpu", path=tmp_path / "bin"))
-    assert "needs 5100 MiB of disk space, and 1000 are free" in said
+    assert "needs 3400 MiB of disk space, and 1000 are free" in said
 
 
 def test_no_network_is_said_in_seconds_with_pip_s_reason(tmp_path: Path) -> None:
