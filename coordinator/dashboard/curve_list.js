@@ -62,6 +62,14 @@ export const CURVES = [
   },
   { title: "Time by phase", unit: "seconds a step", stacked: true, format: seconds, prefix: "time/", except: "time/step", lines: [] },
   { title: "Throughput", unit: "tokens a second", zero: true, lines: [{ name: "tokens_per_second", label: "tokens" }] },
+  {
+    title: "Computed tokens", unit: "share of the rows' tokens", zero: true, format: percent,
+    lines: [
+      { name: "actor/computed_fraction", label: "actor" },
+      { name: "critic/computed_fraction", label: "critic" },
+      { name: "computed_fraction", label: "all" },
+    ],
+  },
   { title: "Staleness", unit: "steps behind, at most", zero: true, lines: [{ name: "staleness/max", label: "steps" }] },
 ];
 

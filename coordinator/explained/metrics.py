@@ -128,6 +128,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "grad_norm": "L2 norm of the gradient before clipping, mean over optimizer steps.",
         "learning_rate": "Mean learning rate of the optimizer steps, by warm-up and schedule.",
         "optimizer_steps": "Optimizer steps of the update.",
+        "computed_fraction": "Tokens that the passes of the update computed, for each token of "
+        "their rows. Below 1 where rows begin alike, which is computed once.",
         "policy_loss": "The loss without entropy bonus and KL.",
         "kl_loss": "The KL to the reference in the loss, before `kl_in_loss` weighs it.",
         "entropy": "Entropy of the policy at each token, nats, mean over tokens.",

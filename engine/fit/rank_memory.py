@@ -147,14 +147,14 @@ class _Subject:
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             tally.turn_to("activations")
-            hidden_BTD: torch.Tensor = stage_forward(*args, **kwargs)
-            return hidden_BTD
+            hidden_1SD: torch.Tensor = stage_forward(*args, **kwargs)
+            return hidden_1SD
 
-        def end(hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def end(hidden_1SD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             tally.turn_to("head")
             if torch.is_grad_enabled():
-                hidden_BTD = _Behind.apply(hidden_BTD, tally)  # type: ignore[no-untyped-call]
-            return finish(hidden_BTD, *args, **kwargs)
+                hidden_1SD = _Behind.apply(hidden_1SD, tally)  # type: ignore[no-untyped-call]
+            return finish(hidden_1SD, *args, **kwargs)
 
         patched.stage_forward, patched.finish = forward, end
         for parameter in model.parameters():
@@ -220,9 +220,9 @@ class _Behind(torch.autograd.Function):
     """Stands where the layers end: what a backward pass makes after it is of the layers."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_BTD: torch.Tensor, tally: Tally) -> torch.Tensor:
+    def forward(ctx: Any, hidden_1SD: torch.Tensor, tally: Tally) -> torch.Tensor:
         ctx.tally = tally
-        return hidden_BTD.view_as(hidden_BTD)
+        return hidden_1SD.view_as(hidden_1SD)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -1,6 +1,6 @@
 """A causal language model on Hugging Face transformers that scores completions.
 
-Shape letters: B rows, T longest row, N completion tokens, U distinct ones, D width, V vocabulary.
+Shape letters: S packed tokens, N completion tokens, U distinct ones, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
 from rolemesh.engine.models.rounding import rounded
-from rolemesh.engine.packing.batching import PaddedRows
+from rolemesh.engine.packing.packed_rows import PackedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import first_vocabulary_row
 from rolemesh.engine.specs import ModelSpec, Numerics
@@ -31,9 +31,9 @@ class CausalLm(Decoder):
     Example::
 
         model = CausalLm(ModelSpec(path=folder), device="cpu")
-        rows = pad_rows(batch, model.device)
-        hidden_BTD = model.stage_forward(rows, None)  # the logits are never computed
-        logprobs_N, entropy_N = model.finish(hidden_BTD, rows, temperature=1.0, with_entropy=True)
+        rows = pack_rows(batch, model.device)
+        hidden_1SD = model.stage_forward(rows, None)  # the logits are never computed
+        logprobs_N, entropy_N = model.finish(hidden_1SD, rows, temperature=1.0, with_entropy=True)
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class CausalLm(Decoder):
             numerics=numerics,
             trainable=trainable,
         )
-        self.share_prefixes()
         _check_head(self.lm, self.spec)
         if self.autocasts and kind_of(self.device) == "cpu":
             # A sampler computes log-probs of the same tokens, and under autocast the two would be
@@ -82,8 +81,8 @@ class CausalLm(Decoder):
 
     def finish(
         self,
-        hidden_BTD: torch.Tensor,
-        rows: PaddedRows,
+        hidden_1SD: torch.Tensor,
+        rows: PackedRows,
         *,
         temperature: float,
         with_entropy: bool = False,
@@ -91,7 +90,7 @@ class CausalLm(Decoder):
         """Scores the completion tokens from the last stage's result; equal on all its slices.
 
         Args:
-            hidden_BTD: From `stage_forward`, float [B, T, D].
+            hidden_1SD: From `stage_forward`, float [1, S, D].
             rows: The rows it was computed from.
             temperature: Of the softmax, > 0.
             with_entropy: Whether the entropy is wanted too.
@@ -103,7 +102,7 @@ class CausalLm(Decoder):
             ValueError: This is not the last stage.
         """
         self._check_last_stage()
-        hidden_UD = rows.states(hidden_BTD)
+        hidden_UD = rows.states(hidden_1SD)
         tp, vocabulary_VD = self.mesh.tp, self.vocabulary_VD
         compute_dtype = COMPUTE_DTYPES[self.spec.compute_dtype]
         if self.multiplies_in_float32:

@@ -2,22 +2,24 @@
 
 Decoder-only families with a plan can be spread over ranks; encoders stay on one.
 
-Shape letters: B rows, T longest row.
+Shape letters: B rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
-from rolemesh.engine.devices import sent
-from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.models.rank_model import MicroBatch, RankModel, check_in_vocabulary
+from rolemesh.engine.models.rank_model import (
+    MicroBatch,
+    RankModel,
+    micro_batches,
+    with_fillers,
+)
 from rolemesh.engine.models.scoring import RowProgress
 from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
-from rolemesh.engine.packing.batching import PAD_TOKEN, PaddedRows, micro_batches
+from rolemesh.engine.packing.packed_rows import whole_rows
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.pretrained import load_tokenizer
@@ -97,35 +99,34 @@ class Classifier:
         """
         mesh = self._model.mesh
 
-        def prepare() -> tuple[list[list[int]], int]:
-            groups = self._row_groups(token_rows)
-            return groups, len(groups)
+        batch = whole_rows(token_rows)
 
-        groups, numbers = prepare_together(prepare, mesh.dp, self._model.device)
+        def prepare() -> tuple[list[MicroBatch], int]:
+            self._check(token_rows)
+            passes = micro_batches(self._model, batch)
+            return passes, len(passes)
+
+        passes, numbers = prepare_together(prepare, mesh.dp, self._model.device)
+        groups = [one.rows for one in passes]
         found: list[torch.Tensor] = []
 
         def keep(number: int, outputs: torch.Tensor) -> None:
             if number < len(groups):
                 found.append(outputs.float())
 
-        passes = [self._micro_batch(token_rows, group) for group in groups]
+        passes = with_fillers(passes, batch, max(numbers), self._model.device)
         done = RowProgress(progress, "score", passes, len(token_rows))
         if self._rank_model is None:
             for number, micro_batch in enumerate(passes):
-                keep(number, self._model(micro_batch.padded))
+                keep(number, self._model(micro_batch.packed))
                 done(number)
-            return _in_order(found, groups)
-        # Gathering weights that replicas cut among them takes all replicas, so all make as many
-        # passes: those with fewer micro-batches run a token whose score is dropped.
-        filler = replace(self._micro_batch([[0]], [0]), rows=torch.empty(0, dtype=torch.int64))
-        passes += [filler] * (max(numbers) - len(passes))
-        self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
+        else:
+            self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
         return _in_order(found, groups)
 
-    def _row_groups(self, token_rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Rows of each micro-batch; raises ValueError for rows that cannot be scored."""
-        lengths = [len(row) for row in token_rows]
-        for index, length in enumerate(lengths):
+    def _check(self, token_rows: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError for rows that cannot be scored."""
+        for index, length in enumerate(map(len, token_rows)):
             if length == 0:
                 raise ValueError(f"row {index} has no tokens: give at least one token to score")
             if self.max_tokens is not None and length > self.max_tokens:
@@ -133,46 +134,11 @@ class Classifier:
                     f"row {index} has {length} tokens, but the classifier sees at most "
                     f"{self.max_tokens}: shorten prompts or completions"
                 )
-        tokens = [token for row in token_rows for token in row]
-        check_in_vocabulary(torch.tensor(tokens, dtype=torch.int64), self._model.config)
-        return micro_batches(lengths, self.spec.micro_batch_tokens)
-
-    def _micro_batch(self, token_rows: Sequence[Sequence[int]], group: list[int]) -> MicroBatch:
-        rows = [token_rows[row] for row in group]
-        padded = pad_token_rows(rows, self._model.device)
-        lengths = Column(ColumnKind.ROW, torch.tensor([len(row) for row in rows]))
-        return MicroBatch(torch.tensor(group), Experience({"lengths": lengths}), padded)
 
 
-def _in_order(found: Sequence[torch.Tensor], groups: Sequence[list[int]]) -> torch.Tensor:
+def _in_order(found: Sequence[torch.Tensor], groups: Sequence[torch.Tensor]) -> torch.Tensor:
     """Scores of micro-batches, in the order of the rows, float32 [B] on the CPU, in one copy."""
     if not found:
         return torch.empty(0, dtype=torch.float32)
     scores_B = torch.cat(list(found)).cpu()
-    rows_B = torch.tensor([row for group in groups for row in group])
-    return torch.empty_like(scores_B).index_copy_(0, rows_B, scores_B)
-
-
-def pad_token_rows(
-    token_rows: Sequence[Sequence[int]], device: torch.device | str = "cpu"
-) -> PaddedRows:
-    """Lays rows of token ids out for a forward pass in which no token is a completion's.
-
-    Args:
-        token_rows: B rows of at least one token each.
-        device: Where the result lies.
-
-    Returns:
-        Rows with int64 [B, T] tokens, padded on the right.
-    """
-    lengths_B = torch.tensor([len(row) for row in token_rows])
-    tokens_BT = torch.full((len(token_rows), int(lengths_B.max())), PAD_TOKEN)
-    for index, row in enumerate(token_rows):
-        tokens_BT[index, : len(row)] = torch.tensor(row)
-    none_N = torch.empty(0, dtype=torch.int64, device=device)
-    return PaddedRows(
-        tokens_BT=sent(tokens_BT, device),
-        lengths_B=sent(lengths_B, device),
-        state_index_U=none_N,
-        targets_U=none_N,
-    )
+    return torch.empty_like(scores_B).index_copy_(0, torch.cat(list(groups)), scores_B)

@@ -1,6 +1,6 @@
 """A transformers decoder, or the part of one that a rank holds.
 
-Shape letters: B rows, T longest row, D width.
+Shape letters: S packed tokens, D width.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ from rolemesh.engine.models.fused_layers import fuse_layers
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.rounding import narrow_layers, round_for_good, round_weights
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
-from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of, no_mask
+from rolemesh.engine.models.shared_attention import (
+    SHARING_ATTENTION,
+    inputs_of,
+    takes_packed_rows,
+)
 from rolemesh.engine.models.shared_base import share_base
-from rolemesh.engine.packing.batching import PaddedRows
-from rolemesh.engine.packing.tree_packing import SharingCost
+from rolemesh.engine.packing.packed_rows import PackedRows
+from rolemesh.engine.packing.pass_cost import PassCost
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.low_rank import Factor
@@ -43,6 +47,7 @@ from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.tensor_parallel import partial_gradients
 from rolemesh.engine.parallel.token_shares import gather_shares
 from rolemesh.engine.specs import ModelSpec, Numerics
+from rolemesh.engine.specs.activations import LayerWidths
 from rolemesh.engine.specs.by_device import ModelSizes, described, model_choices
 
 logger = logging.getLogger(__name__)
@@ -61,8 +66,8 @@ class Decoder(nn.Module):
 
     Example, of two stages::
 
-        hidden_BTD = first.stage_forward(rows, None)
-        hidden_BTD = last.stage_forward(rows, hidden_BTD)
+        hidden_1SD = first.stage_forward(rows, None)
+        hidden_1SD = last.stage_forward(rows, hidden_1SD)
     """
 
     def __init__(
@@ -164,12 +169,8 @@ class Decoder(nn.Module):
             narrow_layers(self.lm.base_model, narrow_products=not self.multiplies_in_float32)
         elif self.multiplies_in_float32:
             self._round_layers(trainable, narrow_gradients=False)
-        looks_back_so_far = getattr(config, "sliding_window", None) is not None
-        self._attends_by_ours = self.shape is not None and not looks_back_so_far
-        if self._attends_by_ours:
-            self.lm.set_attn_implementation(SHARING_ATTENTION)
-        self.sharing: SharingCost | None = None
-        """What forward passes cost where rows may share their beginnings; None: they never do."""
+        self.packing = self._packed()
+        """What decides how rows are packed; None: the model takes rectangles alone."""
 
     def _room_bytes(self) -> int | None:
         """What the GPU has left for passes, beside this rank's weights, gradients and moments.
@@ -254,64 +255,64 @@ class Decoder(nn.Module):
         parts = {name: local_part(weight.detach()) for name, weight in self.named_weights()}
         read_parts(parts, self.spec, shape=self.shape, mesh=self.mesh)
 
-    def share_prefixes(self) -> None:
-        """Lets rows share the tokens with which they begin alike, unless the spec forbids it.
+    @property
+    def is_decoder(self) -> bool:
+        """Whether attention is causal. Encoders only score whole rows, frozen and on one rank."""
+        return True
 
-        For models whose outputs belong to completion tokens. Families without a plan and models
-        whose attention looks back only so far go on without.
-        """
-        shape = self.shape
-        if self.spec.share_prefixes == "never" or shape is None or not self._attends_by_ours:
-            return
-        width = shape.num_heads * shape.head_dim
-        projections = 2 * shape.hidden_size * (width + shape.num_kv_heads * shape.head_dim)
-        self.sharing = SharingCost.of_sizes(
-            layer_weights=projections + 3 * shape.hidden_size * shape.intermediate_size,
-            attention_width=width,
+    def _packed(self) -> PassCost | None:
+        """Lets the model take packed rows, if its attention may be ours."""
+        widths = LayerWidths.of_config(self.config.get_text_config().to_dict())
+        if widths is None or not self.is_decoder or not takes_packed_rows(self.lm):
+            return None
+        self.lm.set_attn_implementation(SHARING_ATTENTION)
+        return PassCost.of_sizes(
+            layer_weights=widths.weights,
+            attention_width=widths.query,
             kind=kind_of(self.device),
+            shares=self.spec.share_prefixes != "never",
         )
 
-    def stage_forward(self, rows: PaddedRows, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
-        """Runs this stage's layers on a batch, without a head.
+    def stage_forward(self, rows: PackedRows, hidden_1SD: torch.Tensor | None) -> torch.Tensor:
+        """Runs this stage's layers on packed rows, without a head.
 
-        No attention mask is needed: attention is causal, so a pad can only influence later pads.
+        A model that takes no packed rows gets them as a rectangle. That needs no mask: attention is
+        causal, so a pad can only influence later pads.
 
         Args:
-            rows: B rows, the same on all ranks of the model group.
-            hidden_BTD: What the stage before returned, float32 [B, T, D]; None on the first stage.
+            rows: The same on all ranks of the model group; apart where `packing` is None.
+            hidden_1SD: What the stage before returned, float32 [1, S, D]; None on the first stage.
 
         Returns:
-            float32 [B, T, D]: the residual stream, on the last stage normed.
+            float32 [1, S, D]: the residual stream, on the last stage normed.
 
         Raises:
             ValueError: Hidden states on the first stage, or none on a later one.
         """
-        if (hidden_BTD is None) != self.mesh.pp.is_first:
+        if (hidden_1SD is None) != self.mesh.pp.is_first:
             raise ValueError(
-                f"hidden_BTD is {'None' if hidden_BTD is None else 'given'} on stage "
+                f"hidden_1SD is {'None' if hidden_1SD is None else 'given'} on stage "
                 f"{self.mesh.pp.index}: give None on stage 0, and what the stage before returned "
                 "on all others"
             )
-        tokens_BT = rows.tokens_BT
-        inputs: dict[str, Any] = {"input_ids": tokens_BT}
-        if hidden_BTD is not None:
-            inputs = {"inputs_embeds": hidden_BTD.bfloat16() if self.is_narrow else hidden_BTD}
-        if rows.tree is not None:
-            inputs |= inputs_of(rows.tree)
-        elif self._attends_by_ours:
-            inputs["attention_mask"] = no_mask(tokens_BT.device)
+        rectangle = rows.rectangle() if self.packing is None else None
+        inputs: dict[str, Any] = {} if rectangle is not None else inputs_of(rows.layout)
+        if hidden_1SD is not None:
+            inputs["inputs_embeds"] = hidden_1SD.bfloat16() if self.is_narrow else hidden_1SD
+        else:
+            inputs["input_ids"] = rows.tokens_1S if rectangle is None else rectangle.tokens_BT
         if self.shares_tokens:
-            inputs["token_shape"] = tuple(tokens_BT.shape)
+            inputs["token_shape"] = tuple(rows.tokens_1S.shape)
         # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
         # context ends, so each weight is cast once a pass and never stale after an optimizer step.
-        with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=self.autocasts):
-            states_BTD: torch.Tensor = self.lm.base_model(
-                **inputs, use_cache=False
-            ).last_hidden_state
+        with torch.autocast(rows.tokens_1S.device.type, torch.bfloat16, enabled=self.autocasts):
+            states: torch.Tensor = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
+        if rectangle is not None:
+            states = rectangle.packed(states)
         if self.shares_tokens:
-            states_BTD = gather_shares(states_BTD, self.mesh.tp, inputs["token_shape"])
+            states = gather_shares(states, self.mesh.tp, inputs["token_shape"])
         # Between stages, and to a head, they go in the type of a score.
-        return states_BTD.float() if self.is_narrow else states_BTD
+        return states.float() if self.is_narrow else states
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by Hugging Face name, layers numbered as in the whole model.

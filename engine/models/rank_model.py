@@ -1,6 +1,6 @@
 """A model as one rank runs it: its stage, its slice and its cut, in step with the other ranks.
 
-Shape letters: B rows, T longest row, N completion tokens, D width.
+Shape letters: S packed tokens, D width.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring_model import ScoringModel
-from rolemesh.engine.packing.batching import (
-    PaddedRows,
-    check_prompt_lengths,
-    micro_batches,
-    pad_rows,
-)
-from rolemesh.engine.packing.tree_packing import Pass, pack_tree, plan_passes
+from rolemesh.engine.packing.batching import rectangles
+from rolemesh.engine.packing.packed_rows import PackedRows, check_prompt_lengths, pack_rows
+from rolemesh.engine.packing.pass_cost import APART
+from rolemesh.engine.packing.planning import plan_passes
 from rolemesh.engine.parallel.data_parallel import cut_over_data, forget_pass, gather_no_longer
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.pipeline import Pipeline
@@ -39,14 +36,18 @@ class MicroBatch:
     """int64, their places in the batch; none for a filler."""
     part: Experience
     """The rows' columns."""
-    padded: PaddedRows
+    packed: PackedRows
     """The rows as the model takes them."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """B and T."""
-        num_rows, longest = self.padded.tokens_BT.shape
-        return num_rows, longest
+    def num_tokens(self) -> int:
+        """S: those that are computed."""
+        return self.packed.tokens_1S.shape[1]
+
+    @property
+    def shares(self) -> bool:
+        """Whether some of its rows share tokens."""
+        return self.num_tokens < len(self.part["tokens"].values)
 
 
 class RankModel(nn.Module):
@@ -86,28 +87,27 @@ class RankModel(nn.Module):
         return self.model.device
 
     def forward(
-        self, rows: PaddedRows, hidden_BTD: torch.Tensor | None, arguments: dict[str, Any]
+        self, rows: PackedRows, hidden_1SD: torch.Tensor | None, arguments: dict[str, Any]
     ) -> Any:
         """Runs this rank's layers.
 
         Args:
             rows: Of a micro-batch.
-            hidden_BTD: float32, from the stage before; None on the first stage.
+            hidden_1SD: float32, from the stage before; None on the first stage.
             arguments: Of the model's `finish`.
 
         Returns:
-            On the last stage what `finish` gives, elsewhere hidden states [B, T, D].
+            On the last stage what `finish` gives, elsewhere hidden states [1, S, D].
         """
-        hidden_BTD = self.model.stage_forward(rows, hidden_BTD)
+        hidden_1SD = self.model.stage_forward(rows, hidden_1SD)
         if not self.pipeline.is_last:
-            return hidden_BTD
-        return self.model.finish(hidden_BTD, rows, **arguments)
+            return hidden_1SD
+        return self.model.finish(hidden_1SD, rows, **arguments)
 
     def micro_batches(self, batch: Experience, rows_per_unit: int = 1) -> list[MicroBatch]:
         """Groups the rows of a batch. Uses no collective.
 
-        Rows that begin alike share what they have in common where that saves, if the model can
-        (`tree_packing`); all other rows are grouped by `batching.micro_batches`.
+        Rows that begin alike share what they have in common where that saves (`planning`).
 
         Args:
             batch: With the columns tokens and prompt_lengths.
@@ -117,33 +117,7 @@ class RankModel(nn.Module):
             ValueError: Rows cannot be laid out or are no whole units, or a token is not in the
                 vocabulary.
         """
-        check_in_vocabulary(batch["tokens"].values, self.model.config)
-        found = []
-        for planned in self._passes(batch, rows_per_unit):
-            rows = torch.tensor(planned.rows, dtype=torch.int64)
-            part = batch.select(rows)
-            found.append(MicroBatch(rows, part, self._laid_out(part, planned)))
-        return found
-
-    def _laid_out(self, part: Experience, planned: Pass) -> PaddedRows:
-        if not planned.shares:
-            return pad_rows(part, self.device)
-        assert self.model.sharing is not None  # who plans such a pass has it
-        return pack_tree(part, self.device, self.model.sharing)
-
-    def _passes(self, batch: Experience, rows_per_unit: int) -> list[Pass]:
-        check_prompt_lengths(batch)
-        max_tokens = self.model.spec.micro_batch_tokens
-        if self.model.sharing is None:
-            lengths = batch["tokens"].lengths().tolist()
-            groups = micro_batches(lengths, max_tokens, rows_per_unit)
-            return [Pass(rows, shares=False) for rows in groups]
-        return plan_passes(
-            list(batch["tokens"].rows()),
-            max_tokens=max_tokens,
-            cost=self.model.sharing,
-            rows_per_unit=rows_per_unit,
-        )
+        return micro_batches(self.model, batch, rows_per_unit)
 
     def run(
         self,
@@ -165,20 +139,20 @@ class RankModel(nn.Module):
         """
         has_begun = False
 
-        def forward(number: int, hidden_BTD: torch.Tensor | None) -> torch.Tensor | None:
+        def forward(number: int, hidden_1SD: torch.Tensor | None) -> torch.Tensor | None:
             nonlocal has_begun
             has_begun = True
-            outputs = self(passes[number].padded, hidden_BTD, arguments)
+            outputs = self(passes[number].packed, hidden_1SD, arguments)
             if not self.pipeline.is_last:
                 hidden: torch.Tensor = outputs
                 return hidden
             return at_the_end(number, outputs)
 
-        shapes = [micro_batch.shape for micro_batch in passes]
+        sizes = [micro_batch.num_tokens for micro_batch in passes]
         make_pass = self.pipeline.train if trains else self.pipeline.score
         try:
             with threads_worth(self._largest_product(passes), self.device):
-                make_pass(shapes, forward, done)
+                make_pass(sizes, forward, done)
         except BaseException:
             if has_begun:
                 forget_pass(self, drops_gradients=trains)
@@ -192,15 +166,40 @@ class RankModel(nn.Module):
             (
                 largest_product(
                     self.model.config,
-                    num_tokens=one.padded.tokens_BT.numel(),
-                    longest=one.padded.longest,
-                    num_predicted=len(one.padded.targets_U) if predicts else 0,
+                    num_tokens=one.num_tokens,
+                    longest=one.packed.longest,
+                    num_predicted=len(one.packed.targets_U) if predicts else 0,
                     num_slices=self.mesh.tp.size,
                 )
                 for one in passes
             ),
             default=0,
         )
+
+
+def micro_batches(
+    model: CausalLm | ScoringModel, batch: Experience, rows_per_unit: int = 1
+) -> list[MicroBatch]:
+    """Groups the rows of a batch as a model takes them; see `RankModel.micro_batches`."""
+    check_in_vocabulary(batch["tokens"].values, model.config)
+    check_prompt_lengths(batch)
+    max_tokens, cost = model.spec.micro_batch_tokens, model.packing
+    groups = (
+        rectangles(batch["tokens"].lengths().tolist(), max_tokens, rows_per_unit)
+        if cost is None
+        else plan_passes(
+            list(batch["tokens"].rows()),
+            max_tokens=max_tokens,
+            cost=cost,
+            rows_per_unit=rows_per_unit,
+        )
+    )
+    found = []
+    for group in groups:
+        rows = torch.tensor(group, dtype=torch.int64)
+        part = batch.select(rows)
+        found.append(MicroBatch(rows, part, pack_rows(part, model.device, cost or APART)))
+    return found
 
 
 def with_fillers(
@@ -214,7 +213,7 @@ def with_fillers(
     if len(passes) >= number:
         return passes
     part = filler_rows(batch)
-    filler = MicroBatch(torch.empty(0, dtype=torch.int64), part, pad_rows(part, device))
+    filler = MicroBatch(torch.empty(0, dtype=torch.int64), part, pack_rows(part, device))
     return passes + [filler] * (number - len(passes))
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
-from rolemesh.engine.packing.batching import PaddedRows
+from rolemesh.engine.packing.packed_rows import PackedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec, Numerics
 
@@ -68,7 +68,7 @@ class ScoringModel(Decoder):
     Example::
 
         critic = ScoringModel(ModelSpec(path=folder), VALUE_HEAD)
-        values_N = critic(pad_rows(batch, critic.device))
+        values_N = critic(pack_rows(batch, critic.device))
     """
 
     def __init__(
@@ -120,8 +120,6 @@ class ScoringModel(Decoder):
         )
         self.head_spec = head
         self.settle(trainable=trainable)
-        if head.per == "token":
-            self.share_prefixes()
         if not self.mesh.pp.is_last:
             return
         if trainable and not isinstance(getattr(self.lm, HEAD, None), nn.Linear):
@@ -144,30 +142,29 @@ class ScoringModel(Decoder):
         head: nn.Linear = self.lm.get_submodule(HEAD)
         return head
 
-    def forward(self, rows: PaddedRows) -> torch.Tensor:
+    def forward(self, rows: PackedRows) -> torch.Tensor:
         """Scores as `finish` gives them. For one stage; with more, `stage_forward` and `finish`."""
         if self.is_decoder:
             return self.finish(self.stage_forward(rows, None), rows)
-        positions_T = torch.arange(rows.tokens_BT.shape[1], device=rows.tokens_BT.device)
-        is_token_BT = (positions_T < rows.lengths_B[:, None]).long()
+        rectangle = rows.rectangle()
         with torch.autocast(
-            rows.tokens_BT.device.type,
+            rows.tokens_1S.device.type,
             torch.bfloat16,
             enabled=self.spec.compute_dtype == "bfloat16" and not self.multiplies_in_float32,
         ):
             logits_BL: torch.Tensor = self.lm(
-                input_ids=rows.tokens_BT, attention_mask=is_token_BT
+                input_ids=rectangle.tokens_BT, attention_mask=rectangle.is_token_BT.long()
             ).logits
         return logits_BL[:, self.head_spec.label]
 
-    def finish(self, hidden_BTD: torch.Tensor, rows: PaddedRows) -> torch.Tensor:
+    def finish(self, hidden_1SD: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         """Scores from the last stage's result; equal on all its slices.
 
         A row's score is not left to the model's own pooling, which looks for the last token that is
         not the pad id: chat models end their text with exactly that id.
 
         Args:
-            hidden_BTD: From `stage_forward`, float [B, T, D].
+            hidden_1SD: From `stage_forward`, float [1, S, D].
             rows: The rows it was computed from.
 
         Returns:
@@ -181,9 +178,8 @@ class ScoringModel(Decoder):
         # In the weights' float32: scores are compared by small differences, and the product is
         # tiny.
         if self.head_spec.per == "token":
-            hidden_UD = rows.states(hidden_BTD)
+            hidden_UD = rows.states(hidden_1SD)
             values_U: torch.Tensor = head(hidden_UD.to(head.weight.dtype)).squeeze(1)
             return rows.of_rows(values_U)
-        row_B = torch.arange(len(rows.lengths_B), device=hidden_BTD.device)
-        logits_BL: torch.Tensor = head(hidden_BTD[row_B, rows.lengths_B - 1].float())
+        logits_BL: torch.Tensor = head(hidden_1SD[0][rows.last_B].float())
         return logits_BL[:, self.head_spec.label]

@@ -1,7 +1,8 @@
-"""Attention of rows that are packed as a tree.
+"""Attention of packed rows.
 
-Each branch attends to its whole row: to what it shares with others, and to itself. Nothing is
-computed twice, and no mask is larger than branch by row.
+Each row attends to itself; where rows share their beginnings, each branch attends to its whole row:
+to what it shares with others, and to itself. Nothing is computed twice, and no mask is larger than
+branch by row.
 
 Shape letters: H query heads, J key-value heads, E their width; S, R, C, T as in `tree_layout`.
 """
@@ -46,39 +47,43 @@ def sharing_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: its own "sdpa", unless rows share tokens.
+    """An attention function of transformers: its own "sdpa", unless rows are packed.
 
     Args:
         module: The attention layer.
         query: float [B, H, T, E], rotated.
         key: float [B, J, T, E], rotated.
         value: float [B, J, T, E].
-        attention_mask: For "sdpa"; of no elements (`no_mask`) it is none, and attention causal.
+        attention_mask: For "sdpa".
         tree: How packed rows stand; B is 1 then, and T is S.
         dropout: For "sdpa"; models here have none.
         scaling: Of the products.
-        **kwargs: For "sdpa".
+        **kwargs: For "sdpa", but for `sliding_window`: the tokens that one attends to, itself
+            counted, or None for all of its row.
 
     Returns:
         float [B, T, H, E]; and None for the weights, which are never whole.
     """
     if tree is None:
-        if attention_mask is not None and not attention_mask.numel():
-            attention_mask = None
         plain, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return plain, None
-    if tree.block_mask is not None:
+    window: int | None = kwargs.get("sliding_window")
+    if window is not None and window >= tree.longest:
+        window = None
+    if tree.block_mask is not None and window is None:
         return flex_shared_attention(query, key, value, tree, scaling), None
     packed, heads, width = query.shape[2], query.shape[1], query.shape[3]
     # Rows of the gathers: a token with all of its heads.
     query_S, key_S, value_S = (_by_token(tensor) for tensor in (query, key, value))
     attended = [
-        _attend_block(block, query_S, key_S, value_S, width=width, scaling=scaling)
+        _attend_block(block, query_S, key_S, value_S, width=width, scaling=scaling, window=window)
         for block in tree.blocks
     ]
-    return torch.cat(attended).view(1, packed, heads, width), None
+    # The kernel keeps its output for the backward pass; a copy of it would be kept as well.
+    whole = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return whole.view(1, packed, heads, width), None
 
 
 def _attend_block(
@@ -89,24 +94,41 @@ def _attend_block(
     *,
     width: int,
     scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     """Attended values of a block's tokens, [tokens, H * E]."""
     own = slice(block.first, block.first + block.num_tokens)
-    queries = _rectangle(block.queries(query_S[own]), block.num_branches, width)
+
+    def of_own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[own] if block.queries is None else block.queries(tensor[own])
+
+    queries = _rectangle(of_own(query_S), block.num_branches, width)
     keys, values = (
         _rectangle(
-            block.queries(tensor[own]) if block.keys is None else block.keys(tensor),
-            block.num_branches,
-            width,
+            of_own(tensor) if block.keys is None else block.keys(tensor), block.num_branches, width
         )
         for tensor in (key_S, value_S)
     )
-    attended = _attend(queries, keys, values, mask=block.may_attend, scaling=scaling)
-    return block.back(_by_token_of_rows(attended))
+    mask = block.may_attend
+    if window is not None and window < block.longest:
+        mask = _within(window, mask, queries.shape[2], queries.device)
+    attended = _by_token_of_rows(_attend(queries, keys, values, mask=mask, scaling=scaling))
+    return attended if block.back is None else block.back(attended)
+
+
+def _within(
+    window: int, mask: torch.Tensor | None, num_queries: int, device: torch.device
+) -> torch.Tensor:
+    """A block's mask, or a causal one for None, without what lies before the last `window` keys."""
+    if mask is None:
+        shape = (1, 1, num_queries, num_queries)
+        mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
+    place_T = torch.arange(mask.shape[-1], device=device)
+    return mask & (place_T >= mask.sum(-1, keepdim=True) - window)
 
 
 AttentionInterface.register(SHARING_ATTENTION, sharing_attention)
-# Masks are those of "sdpa": without this line a padded batch with a mask would go without.
+# Masks are those of "sdpa": without this line a batch that is not packed would go without.
 AttentionMaskInterface.register(SHARING_ATTENTION, sdpa_mask)
 
 
@@ -115,18 +137,31 @@ def inputs_of(tree: TreeLayout) -> dict[str, Any]:
     positions_1S = tree.positions_1S
     if flex_serves(positions_1S.device):
         tree = with_block_mask(tree)
-    nothing = no_mask(positions_1S.device)
+    # Transformers leaves a mask of four dimensions alone. Given none, it asks the device whether
+    # positions begin anew, which waits for all that the device computes; where they do, it makes a
+    # mask of S x S.
+    nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=positions_1S.device)
     return {"position_ids": positions_1S, "attention_mask": nothing, "tree": tree}
 
 
-def no_mask(device: torch.device) -> torch.Tensor:
-    """A mask without elements, bool [1, 1, 0, 0]: what `sharing_attention` takes for none.
+def takes_packed_rows(lm: torch.nn.Module) -> bool:
+    """Whether all attention of a transformers decoder may be this one.
 
-    Transformers leaves a mask of four dimensions alone. Given none, it asks the device whether
-    positions begin anew, which waits for all that the device computes; where they do, it takes
-    them for rows packed one after another, and makes a mask of S x S.
+    Not where layers carry a state from token to token, cut rows into chunks, cap scores or attend
+    by code of their own.
+
+    Args:
+        lm: With attention that is causal.
     """
-    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+    model: Any = lm
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return bool(
+        getattr(model, "_supports_attention_backend", False)
+        and getattr(model, "_supports_sdpa", False)
+        and layers <= {"full_attention", "sliding_attention"}
+        and not getattr(config, "attn_logit_softcapping", None)
+    )
 
 
 def _attend(

@@ -47,6 +47,12 @@ class RowOrder:
             rank_of[row] = place
         return cls(order, rank_of, shared)
 
+    @classmethod
+    def apart(cls, num_rows: int) -> Self:
+        """Of rows in their own order that share nothing, whatever their tokens."""
+        places = list(range(num_rows))
+        return cls(places, list(places), np.zeros(num_rows, dtype=np.int64))
+
     def between(self, first: int, second: int) -> int:
         """Tokens that the rows at two places share; the first stands before the second."""
         return int(self.shared[first + 1 : second + 1].min())

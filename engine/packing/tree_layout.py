@@ -1,4 +1,4 @@
-"""Places of tokens when rows that begin alike are packed as a tree, each shared token once.
+"""Places of tokens when rows are packed, and those that begin alike as a tree.
 
 Shape letters: S packed tokens, M gathered rows, K columns; R branches of a block, of C tokens at
 most, that attend to T tokens at most; U distinct completion tokens, N completion tokens.
@@ -83,10 +83,10 @@ class Block:
     num_tokens: int
     num_branches: int
     """R."""
-    queries: RowGather
-    """[R * C] of their tokens."""
-    back: RowGather
-    """[num_tokens] of [R * C]: their tokens again, one after another."""
+    queries: RowGather | None
+    """[R * C] of their tokens; None: they all have C tokens, and stand so already."""
+    back: RowGather | None
+    """[num_tokens] of [R * C]: their tokens again, one after another; None as `queries`."""
     keys: RowGather | None
     """[R * T] of all packed tokens: each branch's whole row. None: branches that share nothing with
     what stands before them attend to themselves, causally."""
@@ -99,14 +99,15 @@ class Block:
         """T."""
         if self.may_attend is not None:
             return self.may_attend.shape[-1]
-        return len(self.queries.index_M) // self.num_branches
+        places = self.num_tokens if self.queries is None else len(self.queries.index_M)
+        return places // self.num_branches
 
     def to(self, device: torch.device | str) -> Self:
         """The same on a device."""
         return replace(
             self,
-            queries=self.queries.to(device),
-            back=self.back.to(device),
+            queries=None if self.queries is None else self.queries.to(device),
+            back=None if self.back is None else self.back.to(device),
             keys=None if self.keys is None else self.keys.to(device),
             may_attend=None if self.may_attend is None else sent(self.may_attend, device),
         )

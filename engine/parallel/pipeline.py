@@ -2,7 +2,7 @@
 
 The order is 1F1B, the non-interleaved schedule of arXiv 2104.04473, section 2.2.1 (first given in
 arXiv 1806.03377): a stage never holds more than `num_stages - stage` micro-batches. Every
-micro-batch has its own [B, T], which all stages know, so no shape is ever sent.
+micro-batch has its own number of tokens, which all stages know, so no shape is ever sent.
 
 Shape letters: B rows, T longest row, D width.
 """
@@ -100,7 +100,7 @@ def forward_only(stage: int, num_stages: int, num_micro_batches: int) -> list[Ac
 
 StageForward: TypeAlias = Callable[[int, torch.Tensor | None], torch.Tensor | None]
 """Runs a micro-batch (by number) through this stage, from the hidden states of the stage before
-(float32 [B, T, D]; None on the first stage). Gives this stage's hidden states, and on the last
+(float32 [1, S, D]; None on the first stage). Gives this stage's hidden states, and on the last
 stage the loss: a scalar to run backward on, or None in a pass without gradients."""
 
 
@@ -143,33 +143,33 @@ class Pipeline:
 
     def train(
         self,
-        shapes: Sequence[tuple[int, int]],
+        num_tokens: Sequence[int],
         forward: StageForward,
         done: Callable[[int], None],
     ) -> None:
         """Forward and backward of all micro-batches, in 1F1B order.
 
         Args:
-            shapes: [B, T] of each micro-batch, equal on all stages.
+            num_tokens: S of each micro-batch, equal on all stages.
             forward: Runs a micro-batch through this stage.
             done: Called with a micro-batch's number when this stage is done with it.
 
         Raises:
             RuntimeError: An earlier pass over several stages was broken off.
         """
-        actions = one_forward_one_backward(self._group.index, self._group.size, len(shapes))
-        self._run(actions, shapes, forward, done, trains=True)
+        actions = one_forward_one_backward(self._group.index, self._group.size, len(num_tokens))
+        self._run(actions, num_tokens, forward, done, trains=True)
 
     @torch.no_grad()
     def score(
         self,
-        shapes: Sequence[tuple[int, int]],
+        num_tokens: Sequence[int],
         forward: StageForward,
         done: Callable[[int], None],
     ) -> None:
         """Forward of all micro-batches in order, without gradients; see `train`."""
-        actions = forward_only(self._group.index, self._group.size, len(shapes))
-        self._run(actions, shapes, forward, done, trains=False)
+        actions = forward_only(self._group.index, self._group.size, len(num_tokens))
+        self._run(actions, num_tokens, forward, done, trains=False)
 
     def swap_with_other_end(self, mine: torch.Tensor) -> torch.Tensor:
         """Sends a tensor from first to last stage and from last to first.
@@ -188,7 +188,7 @@ class Pipeline:
     def _run(
         self,
         actions: Sequence[Action],
-        shapes: Sequence[tuple[int, int]],
+        num_tokens: Sequence[int],
         forward: StageForward,
         done: Callable[[int], None],
         *,
@@ -209,23 +209,23 @@ class Pipeline:
         gradients: dict[int, torch.Tensor] = {}
         for action in actions:
             if isinstance(action, Exchange):
-                self._run_exchange(action, shapes, inputs, outputs, gradients, trains=trains)
+                self._run_exchange(action, num_tokens, inputs, outputs, gradients, trains=trains)
                 continue
             number = action.micro_batch
             if action.direction == "forward":
-                hidden_BTD = inputs.get(number)
-                if hidden_BTD is not None and trains:
-                    hidden_BTD.requires_grad_()
-                output = forward(number, hidden_BTD)
+                hidden_1SD = inputs.get(number)
+                if hidden_1SD is not None and trains:
+                    hidden_1SD.requires_grad_()
+                output = forward(number, hidden_1SD)
                 if output is not None:
                     outputs[number] = output if self.is_last else output.float()
-                del hidden_BTD, output
+                del hidden_1SD, output
             else:
                 torch.autograd.backward(outputs.pop(number), gradients.pop(number, None))
                 if number in inputs:
-                    gradient_BTD = inputs[number].grad
-                    assert gradient_BTD is not None  # a leaf that the stage's output came from
-                    gradients[number] = gradient_BTD
+                    gradient_1SD = inputs[number].grad
+                    assert gradient_1SD is not None  # a leaf that the stage's output came from
+                    gradients[number] = gradient_1SD
             if action.direction == "backward" or not trains:
                 inputs.pop(number, None)
                 done(number)
@@ -235,7 +235,7 @@ class Pipeline:
     def _run_exchange(
         self,
         action: Exchange,
-        shapes: Sequence[tuple[int, int]],
+        num_tokens: Sequence[int],
         inputs: dict[int, torch.Tensor],
         outputs: dict[int, torch.Tensor],
         gradients: dict[int, torch.Tensor],
@@ -251,8 +251,8 @@ class Pipeline:
         elif action.send is not None:
             sent = gradients.pop(action.send)
         if action.receive is not None:
-            shape_BTD = (*shapes[action.receive], self._width)
-            received = torch.empty(shape_BTD, dtype=torch.float32, device=self.device)
+            shape_1SD = (1, num_tokens[action.receive], self._width)
+            received = torch.empty(shape_1SD, dtype=torch.float32, device=self.device)
             (gradients if is_next else inputs)[action.receive] = received
         self._exchange(action.neighbour, send=sent, receive=received)
 

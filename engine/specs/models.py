@@ -52,7 +52,8 @@ class ModelSpec(Spec):
     """Type of weights that are not trained: of a reference or reward, or beneath an adapter. None:
     bfloat16 where compute_dtype is and the device is a GPU or numerics "fast", else float32."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Most tokens, padding included, in one forward pass; what rows share counts once."""
+    """Most tokens in one forward pass; what rows share counts once. Models that take no packed rows
+    are padded, and padding counts."""
     share_prefixes: Literal["auto", "never"] = "auto"
     """Whether what rows begin with alike (a prompt, a template, earlier turns) is computed once, in
     passes in which that saves. It changes memory and time; numbers change as they do with other

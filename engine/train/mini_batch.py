@@ -63,7 +63,8 @@ def accumulate(
             not need it. It takes two passes over the logits.
 
     Returns:
-        Metrics over the whole mini-batch, equal on all ranks; and on the last stage the column
+        Metrics over the whole mini-batch, equal on all ranks, computed_fraction (tokens computed
+        for each token of the rows) among them; and on the last stage the column
         logprobs, values or scores of the forward pass for this replica's part, in the order of
         `places`.
 
@@ -121,7 +122,12 @@ def accumulate(
             progress, "forward_backward" if trains else "compute_loss", passes, len(places)
         ),
     )
-    metrics = _metrics_of_all(shares.totals(), mesh, device, is_broken=bool(failures))
+    totals = shares.totals()
+    totals |= {
+        "tokens_computed": float(sum(one.num_tokens for one in passes)),
+        "tokens_of_rows": float(len(part["tokens"].values)),
+    }
+    metrics = _metrics_of_all(totals, mesh, device, is_broken=bool(failures))
     _check_finite(metrics, loss, failures, mesh, device, trains=trains)
     return metrics, collector.in_batch_order()
 
@@ -160,6 +166,9 @@ def _metrics_of_all(
     metrics: dict[str, float] = {}
     for share in gather_facts(told, mesh.world, device):
         add_metrics(metrics, share)
+    # Of a mini-batch without rows fillers alone are computed.
+    of_rows = max(1.0, metrics.pop("tokens_of_rows"))
+    metrics["computed_fraction"] = metrics.pop("tokens_computed") / of_rows
     return metrics
 
 

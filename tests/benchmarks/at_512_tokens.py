@@ -46,7 +46,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.kernels.choice import KERNELS_VARIABLE
 from rolemesh.engine.memory import PhaseMemory
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.packing.batching import pad_rows
+from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.specs import ModelSpec, PpoPolicyLossSpec
 
 GAMMA, LAM = 1.0, 0.95
@@ -108,7 +108,7 @@ class Step:
             if self.has_scan
             else self._looped(rewards, column.values)
         )
-        rows = pad_rows(self.batch, self.device)
+        rows = pack_rows(self.batch, self.device)
         states_ND = rows.states(self.model.stage_forward(rows, None))
         logprobs_N, entropy_N = self._scored(states_ND, rows.targets_U)
         batch = Experience(

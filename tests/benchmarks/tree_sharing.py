@@ -13,7 +13,7 @@ seconds are medians, ratios are without sharing over with. CPU time of all threa
 the time by the clock, because other programs may have had the processors.
 
 With --constants it measures instead what decides whether a pass shares, on the device that torch
-takes (a GPU if there is one), for `DEVICE_COSTS` of `engine/packing/tree_packing.py`:
+takes (a GPU if there is one), for `DEVICE_COSTS` of `engine/packing/pass_cost.py`:
 `attention_slowness`, by the masked attention that sharing needs, and `margin`, by rows that have
 all but nothing to share. ROLEMESH_KERNELS=triton on a GPU gives those of FlexAttention.
 """
@@ -67,7 +67,8 @@ def rows_of(num_rows: int, group: int, prompt: int, completion: int, vocab: int)
 
 def measure(trainer: Trainer, batch: Experience, repetitions: int) -> dict[str, Any]:
     """Seconds of each pass, with and without sharing in turns."""
-    sharing = trainer.model.sharing
+    packing = trainer.model.packing
+    assert packing is not None
     passes: dict[str, Callable[[], Any]] = {
         "update": lambda: forward_backward(trainer, batch, LOSS),
         "logprobs": lambda: trainer.compute_logprobs(batch, temperature=1.0),
@@ -75,8 +76,8 @@ def measure(trainer: Trainer, batch: Experience, repetitions: int) -> dict[str, 
     clock: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     for _ in range(repetitions):
-        for way, cost in (("shared", sharing), ("padded", None)):
-            trainer.model.sharing = cost
+        for way, cost in (("shared", packing), ("apart", replace(packing, shares=False))):
+            trainer.model.packing = cost
             for name, run in passes.items():
                 synchronize()
                 began, computed = time.perf_counter(), time.process_time()
@@ -86,25 +87,25 @@ def measure(trainer: Trainer, batch: Experience, repetitions: int) -> dict[str, 
                 clock.setdefault(key, []).append(time.perf_counter() - began)
                 cpu.setdefault(key, []).append(time.process_time() - computed)
                 trainer.drop_gradients()
-    trainer.model.sharing = sharing
+    trainer.model.packing = packing
     planned = trainer.rank_model.micro_batches(batch)
-    shared = [one for one in planned if one.padded.tree is not None]
+    shared = [one for one in planned if one.shares]
     medians = {key: statistics.median(seconds) for key, seconds in clock.items()}
     cpu_medians = {key: statistics.median(seconds) for key, seconds in cpu.items()}
     return {
         "shares": sum(len(one.rows) for one in shared),
-        "tokens_padded": int(batch.num_rows * batch["tokens"].lengths().max()),
-        "tokens_shared": sum(one.padded.tokens_BT.numel() for one in planned),
+        "tokens": len(batch["tokens"].values),
+        "tokens_shared": sum(one.num_tokens for one in planned),
         "median_s": {key: round(seconds, 3) for key, seconds in medians.items()},
         "spread_s": {key: [round(min(x), 3), round(max(x), 3)] for key, x in clock.items()},
         "median_cpu_s": {key: round(seconds, 3) for key, seconds in cpu_medians.items()},
         **{
-            f"ratio_{name}": round(medians[f"{name}_padded"] / medians[f"{name}_shared"], 2)
+            f"ratio_{name}": round(medians[f"{name}_apart"] / medians[f"{name}_shared"], 2)
             for name in passes
         },
         **{
             f"ratio_cpu_{name}": round(
-                cpu_medians[f"{name}_padded"] / cpu_medians[f"{name}_shared"], 2
+                cpu_medians[f"{name}_apart"] / cpu_medians[f"{name}_shared"], 2
             )
             for name in passes
         },
@@ -133,7 +134,8 @@ def constants(trainer: Trainer, repetitions: int, vocab: int) -> dict[str, float
     """The constants of this device, by passes of its own and by the model's."""
     shape, model = trainer.model.shape, trainer.model
     assert shape is not None, "a model without a plan shares nothing"
-    assert model.sharing is not None
+    packing = model.packing
+    assert packing is not None
     rows, length = 8, 512
     dtype = getattr(torch, model.spec.compute_dtype)
     options: dict[str, Any] = {"dtype": dtype, "device": model.device, "requires_grad": True}
@@ -153,22 +155,22 @@ def constants(trainer: Trainer, repetitions: int, vocab: int) -> dict[str, float
     slowness = (attention_s / multiplied) / (product_s / (states.numel() * len(weight)))
 
     batch = rows_of(rows, rows, 2, 128, vocab)
-    always = replace(model.sharing, margin=float("inf"))
+    always = replace(packing, margin=float("inf"))
     found = {}
 
     def there_and_back() -> None:
         forward_backward(trainer, batch, LOSS)
         trainer.drop_gradients()
 
-    for name, cost in (("shared", always), ("padded", None)):
-        model.sharing = cost
+    for name, cost in (("shared", always), ("apart", replace(packing, shares=False))):
+        model.packing = cost
         found[name] = seconds_of(there_and_back, repetitions)
     tokens = {"shared": 2 + sum(batch["loss_mask"].lengths().tolist())}
-    tokens["padded"] = rows * int(batch["tokens"].lengths().max())
+    tokens["apart"] = len(batch["tokens"].values)
     a_token = {name: seconds / tokens[name] for name, seconds in found.items()}
     return {
         "attention_slowness": round(slowness, 2),
-        "margin": round(min(1.0, a_token["padded"] / a_token["shared"]), 2),
+        "margin": round(min(1.0, a_token["apart"] / a_token["shared"]), 2),
     }
 
 

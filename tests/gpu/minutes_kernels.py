@@ -6,6 +6,7 @@ In a rehearsal Triton's interpreter computes, so that its ms say nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,7 @@ def _error(given: torch.Tensor, expected: torch.Tensor) -> float:
 
 def cases(device: torch.device) -> dict[str, Callable[[], Tensors]]:
     """What is computed, in the sizes of the model; inputs are made once."""
-    from support.kernel_cases import estimated, laid_out, lost
+    from support.kernel_cases import estimated, lost
 
     from rolemesh.engine.specs import PpoPolicyLossSpec
 
@@ -80,7 +81,6 @@ def cases(device: torch.device) -> dict[str, Callable[[], Tensors]]:
         # These make their inputs on the CPU each time: both ways alike.
         "policy loss": lambda: lost(device.type, spec, lengths),
         "advantages": lambda: estimated(device.type, lengths, torch.float64, 1.0, 0.95),
-        "rows laid out": lambda: laid_out(device.type, tuple((5, one) for one in lengths)),
     }
 
 
@@ -140,7 +140,7 @@ def flex(found: Found) -> None:
         drop_memory()
         trainer = make_trainer("fast", recompute="none", micro_batch_tokens=SHAPE.tokens)
         if way == "never":
-            trainer.model.sharing = None
+            trainer.model.packing = replace(trainer.model.packing, shares=False)
         with chosen(choice):
             first = [seconds_of(partial(update, trainer, batch)) for batch in batches]
             again_s = median_s(
@@ -155,7 +155,7 @@ def flex(found: Found) -> None:
             "again_s": round(again_s, 4),
             "tokens_per_s": round(num_tokens / again_s),
             "mean_logprob": float(logprobs.double().mean()),
-            "shares": all(one.padded.tree is not None for one in passes),
+            "shares": all(one.shares for one in passes),
         }
         found["ways"] = told
         del trainer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ def speed_ragged(found: Found) -> None:
             seed += BATCHES
     found["memory"] = memory()
     use(trainer, "0", "shared")
-    # What DEVICE_COSTS of engine/packing/tree_packing.py is to say of this device.
+    # What DEVICE_COSTS of engine/packing/pass_cost.py is to say of this device.
     found["sharing_costs"] = importlib.import_module("benchmarks.tree_sharing").constants(
         trainer, 3, SHAPE.vocabulary
     )
@@ -91,12 +92,9 @@ def both_times(trainer: Any, cudnn: str, way: str, seed: int) -> dict[str, Any]:
         "tokens_per_s_second": round(num_tokens / sum(second)),
         "seconds": [[round(one, 3) for one in times] for times in (first, second)],
         "passes": sum(map(len, passes)),
-        "passes_that_share": sum(one.padded.tree is not None for some in passes for one in some),
-        "computed_tokens": sum(one.padded.tokens_BT.numel() for some in passes for one in some),
+        "passes_that_share": sum(one.shares for some in passes for one in some),
+        "computed_tokens": sum(one.num_tokens for some in passes for one in some),
     }
-
-
-_sharing: dict[int, Any] = {}
 
 
 def use(trainer: Any, cudnn: str, way: str) -> None:
@@ -105,8 +103,7 @@ def use(trainer: Any, cudnn: str, way: str) -> None:
 
     os.environ[CUDNN_VARIABLE] = cudnn
     use_device(trainer.model.device)
-    sharing = _sharing.setdefault(id(trainer), trainer.model.sharing)
-    trainer.model.sharing = None if way == "never" else sharing
+    trainer.model.packing = replace(trainer.model.packing, shares=way != "never")
 
 
 def ragged_batch(seed: int) -> Any:

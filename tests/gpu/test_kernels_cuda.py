@@ -23,7 +23,6 @@ from support.kernel_cases import (
     both,
     estimated,
     kernels,
-    laid_out,
     lost,
     scored,
 )
@@ -67,10 +66,6 @@ def test_advantages_and_returns_are_the_references(gamma, lam):
     lengths = (300, 1, 0, 5000, 77)
     assert_both_agree(lambda: estimated(CUDA, lengths, torch.float64, gamma, lam), 1e-9)
     assert_both_agree(lambda: estimated(CUDA, lengths, torch.float32, gamma, lam), 1e-5)
-
-
-def test_rows_are_laid_out_and_taken_back_as_by_the_references():
-    assert_both_agree(lambda: laid_out(CUDA, ((300, 400), (1, 0), (2, 9000), (5, 1))), 0.0)
 
 
 @pytest.mark.parametrize("completions", [(300, 1, 70, 9), (128, 0, 500, 3, 64, 1000)])

@@ -18,7 +18,6 @@ from support.kernel_cases import (
     both,
     estimated,
     kernels,
-    laid_out,
     lost,
     scored,
 )
@@ -208,31 +207,6 @@ def test_blocks_of_a_long_row_follow_each_other(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(segmented_scan, "MOST_BLOCK_TOKENS", 16)
     assert_both_agree(lambda: estimated(CPU, ROWS, torch.float64, 0.99, 0.9), 1e-10)
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [((3, 4), (1, 0), (2, 9), (5, 1)), ((2, 0), (1, 0)), ((1, 1),)],
-    ids=["ragged", "no completion", "one"],
-)
-def test_rows_are_laid_out_and_taken_back_as_by_the_references(
-    lengths: tuple[tuple[int, int], ...],
-) -> None:
-    assert_both_agree(lambda: laid_out(CPU, lengths), 0.0)
-
-
-def test_unpacking_sends_gradients_and_packing_undoes_it() -> None:
-    from rolemesh.engine.kernels.ragged import Segments, pack, unpack
-
-    segments = Segments.of(torch.tensor([1, 0, 2]), torch.tensor([2, 0, 1]), CPU)
-    packed = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], requires_grad=True)
-    padded = unpack(packed, segments, width=4, fill=-1.0)
-    assert padded[:, :, 0].tolist() == [[-1, 1, 3, -1], [-1] * 4, [-1, -1, 5, -1]]
-    assert torch.equal(pack(padded, segments), packed)
-    weights = torch.arange(24.0).view(3, 4, 2)
-    (weights * padded).sum().backward()
-    assert packed.grad is not None
-    assert packed.grad.tolist() == [[2, 3], [4, 5], [20, 21]]
 
 
 def test_an_update_by_the_kernels_trains_as_the_references_do(tmp_path: Any) -> None:

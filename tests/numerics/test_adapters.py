@@ -28,7 +28,7 @@ from rolemesh.engine.adapter_config import AdapterFolderError
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.models.adapters import AdapterValues
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.packing.batching import PaddedRows, pad_rows
+from rolemesh.engine.packing.packed_rows import PackedRows, pack_rows
 from rolemesh.engine.specs import (
     AdapterSpec,
     ModelSpec,
@@ -75,7 +75,7 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.double() - right.double()).norm() / right.double().norm().clamp_min(1e-12))
 
 
-def _scored(logits_BTV: torch.Tensor, rows: PaddedRows) -> torch.Tensor:
+def _scored(logits_BTV: torch.Tensor, rows: PackedRows) -> torch.Tensor:
     """Log-probs of the completion tokens, floating [N], by the plainest means."""
     batch = token_batch()
     logprobs_BTV = logits_BTV.log_softmax(-1)
@@ -106,13 +106,13 @@ def test_outputs_and_gradients_are_those_of_peft_and_of_float64(
     folder = write_adapter(tmp_path / "adapter", base, **config)
     fields = {} if not config else {"targets": config["target_modules"], "scaling": "rslora"}
     model = CausalLm(_spec(base, folder, adapter=fields))
-    rows = pad_rows(token_batch(), model.device)
+    rows = pack_rows(token_batch(), model.device)
     weights_N = torch.randn(len(rows.targets_U), generator=torch.Generator().manual_seed(2))
     logprobs_N, _ = model.finish(model.stage_forward(rows, None), rows, temperature=1.0)
     (logprobs_N * weights_N).sum().backward()
 
     theirs = peft_model(base, **config)
-    expected_N = _scored(theirs(input_ids=rows.tokens_BT).logits, rows)
+    expected_N = _scored(theirs(input_ids=rows.rectangle().tokens_BT).logits, rows)
     (expected_N * weights_N).sum().backward()
     torch.testing.assert_close(logprobs_N, expected_N, rtol=0, atol=2e-5)
     expected = {
@@ -131,7 +131,7 @@ def test_outputs_and_gradients_are_those_of_peft_and_of_float64(
 
 
 def _float64_gradients(
-    base: Path, folder: Path, rows: PaddedRows, weights_N: torch.Tensor, fields: dict[str, Any]
+    base: Path, folder: Path, rows: PackedRows, weights_N: torch.Tensor, fields: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Of the factors, through merged matrices W + s B A of a plain model in float64."""
     lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).eval()
@@ -146,7 +146,7 @@ def _float64_gradients(
             module = name.removesuffix(".lora_A.weight")
             b_OR = factors[f"{module}.lora_B.weight"]
             merged[f"{module}.weight"] = merged[f"{module}.weight"] + scale * b_OR @ a_RI
-    logits_BTV = functional_call(lm, merged, (rows.tokens_BT,)).logits
+    logits_BTV = functional_call(lm, merged, (rows.rectangle().tokens_BT,)).logits
     (_scored(logits_BTV, rows) * weights_N.double()).sum().backward()
     return {name: factor.grad for name, factor in factors.items() if factor.grad is not None}
 
@@ -181,8 +181,8 @@ def test_a_critic_trains_its_head_beside_the_adapter(base: Path, tmp_path: Path)
     lm = AutoModelForTokenClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(lm, tmp_path / "critic").eval()
     batch = token_batch()
-    rows = pad_rows(batch, trainer.model.device)
-    logits_BT = theirs(input_ids=rows.tokens_BT).logits.squeeze(-1)
+    rows = pack_rows(batch, trainer.model.device)
+    logits_BT = theirs(input_ids=rows.rectangle().tokens_BT).logits.squeeze(-1)
     starts = batch["prompt_lengths"].values.tolist()
     lengths = batch["tokens"].lengths().tolist()
     expected_N = torch.cat(
@@ -201,14 +201,14 @@ def test_factors_stay_float32_and_the_base_is_rounded(
 ) -> None:
     """Log-probs of a sampler that adds float32 factors to a base of the compute type."""
     model = CausalLm(_spec(base, adapter, compute_dtype=compute_dtype))
-    rows = pad_rows(token_batch(), model.device)
+    rows = pack_rows(token_batch(), model.device)
     with torch.no_grad():
         found_N, _ = model.finish(model.stage_forward(rows, None), rows, temperature=1.0)
         theirs = peft_model(base)
         for name, weight in theirs.named_parameters():
             if compute_dtype == "bfloat16" and "lora_" not in name:
                 weight.data = weight.data.bfloat16().float()
-        expected_N = _scored(theirs(input_ids=rows.tokens_BT).logits, rows)
+        expected_N = _scored(theirs(input_ids=rows.rectangle().tokens_BT).logits, rows)
     torch.testing.assert_close(found_N, expected_N, rtol=0, atol=2e-5)
 
 
@@ -276,9 +276,15 @@ def test_three_steps_agree_with_one_rank(
         error = (found.gradients[0][key] - gradient).norm()
         # The bias of a head is one number, a sum whose terms cancel.
         assert error < SPREAD_TOLERANCE * gradient.norm() + 5e-7, key
-    assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-5)
+    # On a CPU that multiplies bfloat16, states of later steps, a last bit apart, are rounded far
+    # more coarsely (2**-9).
+    norm_tolerance, step_tolerance = (
+        (1e-3, 10 * STEP_TOLERANCE) if kind == "narrow base" else (1e-5, STEP_TOLERANCE)
+    )
+    expected_norm = pytest.approx(expected.metrics["grad_norm"], rel=norm_tolerance)
+    assert found.metrics["grad_norm"] == expected_norm
     for key, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[key], weight, rtol=0, atol=STEP_TOLERANCE)
+        torch.testing.assert_close(found.weights[key], weight, rtol=0, atol=step_tolerance)
 
 
 def test_every_layout_begins_with_the_same_bits(
@@ -362,11 +368,11 @@ def test_peft_loads_what_many_ranks_export(
     lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(lm, tmp_path / "adapter").eval()
     model = CausalLm(_spec(base, tmp_path / "adapter"))
-    rows = pad_rows(token_batch(), model.device)
+    rows = pack_rows(token_batch(), model.device)
     with torch.no_grad():
         found_N, _ = model.finish(model.stage_forward(rows, None), rows, temperature=1.0)
-        expected_N = _scored(theirs(input_ids=rows.tokens_BT).logits, rows)
-        before_N = _scored(peft_model(base)(input_ids=rows.tokens_BT).logits, rows)
+        expected_N = _scored(theirs(input_ids=rows.rectangle().tokens_BT).logits, rows)
+        before_N = _scored(peft_model(base)(input_ids=rows.rectangle().tokens_BT).logits, rows)
     torch.testing.assert_close(found_N, expected_N, rtol=0, atol=2e-5)
     assert (found_N - before_N).abs().max() > 1e-3
 

@@ -17,7 +17,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from rolemesh.engine.models import decoder
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
-from rolemesh.engine.packing.batching import PaddedRows, pad_rows
+from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
+from rolemesh.engine.packing.packed_rows import PackedRows, pack_rows
 from rolemesh.engine.specs import ModelSpec, Numerics
 from rolemesh.engine.specs.by_device import Device
 from rolemesh.engine.specs.models import ComputeDtype
@@ -60,8 +61,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def _rows() -> PaddedRows:
-    return pad_rows(token_batch(vocab_size=100), "cpu")
+def _rows() -> PackedRows:
+    return pack_rows(token_batch(vocab_size=100), "cpu")
 
 
 def _write_tiny_encoder(folder: Path) -> Path:
@@ -86,11 +87,12 @@ def test_hidden_states_and_gradients_are_those_of_a_bfloat16_model(folder: Path,
     peer.base_model.rotary_emb = model.lm.base_model.rotary_emb
     rows = _rows()
     states = model.stage_forward(rows, None)
-    expected = peer.base_model(rows.tokens_BT, use_cache=False).last_hidden_state
+    peer.set_attn_implementation(SHARING_ATTENTION)
+    inputs = inputs_of(rows.layout)
+    expected = peer.base_model(rows.tokens_1S, use_cache=False, **inputs).last_hidden_state
     assert expected.dtype == torch.bfloat16
     assert torch.equal(states, expected.float())
     direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
-    direction[rows.tokens_BT == 0] = 0
     states.backward(direction)
     expected.backward(direction.bfloat16())
     theirs = _gradients(peer.base_model)

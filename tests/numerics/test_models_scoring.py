@@ -21,7 +21,7 @@ from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
-from rolemesh.engine.packing.batching import pad_rows
+from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.specs import ModelSpec
 
 TOLERANCE = 2e-5
@@ -111,7 +111,7 @@ def test_embedding_of_the_pad_token_gets_its_gradient(folder: Path) -> None:
         {"tokens": tokens, "prompt_lengths": Column(ColumnKind.ROW, torch.tensor([2]))}
     )
     model = CausalLm(_spec(folder))
-    score(model, pad_rows(batch, "cpu"), temperature=1.0)[0].sum().backward()
+    score(model, pack_rows(batch, "cpu"), temperature=1.0)[0].sum().backward()
     gradient = model.lm.get_input_embeddings().weight.grad
     assert float(gradient[PAD_ID].abs().max()) > 0
 
@@ -119,7 +119,7 @@ def test_embedding_of_the_pad_token_gets_its_gradient(folder: Path) -> None:
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_changes_no_gradient(folder: Path, mode: str, compute_dtype: str) -> None:
-    batch = pad_rows(token_batch(), "cpu")
+    batch = pack_rows(token_batch(), "cpu")
     gradients = []
     for recompute in ("none", mode):
         model = CausalLm(_spec(folder, recompute=recompute, compute_dtype=compute_dtype))
@@ -137,7 +137,7 @@ def test_recomputation_runs_the_wrapped_part_again(folder: Path, mode: str) -> N
     model.lm.base_model.layers[0].self_attn.q_proj.register_forward_hook(
         lambda *_: calls.append("q_proj")
     )
-    rows = pad_rows(token_batch(), "cpu")
+    rows = pack_rows(token_batch(), "cpu")
     score(model, rows, temperature=1.0)[0].sum().backward()
     assert len(calls) == 2
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_first_values_are_zero_and_the_head_learns_from_the_first_step(folder: P
     assert values.kind is ColumnKind.COMPLETION
     assert values.values.dtype == torch.float32
     assert float(values.values.abs().max()) == 0
-    (model(pad_rows(batch, "cpu")) - 1).square().sum().backward()
+    (model(pack_rows(batch, "cpu")) - 1).square().sum().backward()
     assert float(model.head.weight.grad.abs().max()) > 0
 
 

@@ -79,6 +79,8 @@ def test_two_steps_on_pairs_agree_with_one_rank(
     expected = alone[kind]
     assert found.metrics.keys() == expected.metrics.keys()
     for name, number in expected.metrics.items():
+        if name == "computed_fraction":  # what rows share, and fillers, depend on the layout
+            continue
         assert found.metrics[name] == pytest.approx(
             number, rel=METRIC_TOLERANCE, abs=METRIC_TOLERANCE
         ), name

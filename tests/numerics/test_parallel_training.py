@@ -96,6 +96,8 @@ def _assert_gradients_agree(found: list[Tensors], expected: list[Tensors]) -> No
 def _assert_agree(found: Trained, expected: Trained) -> None:
     assert found.metrics.keys() == expected.metrics.keys()
     for name, number in expected.metrics.items():
+        if name == "computed_fraction":  # what rows share, and fillers, depend on the layout
+            continue
         assert found.metrics[name] == pytest.approx(
             number, rel=METRIC_TOLERANCE, abs=METRIC_TOLERANCE
         ), name

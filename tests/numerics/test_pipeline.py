@@ -14,7 +14,7 @@ from rolemesh.engine.parallel.buckets import buckets, sum_over, unpack
 from rolemesh.engine.parallel.pipeline import Pipeline
 
 WIDTH = 3
-SHAPES = [(2, 5), (1, 9), (3, 1), (1, 1), (4, 2), (2, 2)]
+SIZES = [10, 9, 3, 1, 8, 4]
 """Every micro-batch has its own."""
 
 
@@ -36,18 +36,18 @@ def run_stages(at: RankContext, trains: bool) -> Trace:
         weight = torch.full((), float(mesh.pp.index + 2), requires_grad=True)
         trace = Trace([], [], 0, 0.0)
 
-        def forward(number: int, hidden_BTD: torch.Tensor | None) -> torch.Tensor | None:
-            if hidden_BTD is None:
-                hidden_BTD = torch.full((*SHAPES[number], WIDTH), float(number + 1))
-            seen = hidden_BTD.detach()
+        def forward(number: int, hidden_1SD: torch.Tensor | None) -> torch.Tensor | None:
+            if hidden_1SD is None:
+                hidden_1SD = torch.full((1, SIZES[number], WIDTH), float(number + 1))
+            seen = hidden_1SD.detach()
             trace.forwards.append((number, tuple(seen.shape), float(seen.sum())))
             trace.most_held = max(trace.most_held, len(trace.forwards) - len(trace.done))
-            output = hidden_BTD * weight
+            output = hidden_1SD * weight
             if not pipeline.is_last:
                 return output
             return output.sum() if trains else None
 
-        (pipeline.train if trains else pipeline.score)(SHAPES, forward, trace.done.append)
+        (pipeline.train if trains else pipeline.score)(SIZES, forward, trace.done.append)
         trace.gradient = float(weight.grad) if weight.grad is not None else 0.0
         return trace
 
@@ -58,17 +58,15 @@ def test_hidden_states_and_gradients_reach_the_right_micro_batch(
 ) -> None:
     traces = rank_pool.run(run_stages, num_stages, True)
     product = 1.0
-    sums = [
-        (number + 1.0) * rows * longest * WIDTH for number, (rows, longest) in enumerate(SHAPES)
-    ]
+    sums = [(number + 1.0) * num_tokens * WIDTH for number, num_tokens in enumerate(SIZES)]
     all_weights = float(torch.arange(2, num_stages + 2).prod())
     for stage, trace in enumerate(traces):
         assert trace.forwards == [
-            (number, (*SHAPES[number], WIDTH), sums[number] * product)
-            for number in range(len(SHAPES))
+            (number, (1, SIZES[number], WIDTH), sums[number] * product)
+            for number in range(len(SIZES))
         ]
-        assert trace.done == list(range(len(SHAPES)))
-        assert trace.most_held == min(num_stages - stage, len(SHAPES))
+        assert trace.done == list(range(len(SIZES)))
+        assert trace.most_held == min(num_stages - stage, len(SIZES))
         product *= stage + 2
         # d loss / d weight = product of all others x sum of inputs; whole numbers, so exact.
         assert trace.gradient == all_weights / (stage + 2) * sum(sums)
@@ -77,7 +75,7 @@ def test_hidden_states_and_gradients_reach_the_right_micro_batch(
 def test_scoring_goes_forward_only(rank_pool: RankPool) -> None:
     traces = rank_pool.run(run_stages, 3, False)
     for trace in traces:
-        assert [number for number, _, _ in trace.forwards] == list(range(len(SHAPES)))
+        assert [number for number, _, _ in trace.forwards] == list(range(len(SIZES)))
         assert trace.most_held == 1
         assert trace.gradient == 0.0
 

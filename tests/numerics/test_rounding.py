@@ -19,7 +19,7 @@ from rolemesh.engine.models import decoder, rounding
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rounding import narrow_layers, round_weights, rounded, rounded_product
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
-from rolemesh.engine.packing.batching import pad_rows
+from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.specs import ModelSpec
 from rolemesh.engine.specs.by_device import Device
 
@@ -123,7 +123,7 @@ def test_a_bfloat16_policy_is_the_model_with_rounded_weights_in_float32(folder: 
     exact = CausalLm(ModelSpec(path=folder.with_name("rounded"), compute_dtype="float32"))
     model = _narrow(folder)
     before = {name: weight.detach().clone() for name, weight in model.named_weights()}
-    rows = pad_rows(token_batch(vocab_size=100), "cpu")
+    rows = pack_rows(token_batch(vocab_size=100), "cpu")
     logprobs, _ = score(model, rows, temperature=0.8)
     expected, _ = score(exact, rows, temperature=0.8)
     assert logprobs.dtype == torch.float32
@@ -151,7 +151,7 @@ def test_a_reference_is_rounded_once_and_scores_as_the_policy_does(
             name
         )
     monkeypatch.setattr(rounding, "rounded_product", None)
-    rows = pad_rows(token_batch(vocab_size=100), "cpu")
+    rows = pack_rows(token_batch(vocab_size=100), "cpu")
     with torch.no_grad():
         found, _ = score(reference, rows, temperature=0.8)
         monkeypatch.undo()
@@ -161,7 +161,7 @@ def test_a_reference_is_rounded_once_and_scores_as_the_policy_does(
 
 
 def test_an_autocast_around_the_caller_rounds_no_activation(folder: Path) -> None:
-    model, rows = _narrow(folder), pad_rows(token_batch(vocab_size=100), "cpu")
+    model, rows = _narrow(folder), pack_rows(token_batch(vocab_size=100), "cpu")
     plain, _ = score(model, rows, temperature=1.0)
     with torch.autocast("cpu", torch.bfloat16):
         inside, _ = score(model, rows, temperature=1.0)
@@ -184,7 +184,7 @@ def test_a_critic_has_no_sampler_and_multiplies_what_the_machine_is_fast_in(
     critic.lm.base_model.layers[0].mlp.up_proj.register_forward_hook(
         lambda _, arguments, result: products.append(result.dtype)
     )
-    critic(pad_rows(token_batch(vocab_size=100), "cpu"))
+    critic(pack_rows(token_batch(vocab_size=100), "cpu"))
     assert products == [expected]
 
 

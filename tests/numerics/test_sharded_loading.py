@@ -20,7 +20,7 @@ from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
-from rolemesh.engine.packing.batching import PaddedRows, pad_rows
+from rolemesh.engine.packing.packed_rows import PackedRows, pack_rows
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.specs import ModelSpec
 
@@ -49,9 +49,9 @@ def _spec(path: Path, **options: object) -> ModelSpec:
     return ModelSpec.model_validate({"path": path, "compute_dtype": "float32", **options})
 
 
-def _rows() -> PaddedRows:
-    rows = pad_rows(token_batch(vocab_size=100), "cpu")
-    rows.tokens_BT[0, 1] = 0  # The pad token in a prompt: a token like any other.
+def _rows() -> PackedRows:
+    rows = pack_rows(token_batch(vocab_size=100), "cpu")
+    rows.tokens_1S[0, 1] = 0  # The pad token in a prompt: a token like any other.
     return rows
 
 
@@ -186,9 +186,9 @@ def test_a_stage_refuses_hidden_states_that_do_not_belong_to_it(tmp_path: Path) 
     ]
     rows = _rows()
     hidden = models[0].stage_forward(rows, None)
-    with pytest.raises(ValueError, match=r"hidden_BTD is given on stage 0: give None"):
+    with pytest.raises(ValueError, match=r"hidden_1SD is given on stage 0: give None"):
         models[0].stage_forward(rows, hidden)
-    with pytest.raises(ValueError, match=r"hidden_BTD is None on stage 1.*what the stage before"):
+    with pytest.raises(ValueError, match=r"hidden_1SD is None on stage 1.*what the stage before"):
         models[1].stage_forward(rows, None)
     assert isinstance(models[0], ScoringModel)
     with pytest.raises(ValueError, match=r"stage 0 of 2: only the last stage has a head"):

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 from rolemesh.engine.layout.families import slice_box
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.classifier import Classifier, pad_token_rows
+from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
-from rolemesh.engine.packing.batching import PaddedRows, pad_rows
+from rolemesh.engine.packing.packed_rows import PackedRows, pack_rows, whole_rows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import sum_partial_gradients
 from rolemesh.engine.specs import ModelSpec
@@ -56,12 +56,12 @@ def _spec(path: Path, **options: object) -> ModelSpec:
     return ModelSpec.model_validate({"path": path, "compute_dtype": "float32", **options})
 
 
-def _rows(spec: ModelSpec, rows: slice = slice(None)) -> PaddedRows:
+def _rows(spec: ModelSpec, rows: slice = slice(None)) -> PackedRows:
     lengths = {
         "prompt_lengths": PROMPT_LENGTHS[rows],
         "completion_lengths": COMPLETION_LENGTHS[rows],
     }
-    return pad_rows(token_batch(vocab_size=read_config(spec).vocab_size, **lengths), "cpu")
+    return pack_rows(token_batch(vocab_size=read_config(spec).vocab_size, **lengths), "cpu")
 
 
 def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None, rows: slice = slice(None)) -> Pass:
@@ -78,7 +78,7 @@ def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None, rows: slice = sl
         outputs = {"values": critic(_rows(spec, rows))}
     else:
         model = classifier = ScoringModel(spec, ROW_HEAD, mesh=mesh)
-        outputs = {"logits": classifier(pad_token_rows(TOKEN_ROWS))}
+        outputs = {"logits": classifier(pack_rows(whole_rows(TOKEN_ROWS), "cpu"))}
     generator = torch.Generator().manual_seed(11)
     loss = sum(
         torch.randn(len(output), generator=generator).to(output) @ output
@@ -185,8 +185,8 @@ def test_slices_that_share_tokens_score_and_learn_as_the_whole_model(
 ) -> None:
     family, config = CASES[case]
     spec = _spec(write_tiny_decoder(tmp_path, family, **config))
-    rows = slice(0, 3)  # the longest of 11 tokens
-    assert _rows(spec, rows).tokens_BT.numel() == 33
+    rows = slice(1, 4)
+    assert _rows(spec, rows).tokens_1S.numel() == 29  # no share is as large as the first
     whole = run_pass(spec, "lm_head", None, rows)
     sharing = spec.model_copy(update={"sequence_parallel": True})
     parts = rank_pool.run(pass_of_rank, tp, sharing, "lm_head", TrainLayout(tp=tp), rows)

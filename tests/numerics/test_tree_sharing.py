@@ -23,8 +23,8 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
-from rolemesh.engine.packing.batching import PaddedRows, pad_rows
-from rolemesh.engine.packing.tree_packing import DEVICE_COSTS, SharingCost, pack_tree
+from rolemesh.engine.packing.packed_rows import PackedRows, pack_rows
+from rolemesh.engine.packing.pass_cost import DEVICE_COSTS, PassCost
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
 
@@ -39,7 +39,7 @@ OUTPUT_TOLERANCE = 2e-5
 BFLOAT16_TOLERANCE = 2e-2
 """Relative, of the norm: backward products of bfloat16 numbers (2**-9 each) over other blocks."""
 
-WHATEVER = SharingCost(pairs_per_token=float("inf"), pairs_per_call=100.0, margin=float("inf"))
+WHATEVER = PassCost(pairs_per_token=float("inf"), pairs_per_call=100.0, margin=float("inf"))
 """Shares all that rows have in common, in blocks of similar branches."""
 
 VOCAB = 280
@@ -111,7 +111,7 @@ def _folder(directory: Path, family: str) -> Path:
     return write_tiny_decoder(directory, family, vocab_size=VOCAB, tie_word_embeddings=True)
 
 
-def _outputs(model: CausalLm | ScoringModel, rows: PaddedRows) -> list[torch.Tensor]:
+def _outputs(model: CausalLm | ScoringModel, rows: PackedRows) -> list[torch.Tensor]:
     if isinstance(model, ScoringModel):
         return [model(rows)]
     logprobs_N, entropy_N = score(model, rows, temperature=0.8, with_entropy=True)
@@ -146,14 +146,14 @@ def test_states_and_all_gradients_in_float64(tmp_path: Path, family: str, kind: 
     model = _model(_folder(tmp_path, family), kind)
     model.lm.double()
     batch = shared_batch()
-    shared, shared_gradients = _states_and_gradients(model, pack_tree(batch, "cpu", WHATEVER))
-    padded, padded_gradients = _states_and_gradients(model, pad_rows(batch, "cpu"))
+    shared, shared_gradients = _states_and_gradients(model, pack_rows(batch, "cpu", WHATEVER))
+    padded, padded_gradients = _states_and_gradients(model, pack_rows(batch, "cpu"))
     assert float((shared - padded).norm() / padded.norm()) < DOUBLE_TOLERANCE
     _assert_near(shared_gradients, padded_gradients, DOUBLE_TOLERANCE)
 
 
 def _states_and_gradients(
-    model: CausalLm | ScoringModel, rows: PaddedRows
+    model: CausalLm | ScoringModel, rows: PackedRows
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """States before completion tokens, float64, and gradients of a sum with random weights."""
     states_ND = rows.of_rows(rows.states(model.stage_forward(rows, None)))
@@ -178,7 +178,7 @@ def test_outputs_and_all_gradients(tmp_path: Path, family: str, kind: str) -> No
     batch = shared_batch()
     found = [
         _outputs(model, rows)
-        for rows in (pack_tree(batch, "cpu", WHATEVER), pad_rows(batch, "cpu"))
+        for rows in (pack_rows(batch, "cpu", WHATEVER), pack_rows(batch, "cpu"))
     ]
     for shared, padded in zip(*found, strict=True):
         torch.testing.assert_close(shared, padded, rtol=0, atol=OUTPUT_TOLERANCE)
@@ -190,21 +190,17 @@ def test_each_row_is_scored_as_if_it_were_alone(tmp_path: Path, always: None) ->
     """The oracle: transformers' own forward pass over each row, unpadded, with all logits."""
     model = _model(_folder(tmp_path, "qwen3"), "policy")
     batch = shared_batch()
-    found = compute_logprobs(RankModel(model), batch, temperature=0.8)["logprobs"]
-    for row, tokens, prompt in zip(
-        found.rows(), batch["tokens"].rows(), batch["prompt_lengths"].values.tolist(), strict=True
-    ):
-        with torch.no_grad():
-            logits = model.lm(tokens[None]).logits[0, prompt - 1 : -1] / 0.8
-        expected = logits.log_softmax(-1).gather(1, tokens[prompt:, None]).squeeze(1)
-        torch.testing.assert_close(row, expected, rtol=0, atol=OUTPUT_TOLERANCE)
+    found = compute_logprobs(RankModel(model), batch, temperature=0.8)["logprobs"].values
+    with torch.no_grad():
+        expected = _alone(model, batch)
+    torch.testing.assert_close(found, expected, rtol=0, atol=OUTPUT_TOLERANCE)
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_changes_no_gradient(tmp_path: Path, mode: str, compute_dtype: str) -> None:
     folder = _folder(tmp_path, "smollm2")
-    rows = pack_tree(shared_batch(), "cpu", WHATEVER)
+    rows = pack_rows(shared_batch(), "cpu", WHATEVER)
     gradients = []
     for recompute in ("none", mode):
         model = _model(folder, "policy", recompute=recompute, compute_dtype=compute_dtype)
@@ -219,14 +215,14 @@ def test_bfloat16_gradients_are_near(tmp_path: Path, kind: str) -> None:
     batch = shared_batch()
     found = [
         _gradients(model, _outputs(model, rows))
-        for rows in (pack_tree(batch, "cpu", WHATEVER), pad_rows(batch, "cpu"))
+        for rows in (pack_rows(batch, "cpu", WHATEVER), pack_rows(batch, "cpu"))
     ]
     _assert_near(found[0], found[1], BFLOAT16_TOLERANCE)
 
 
 def test_prompts_without_any_completion_leave_no_trace(tmp_path: Path) -> None:
     model = _model(_folder(tmp_path, "smollm2"), "policy")
-    rows = pack_tree(shared_batch([(0, 0), (0, 0), (1, 0)]), "cpu", WHATEVER)
+    rows = pack_rows(shared_batch([(0, 0), (0, 0), (1, 0)]), "cpu", WHATEVER)
     logprobs_N, _ = score(model, rows, temperature=1.0)  # type: ignore[union-attr]
     assert logprobs_N.shape == (0,)
     logprobs_N.sum().backward()
@@ -286,12 +282,11 @@ def test_flex_attention_has_the_values_and_gradients_of_rectangles(
 ) -> None:
     model = _model(_folder(tmp_path, family), "policy")
     model.lm.double()
-    rows = pack_tree(shared_batch(), "cpu", WHATEVER)
-    assert rows.tree is not None
-    assert shared_attention.inputs_of(rows.tree)["tree"].block_mask is not None
+    rows = pack_rows(shared_batch(), "cpu", WHATEVER)
+    assert shared_attention.inputs_of(rows.layout)["tree"].block_mask is not None
     flex, flex_gradients = _states_and_gradients(model, rows)
     monkeypatch.undo()
-    assert shared_attention.inputs_of(rows.tree)["tree"].block_mask is None
+    assert shared_attention.inputs_of(rows.layout)["tree"].block_mask is None
     expected, gradients = _states_and_gradients(model, rows)
     assert float((flex - expected).norm() / expected.norm()) < DOUBLE_TOLERANCE
     _assert_near(flex_gradients, gradients, DOUBLE_TOLERANCE)
@@ -303,8 +298,7 @@ def test_the_mask_of_a_pass_is_traced_once_for_all_sizes(monkeypatch: pytest.Mon
     traced = torch.compile(shared_flex.create_block_mask, dynamic=True, backend=counter)
     for number in (1, 20, 9):
         rows = [(prompt, 1 + (11 * at) % 40) for at, (prompt, _) in enumerate(ROWS * number)]
-        tree = pack_tree(shared_batch(rows), "cpu", WHATEVER).tree
-        assert tree is not None
+        tree = pack_rows(shared_batch(rows), "cpu", WHATEVER).layout
         found = []
         for make in (create_block_mask, traced):
             monkeypatch.setattr(shared_flex, "create_block_mask", make)
@@ -330,7 +324,7 @@ def test_flex_attention_under_autocast_and_recomputed(
 ) -> None:
     folder = _folder(tmp_path, "smollm2")
     model = _model(folder, "policy", compute_dtype="bfloat16", recompute=recompute)
-    rows = pack_tree(shared_batch(), "cpu", WHATEVER)
+    rows = pack_rows(shared_batch(), "cpu", WHATEVER)
     found = _gradients(model, _outputs(model, rows))
     monkeypatch.undo()
     _assert_near(found, _gradients(model, _outputs(model, rows)), BFLOAT16_TOLERANCE)
@@ -351,7 +345,7 @@ def _ways(folder: Path, **options: Any) -> list[ModelSpec]:
 
 def _shares(trainer: Trainer, batch: Experience) -> int:
     passes = trainer.rank_model.micro_batches(batch)
-    return sum(len(one.rows) for one in passes if one.padded.tree is not None)
+    return sum(len(one.rows) for one in passes if one.shares)
 
 
 @pytest.mark.parametrize("budget", [1, 24, 4096])
@@ -391,6 +385,11 @@ def test_a_training_step_is_the_same(tmp_path: Path, always: None, rows_per_unit
         found.append((metrics, outputs["logprobs"], gradients))
     (shared, outputs, gradients), (expected, padded, padded_gradients) = found
     assert shared.keys() == expected.keys()
+    fraction = shared.pop("computed_fraction")
+    tokens = batch["tokens"].values
+    passes = Trainer.policy(_ways(folder, micro_batch_tokens=40)[0], OptimizerSpec())
+    computed = sum(one.num_tokens for one in passes.rank_model.micro_batches(batch, rows_per_unit))
+    assert fraction == computed / len(tokens) < expected.pop("computed_fraction") == 1.0
     for name, number in expected.items():
         assert shared[name] == pytest.approx(number, rel=1e-5, abs=1e-6), name
     torch.testing.assert_close(outputs.values, padded.values, rtol=0, atol=OUTPUT_TOLERANCE)
@@ -423,7 +422,7 @@ def test_without_a_common_prompt_no_bit_differs(tmp_path: Path) -> None:
 def test_a_mask_of_padded_rows_is_heeded(tmp_path: Path) -> None:
     """Whoever calls the model with a mask of its own, e.g. to sample, gets what it asks for."""
     model = _model(_folder(tmp_path, "smollm2"), "policy")
-    assert model.sharing is not None
+    assert model.packing is not None
     row = [5, 6, 7, 8]
     with torch.no_grad():
         padded = model.lm(
@@ -435,6 +434,55 @@ def test_a_mask_of_padded_rows_is_heeded(tmp_path: Path) -> None:
     torch.testing.assert_close(padded, alone, rtol=0, atol=OUTPUT_TOLERANCE)
 
 
-def test_models_that_look_back_only_so_far_do_not_share(tmp_path: Path) -> None:
-    folder = write_tiny_decoder(tmp_path, "mistral", vocab_size=VOCAB, tie_word_embeddings=True)
-    assert _model(folder, "policy").sharing is None
+# --- attention of other kinds -------------------------------------------------------------
+
+_EVERY_OTHER = {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}
+"""Rows are longer than the window, and so are most prompts."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 3},
+    "qwen2": {"use_sliding_window": True, **_EVERY_OTHER},
+    "olmo3": _EVERY_OTHER,
+    "gemma3_text": _EVERY_OTHER,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt2": {},
+}
+"""With layers that look back only so far, with experts, and one that takes rectangles alone."""
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_attention_is_that_of_each_row_by_itself(
+    tmp_path: Path, family: str, shares: bool
+) -> None:
+    """The oracle is transformers' own pass over each row."""
+    options = OTHERS[family]
+    folder = write_tiny_decoder(tmp_path, family, vocab_size=VOCAB, **options)
+    model = _model(folder, "policy")
+    assert (model.packing is None) == (family == "gpt2")
+    batch = shared_batch()
+    rows = pack_rows(batch, "cpu", replace(WHATEVER, shares=shares and family != "gpt2"))
+    outputs = _outputs(model, rows)[:1]
+    gradients = _gradients(model, outputs)
+    expected = [_alone(model, batch)]
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=OUTPUT_TOLERANCE)
+    _assert_near(gradients, _gradients(model, expected), GRADIENT_TOLERANCE)
+    if "sliding_window" in options:
+        far = write_tiny_decoder(
+            tmp_path / "far", family, vocab_size=VOCAB, **{**options, "sliding_window": 64}
+        )
+        difference = _alone(_model(far, "policy"), batch) - expected[0]
+        assert float(difference.detach().abs().max()) > 1e-2, "nothing is out of sight"
+
+
+def _alone(model: Any, batch: Experience) -> torch.Tensor:
+    """Log-probs of each row by transformers' own pass over it."""
+    rows = zip(batch["tokens"].rows(), batch["prompt_lengths"].values.tolist(), strict=True)
+    logprobs = [
+        (model.lm(tokens[None]).logits[0, prompt - 1 : -1] / 0.8)
+        .log_softmax(-1)
+        .gather(1, tokens[prompt:, None])
+        .squeeze(1)
+        for tokens, prompt in rows
+    ]
+    return torch.cat(logprobs)

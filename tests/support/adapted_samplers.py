@@ -14,7 +14,7 @@ from support.tiny_models import write_tiny_llama
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.packing.batching import pad_rows
+from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm import VllmBackend
@@ -135,7 +135,7 @@ def scores(
             "prompt_lengths": Column(ColumnKind.ROW, lengths),
         }
     )
-    padded = pad_rows(batch, "cpu")
+    padded = pack_rows(batch, "cpu")
     logprobs_N, _ = model.finish(model.stage_forward(padded, None), padded, temperature=1.0)
     return list(logprobs_N.split([len(t.completion_tokens) for t in trajectories]))
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import triton
-from support.kernel_cases import HEADS, LOSSES, ROWS, estimated, kernels, laid_out, lost, scored
+from support.kernel_cases import HEADS, LOSSES, ROWS, estimated, kernels, lost, scored
 from support.layer_cases import TYPES, gated, normed, rotated
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -27,11 +27,10 @@ from rolemesh.engine.kernels import (
     layers,
     linear_logprobs,
     policy_loss,
-    ragged,
     segmented_scan,
 )
 
-MODULES = (layers, linear_logprobs, policy_loss, ragged, segmented_scan)
+MODULES = (layers, linear_logprobs, policy_loss, segmented_scan)
 H100 = GPUTarget("cuda", 90, 32)
 CPU = "cpu"
 
@@ -74,7 +73,6 @@ def compiled() -> Counter[str]:
         lost(CPU, LOSSES["plain"], (7, 1), "no entropy")
         for dtype in (torch.float32, torch.float64):
             estimated(CPU, ROWS, dtype, 0.9, 0.95)
-        laid_out(CPU, ((3, 4), (1, 0), (2, 9), (5, 1)))
         for types in TYPES.values():
             normed(CPU, "qwen3", (3, 1024), types)
             normed(CPU, "qwen3", (2, 3, 2, 128), types)

@@ -20,8 +20,8 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_o
 from rolemesh.engine.kernels.choice import KERNELS_VARIABLE
 from rolemesh.engine.models.logprobs import token_logprobs
 from rolemesh.engine.models.shared_attention import inputs_of, sharing_attention
-from rolemesh.engine.packing.batching import pad_rows
-from rolemesh.engine.packing.tree_packing import SharingCost, pack_tree
+from rolemesh.engine.packing.packed_rows import pack_rows
+from rolemesh.engine.packing.pass_cost import PassCost
 from rolemesh.engine.specs import PpoPolicyLossSpec
 
 TOLERANCE = 2e-5
@@ -208,32 +208,6 @@ def estimated(
     return {"advantages": advantages, "returns": returns}
 
 
-def laid_out(device: str, lengths: tuple[tuple[int, int], ...]) -> Tensors:
-    """A rectangle of rows (prompt, completion), states taken from it, and their gradient."""
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(1, 99, (sum(pair),), generator=generator) for pair in lengths]
-    batch = Experience(
-        {
-            "tokens": Column.ragged(ColumnKind.SEQUENCE, rows, torch.int32),
-            "prompt_lengths": Column(ColumnKind.ROW, torch.tensor([pair[0] for pair in lengths])),
-        }
-    )
-    padded = pad_rows(batch, device)
-    hidden = torch.randn(*padded.tokens_BT.shape, 5, generator=generator)
-    hidden = hidden.to(device).requires_grad_()
-    states = padded.states(hidden)
-    weights = torch.randn(states.shape, generator=generator).to(device)
-    (weights * states).sum().backward()
-    assert hidden.grad is not None
-    return {
-        "tokens": padded.tokens_BT,
-        "lengths": padded.lengths_B,
-        "targets": padded.targets_U,
-        "states": states.detach(),
-        "gradient": hidden.grad,
-    }
-
-
 def attended(
     device: str,
     group: int,
@@ -248,14 +222,13 @@ def attended(
     It computes in `dtype`, on numbers that `rounded` can hold.
     """
     batch = token_batch(prompt_lengths=[prompt] * len(completions), completion_lengths=completions)
-    cost = SharingCost(pairs_per_token=float("inf"), pairs_per_call=100.0, margin=1.0)
-    packed = pack_tree(with_shared_prompts(batch, group), device, cost)
-    assert packed.tree is not None
-    inputs = inputs_of(packed.tree)
+    cost = PassCost(pairs_per_token=float("inf"), pairs_per_call=100.0, margin=1.0)
+    packed = pack_rows(with_shared_prompts(batch, group), device, cost)
+    inputs = inputs_of(packed.layout)
     generator = torch.Generator().manual_seed(5)
     # Four heads of queries, two of keys and values.
     query, key, value = (
-        torch.randn(1, heads, packed.tokens_BT.shape[1], 64, generator=generator)
+        torch.randn(1, heads, packed.tokens_1S.shape[1], 64, generator=generator)
         .to(device, rounded)
         .to(dtype)
         .requires_grad_()

@@ -11,7 +11,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 
 if TYPE_CHECKING:
     from rolemesh.engine.models.causal_lm import CausalLm
-    from rolemesh.engine.packing.batching import PaddedRows
+    from rolemesh.engine.packing.packed_rows import PackedRows
 
 PROMPT_LENGTHS = (3, 5, 1, 7, 2, 4, 9, 6)
 COMPLETION_LENGTHS = (4, 6, 1, 9, 2, 12, 3, 5)
@@ -20,11 +20,11 @@ FIRST_PLAIN_TOKEN = 4
 
 
 def score(
-    model: CausalLm, rows: PaddedRows, *, temperature: float, with_entropy: bool = False
+    model: CausalLm, rows: PackedRows, *, temperature: float, with_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropy of completion tokens, by a model of one stage."""
-    hidden_BTD = model.stage_forward(rows, None)
-    return model.finish(hidden_BTD, rows, temperature=temperature, with_entropy=with_entropy)
+    hidden_1SD = model.stage_forward(rows, None)
+    return model.finish(hidden_1SD, rows, temperature=temperature, with_entropy=with_entropy)
 
 
 def token_batch(

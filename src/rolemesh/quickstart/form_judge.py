@@ -26,9 +26,10 @@ from transformers.utils import logging as transformers_logging
 
 from rolemesh.engine.data.prompts import PromptSet, load_rows
 from rolemesh.engine.model_files import WEIGHTS_FILE
-from rolemesh.engine.models.classifier import Classifier, pad_token_rows
+from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
+from rolemesh.engine.packing.packed_rows import pack_rows, whole_rows
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, ReasoningGymSpec
 from rolemesh.engine.train.gradients import Gradients
@@ -201,7 +202,7 @@ def _train(
         ]
         texts = [draw.choice(prompts) + completion(kind, draw, held_out=False) for kind in kinds]
         # The same as Classifier computes, with gradients.
-        scores_B = judge(pad_token_rows(tokenizer(texts)["input_ids"]))
+        scores_B = judge(pack_rows(whole_rows(tokenizer(texts)["input_ids"]), judge.device))
         target_B = torch.tensor([float(kind in NUMBER_KINDS) for kind in kinds])
         # Squared error on the logit itself: cross-entropy would move the two classes apart without
         # end, but the scale of a reward should not depend on the length of the training.
