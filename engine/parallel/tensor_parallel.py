@@ -1,9 +1,9 @@
 """Tensor parallelism: a transformers decoder that computes on one slice of its weights.
 
 Attention is cut by heads and the MLP by its inner width (arXiv 1909.08053, section 3), the
-embedding by rows of the vocabulary. Parameters stay plain local tensors; `families.slice_box` says
-which box of the whole each one is. What does not divide by ranks (norms, biases after a sum, a
-score head) every rank holds whole and computes alike, or, where slices share the tokens between
+embedding by rows of the vocabulary. Parameters stay plain local tensors; `families.slice_boxes`
+says which boxes of the whole each one is. What does not divide by ranks (norms, biases after a sum,
+a score head) every rank holds whole and computes alike, or, where slices share the tokens between
 attention and MLP, on its own ones (`token_shares`).
 
 Shape letters: B rows, T longest row, D width, S vocabulary rows of this slice.
@@ -25,16 +25,14 @@ from rolemesh.engine.layout.families import (
     EMBEDDING,
     DecoderShape,
     cut_of,
+    part_of_layer,
     replica_ranks_of_kv,
-    slice_box,
+    slice_boxes,
+    slice_sizes,
 )
 from rolemesh.engine.parallel.low_rank import adapted
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.parallel.token_shares import gather_to_slices, sum_to_shares, take_share
-
-_PARTIAL_EVERYWHERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-"""Held whole by every slice, but each slice uses them on its own heads alone."""
-
 
 # --- sums over slices ---------------------------------------------------------------------
 
@@ -175,7 +173,7 @@ def cut_tensors(
 ) -> None:
     """Makes a decoder compute on one slice, in place. Its weights become empty local tensors.
 
-    Called on a model on the meta device; the caller fills the tensors (`slice_box` of each).
+    Called on a model on the meta device; the caller fills the tensors (`slice_boxes` of each).
     A group of one rank changes nothing.
 
     Where slices share the tokens, the first layer takes this rank's share of its input, layers
@@ -214,9 +212,8 @@ def cut_tensors(
             lambda _, args: (take_share(args[0], group), *args[1:])
         )
     for name, parameter in list(lm.named_parameters()):
-        box = slice_box(shape, name, tp=group.index, size=group.size)
-        sizes = [stop - start for start, stop in box]
-        if list(parameter.shape) != sizes:
+        sizes = slice_sizes(shape, name, tp=group.index, size=group.size)
+        if tuple(parameter.shape) != sizes:
             set_parameter(lm, name, parameter.new_empty(sizes))
     for module in lm.modules():
         if isinstance(module, nn.Linear):
@@ -238,7 +235,7 @@ def set_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def first_vocabulary_row(shape: DecoderShape, group: RankGroup) -> int:
     """Token id of the first vocabulary row that this rank holds."""
-    return slice_box(shape, EMBEDDING, tp=group.index, size=group.size)[0][0]
+    return slice_boxes(shape, EMBEDDING, tp=group.index, size=group.size)[0][0][0]
 
 
 # --- gradients of what several slices hold ------------------------------------------------
@@ -270,13 +267,19 @@ def partial_gradients(
     sharing = replica_ranks_of_kv(shape, group.size)
     shares = {}
     for name in names:
+        cut = cut_of(shape, name)
         sees_own_tokens = shares_tokens and not name.startswith(f"{shape.head}.")
-        is_part = sees_own_tokens or is_factor(name)
-        if name.endswith(_PARTIAL_EVERYWHERE) or (is_part and cut_of(name) == "whole"):
+        is_part = sees_own_tokens or is_factor(name) or _sees_own_heads(shape, name)
+        if is_part and cut == "whole":
             shares[name] = group.size
-        elif sharing > 1 and cut_of(name) == "kv_heads":
+        elif sharing > 1 and cut == "kv_heads":
             shares[name] = sharing
     return shares
+
+
+def _sees_own_heads(shape: DecoderShape, name: str) -> bool:
+    part = None if is_factor(name) else part_of_layer(shape, name)
+    return part is not None and part.sees_own_heads
 
 
 def sum_partial_gradients(
