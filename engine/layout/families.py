@@ -8,6 +8,7 @@ section 3), the vocabulary in padded blocks as vLLM does; stages are runs of lay
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -166,6 +167,11 @@ class DecoderShape:
     def record(self) -> FamilyRecord:
         """What is known of its family."""
         return RECORDS[self.family]
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embedding's rows are multiplied by."""
+        return math.sqrt(self.hidden_size) if self.record.scales_embedding else 1.0
 
     @property
     def has_qk_norm(self) -> bool:

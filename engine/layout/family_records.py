@@ -59,6 +59,9 @@ class FamilyRecord:
     """Fields that must not be set, and why."""
     not_in_vllm: Mapping[str, str] = field(default_factory=dict)
     """Fields with which vLLM's model lacks parameters, and which."""
+    vllm_from_rope: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Fields that vLLM reads of the config and transformers has in rope_parameters: of each the
+    names there, by vLLM's. Left out, vLLM computes without them, and says nothing."""
     vllm_slices: bool = True
     """Whether vLLM's own class is there, which can be cut into slices. Without one vLLM takes
     transformers' class; on one rank that is measured, in slices not."""
@@ -112,6 +115,27 @@ _HEAD_NORMS = (
     Part("self_attn.k_norm.weight", "whole", sees_own_heads=True),
 )
 _TWO_NORMS = _norms("input_layernorm", "post_attention_layernorm")
+_FOUR_NORMS = (
+    *_TWO_NORMS,
+    *_norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+_FUSED_MLP = (
+    *_linear("mlp.gate_up_proj", "gate_up", None),
+    *_linear("mlp.down_proj", "columns", None),
+)
+_OLMO = (
+    *_attention("attention_bias", "attention_bias"),
+    # Over the width of all heads at once: each slice norms its own part by the sum of all.
+    Part("self_attn.q_norm.weight", "heads"),
+    Part("self_attn.k_norm.weight", "kv_heads"),
+    *_mlp(),
+    *_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+_SOFT_CAPS = {
+    "attn_logit_softcapping": "the attention here, as that of vLLM on a CPU, has no soft cap",
+    "final_logit_softcapping": "log-probs here leave soft caps out",
+}
 
 RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
     {
@@ -147,9 +171,99 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             not_in_vllm={"attention_bias": "o_proj.bias"},
             kernel_classes="Qwen3",
         ),
+        "ministral3": FamilyRecord(
+            parts=(*_attention(), *_mlp(), *_TWO_NORMS),
+            defaults={"num_key_value_heads": 8, "head_dim": 128},
+            # Queries beyond the first context grow with their positions.
+            vllm_from_rope={
+                "llama_4_scaling": {
+                    "beta": "llama_4_scaling_beta",
+                    "original_max_position_embeddings": "original_max_position_embeddings",
+                }
+            },
+        ),
+        "granite": FamilyRecord(
+            parts=(
+                *_attention("attention_bias", "attention_bias"),
+                *_mlp("mlp_bias"),
+                *_TWO_NORMS,
+            ),
+            enters_times="embedding_multiplier",
+            logits_over="logits_scaling",
+        ),
+        "smollm3": FamilyRecord(
+            parts=(
+                *_attention("attention_bias", "attention_bias"),
+                *_mlp("mlp_bias"),
+                *_TWO_NORMS,
+            ),
+            defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+            per_layer=("layer_types", "no_rope_layers"),
+            vllm_slices=False,
+        ),
+        "olmo2": FamilyRecord(parts=_OLMO, vllm_slices=False),
+        "olmo3": FamilyRecord(parts=_OLMO, per_layer=("layer_types",), vllm_slices=False),
+        "gemma2": FamilyRecord(
+            parts=(
+                *_attention("attention_bias", "attention_bias"),
+                *_mlp(),
+                *_FOUR_NORMS,
+            ),
+            defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            per_layer=("layer_types",),
+            scales_embedding=True,
+            refused=_SOFT_CAPS,
+        ),
+        "gemma3_text": FamilyRecord(
+            parts=(
+                *_attention("attention_bias", "attention_bias"),
+                *_HEAD_NORMS,
+                *_mlp(),
+                *_FOUR_NORMS,
+            ),
+            defaults=_GEMMA,
+            per_layer=("layer_types",),
+            scales_embedding=True,
+            refused={
+                **_SOFT_CAPS,
+                "use_bidirectional_attention": "a policy's tokens see only those before them",
+            },
+        ),
+        "phi3": FamilyRecord(
+            parts=(
+                *_linear("self_attn.o_proj", "columns", None),
+                *_linear("self_attn.qkv_proj", "qkv", None),
+                *_FUSED_MLP,
+                *_TWO_NORMS,
+            ),
+        ),
+        "glm4": FamilyRecord(
+            parts=(
+                *_attention("attention_bias"),
+                *_FUSED_MLP,
+                *_TWO_NORMS,
+                *_norms("post_self_attn_layernorm", "post_mlp_layernorm"),
+            ),
+            defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+        ),
     }
 )
 """By model_type."""
+
+
+def vllm_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that vLLM's model needs beside those of a config.json; none for most families.
+
+    Args:
+        config: `PretrainedConfig.to_dict()`.
+    """
+    record = RECORDS.get(str(config.get("model_type")))
+    rope = config.get("rope_parameters") or {}
+    return {
+        name: {own: rope[given] for own, given in names.items()}
+        for name, names in (record.vllm_from_rope if record else {}).items()
+        if all(rope.get(given) is not None for given in names.values())
+    }
 
 
 def known_families() -> str:

@@ -199,6 +199,8 @@ def load_shard(
     base = lm.base_model
     # The frequencies of the rotary embedding are not in the files, so they are computed here.
     base.rotary_emb = type(base.rotary_emb)(config=base.config)
+    if shape.record.scales_embedding:
+        base.embed_tokens.embed_scale = torch.tensor(shape.embedding_scale)
     keep_stage(lm, shape, mesh.pp)
     cut_tensors(lm, shape, mesh.tp, shares_tokens=shares_tokens)
     if spec.adapter is not None:

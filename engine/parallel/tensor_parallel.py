@@ -147,15 +147,53 @@ class RowParallelLinear(nn.Linear):
         return sum_over_slices(part_BTD, self.group, in_own_type=in_own_type)
 
 
+class RowSliceNorm(nn.Module):
+    """An RMS norm over a width of which this rank holds a part: queries or keys of its heads."""
+
+    weight: nn.Parameter
+    group: RankGroup
+    width: int
+    """Of the whole."""
+    sharing: int
+    """Neighbouring slices that hold the same part."""
+    eps: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Norms floating [B, T, part of the width], in float32, by the root mean square of all."""
+        wide = hidden_states.float()
+        squares = wide.square().sum(-1, keepdim=True) / self.sharing
+        # Every slice divides by the sum, so that its gradient is the sum of theirs.
+        total = copy_to_slices(sum_over_slices(squares, self.group), self.group)
+        normed = wide * torch.rsqrt(total / self.width + self.eps)
+        return (self.weight * normed).to(hidden_states.dtype)
+
+
+class _OwnHeads:
+    """A config as it is, but with the query heads of a slice: some attention splits by that."""
+
+    def __init__(self, config: Any, num_heads: int) -> None:
+        self._config = config
+        self.num_attention_heads = num_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 class VocabularySliceEmbedding(nn.Embedding):
     """An embedding of which this rank holds some rows."""
 
     group: RankGroup
     first_row: int
     """Token id of the first row held."""
+    scale: float
+    """What the rows are multiplied by; see `FamilyRecord.scales_embedding`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Embeds int64 [B, T] as [B, T, D], equal on all ranks; ids outside are looked up there."""
+        """Embeds int64 [B, T] as [B, T, D], equal on all ranks."""
+        return self.rows(input) if self.scale == 1.0 else self.rows(input) * self.scale
+
+    def rows(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows of int64 [B, T], [B, T, D]; of ids outside they are looked up there."""
         if not len(self.weight):
             # An empty slice still takes part in the sum, and its (empty) gradient must exist.
             nothing_D = self.weight.sum(0)
@@ -200,7 +238,12 @@ def cut_tensors(
         attention, mlp = layer.self_attn, layer.mlp
         attention.o_proj = _row_parallel(attention.o_proj, group, shares_tokens)
         mlp.down_proj = _row_parallel(mlp.down_proj, group, shares_tokens)
-        attention.num_key_value_groups = shape.num_heads // group.size // kv_heads
+        heads = shape.num_heads // group.size
+        attention.num_key_value_groups = heads // kv_heads
+        if shape.record.has_fused_files:
+            attention.num_key_value_heads = kv_heads
+            attention.config = _OwnHeads(attention.config, heads)
+        _cut_norms(attention, shape, group)
         for part in (attention, mlp):
             if shares_tokens:
                 # Not a hook: recomputation of a part then keeps its share, and gathers again.
@@ -356,6 +399,19 @@ def _row_parallel(linear: nn.Linear, group: RankGroup, shares_tokens: bool) -> R
     return module
 
 
+def _cut_norms(attention: Any, shape: DecoderShape, group: RankGroup) -> None:
+    """Norms of queries and keys that go over the whole width, not over a head."""
+    for name, heads in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads)):
+        norm = getattr(attention, name, None)
+        if norm is not None and cut_of(shape, f"model.layers.0.self_attn.{name}.weight") != "whole":
+            module = RowSliceNorm()
+            module.weight, module.group = norm.weight, group
+            module.width = heads * shape.head_dim
+            module.sharing = max(1, group.size // heads)
+            module.eps = norm.variance_epsilon
+            setattr(attention, name, module)
+
+
 def _vocabulary_slice(
     embedding: nn.Embedding, shape: DecoderShape, group: RankGroup
 ) -> VocabularySliceEmbedding:
@@ -363,4 +419,5 @@ def _vocabulary_slice(
     module.weight = embedding.weight
     module.group, module.first_row = group, first_vocabulary_row(shape, group)
     module.num_embeddings = shape.vocab_size
+    module.scale = shape.embedding_scale
     return module
