@@ -68,7 +68,7 @@ def abilities_of(config: Mapping[str, Any]) -> Abilities:
     lacks = [what for name, what in record.not_in_vllm.items() if name in shape.switched_on]
     return Abilities(
         family=family,
-        sampled_by=f"hf (vllm's model has no {lacks[0]})" if lacks else _samplers(record),
+        sampled_by=f"hf (vllm's model has no {lacks[0]})" if lacks else "vllm, hf",
         on_one_rank="yes",
         over_ranks=_axes(f"up to {shape.num_kv_heads}" if _is_bounded(record) else ""),
         adapters="yes",
@@ -80,7 +80,7 @@ def known_abilities() -> list[Abilities]:
     lines = [
         Abilities(
             family=family,
-            sampled_by=_samplers(record),
+            sampled_by="vllm, hf",
             on_one_rank=_condition(record),
             over_ranks=_axes("up to its key-value heads" if _is_bounded(record) else ""),
             adapters="yes",
@@ -96,10 +96,6 @@ def as_markdown(lines: Iterable[Abilities]) -> str:
     """A table of Markdown, a line a family, without an end of line at its end."""
     rows = [HEADINGS, tuple("---" for _ in HEADINGS), *(one.cells for one in lines)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def _samplers(record: FamilyRecord) -> str:
-    return "vllm, hf" if record.vllm_slices else "vllm with tp 1, hf"
 
 
 def _condition(record: FamilyRecord) -> str:

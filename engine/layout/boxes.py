@@ -123,11 +123,6 @@ def generate_layout(shape: DecoderShape, layout: HybridLayout, dtype: DtypeName)
                 f"the {shape.family} model has {name}, and vLLM's has no {lacks}: sample with "
                 "rollout type hf"
             )
-    if not shape.record.vllm_slices and layout.generate.tp > 1:
-        raise UnsupportedFamilyError(
-            f"generate.tp is {layout.generate.tp}, and vLLM has no class of its own for "
-            f"{shape.family}, whose slices are not measured: give generate.tp=1"
-        )
     # Replicas share one shard.
     shard_at = functools.cache(functools.partial(_generate_shard, shape, layout))
     places = map(layout.coordinates, range(layout.world_size))
@@ -193,7 +188,9 @@ def _generate_shard(shape: DecoderShape, layout: HybridLayout, pp: int, tp: int)
         filled = 0
         for parameter in parameters:
             is_padded = cut_of(shape, parameter) == "vocab"
-            for box in slice_boxes(shape, parameter, tp=tp, size=size):
+            is_whole = parameter.endswith(shape.record.vllm_whole)
+            at = {"tp": 0, "size": 1} if is_whole else {"tp": tp, "size": size}
+            for box in slice_boxes(shape, parameter, **at):
                 sizes = _sizes(box)
                 if sizes[0]:
                     pieces.append(Piece(parameter, box, tensor, (filled, *(0,) * (len(box) - 1))))

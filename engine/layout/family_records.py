@@ -62,9 +62,8 @@ class FamilyRecord:
     vllm_from_rope: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Fields that vLLM reads of the config and transformers has in rope_parameters: of each the
     names there, by vLLM's. Left out, vLLM computes without them, and says nothing."""
-    vllm_slices: bool = True
-    """Whether vLLM's own class is there, which can be cut into slices. Without one vLLM takes
-    transformers' class; on one rank that is measured, in slices not."""
+    vllm_whole: tuple[str, ...] = ()
+    """Parameters of a layer that each of vLLM's slices holds all of, though ours hold parts."""
     kernel_classes: str = ""
     """Begins the names of the classes in transformers whose forward passes `kernels/layers.py`
     computes on a GPU, e.g. "Llama"; empty: transformers' code runs there."""
@@ -131,6 +130,7 @@ _OLMO = (
     *_mlp(),
     *_norms("post_attention_layernorm", "post_feedforward_layernorm"),
 )
+_OLMO_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
 _SOFT_CAPS = {
     "attn_logit_softcapping": "the attention here, as that of vLLM on a CPU, has no soft cap",
@@ -199,10 +199,9 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             ),
             defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
             per_layer=("layer_types", "no_rope_layers"),
-            vllm_slices=False,
         ),
-        "olmo2": FamilyRecord(parts=_OLMO, vllm_slices=False),
-        "olmo3": FamilyRecord(parts=_OLMO, per_layer=("layer_types",), vllm_slices=False),
+        "olmo2": FamilyRecord(parts=_OLMO, vllm_whole=_OLMO_NORMS),
+        "olmo3": FamilyRecord(parts=_OLMO, per_layer=("layer_types",), vllm_whole=_OLMO_NORMS),
         "gemma2": FamilyRecord(
             parts=(
                 *_attention("attention_bias", "attention_bias"),

@@ -24,7 +24,7 @@ from support.parallel_training import (
 )
 from support.rank_processes import RankContext, RankPool
 from support.rollout_checks import load_trainer_model, logprob_differences, set_stop_tokens
-from support.sampler_shards import rank_shard, shard_tensors
+from support.sampler_shards import folder_weights, rank_shard, shard_tensors
 from support.slow_cases import mostly_slow
 from support.tiny_families import write_tiny_decoder
 from support.token_batches import score, token_batch
@@ -77,6 +77,8 @@ LOGPROB_TOLERANCE = 2e-5
 """Of our log-probs to those of transformers' logits: float32, summed in another order."""
 VLLM_TOLERANCE = 5e-7
 """Mean abs difference of a token: float32 through three narrow layers, in two programs."""
+SLICES_TOLERANCE = 1e-6
+"""The same with sums over two slices. Measured: 1.7e-7 to 4.9e-7."""
 LEAST_MOVE = 1e-4
 """The same between the weights before and after an update: an update that was lost would show."""
 LOAD_TIMEOUT_S = 300.0
@@ -338,10 +340,7 @@ def process() -> Iterator[RankPool]:
 def test_vllm_computes_with_each_update_and_loads_the_export(
     process: RankPool, tmp_path: Path, name: str
 ) -> None:
-    config = {**case_config(name), **SAMPLED, **NOT_IN_VLLM.get(name, {})}
-    config["initializer_range"] = 0.05
-    folder = write_tiny_decoder(tmp_path / "model", CASES[name][0], **config)
-    set_stop_tokens(folder, (2, 3))
+    folder = _write_sampled(tmp_path / "model", name)
     (found,) = process.run(sample_updates, 1, folder, tmp_path / "export", timeout_s=LOAD_TIMEOUT_S)
     assert max(found.differences) < VLLM_TOLERANCE
     assert found.moved > LEAST_MOVE
@@ -353,7 +352,58 @@ def test_vllm_computes_with_each_update_and_loads_the_export(
     assert found.placed_is_equal
 
 
+def sample_in_slices(at: RankContext, folder: Path) -> list[float]:
+    """Differences of what two slices sample: with whole weights, and with parts of them."""
+    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
+    with at.connect(layout, timeout_s=LOAD_TIMEOUT_S) as mesh:
+        spec = VllmSpec(dtype="float32", max_model_len=48, max_num_seqs=8)
+        backend = VllmBackend(spec, folder, mesh)
+        try:
+            weights, model = folder_weights(folder), load_trainer_model(folder)
+            differences = []
+
+            def compare() -> dict[str, str]:
+                sampled = list(backend.generate(_requests(), SamplingSpec(max_new_tokens=24)))
+                differences.append(float(logprob_differences(model, _requests(), sampled).mean()))
+                return dict(backend.weight_checksums())
+
+            backend.update_weights(weights.items(), 1)
+            loaded = compare()
+            backend.update_weights(((key, torch.zeros_like(t)) for key, t in weights.items()), 2)
+            shard = rank_shard(folder, layout, mesh.rank)
+            backend.update_shard(shard_tensors(shard, weights), 3)
+            assert compare() == loaded
+            return differences
+        finally:
+            backend.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_two_slices_of_vllm_sample_as_one_model(
+    processes: RankPool, tmp_path: Path, name: str
+) -> None:
+    folder = _write_sampled(tmp_path, name)
+    for found in processes.run(sample_in_slices, 2, folder, timeout_s=LOAD_TIMEOUT_S):
+        assert max(found) < SLICES_TOLERANCE
+
+
 # --- inside ---------------------------------------------------------------------------------
+
+
+def _write_sampled(directory: Path, name: str) -> Path:
+    """The model of a case, with sizes and settings that vLLM takes."""
+    config = {**case_config(name), **SAMPLED, **NOT_IN_VLLM.get(name, {})}
+    config["initializer_range"] = 0.05
+    folder = write_tiny_decoder(directory, CASES[name][0], **config)
+    set_stop_tokens(folder, (2, 3))
+    return folder
 
 
 def _sizes() -> dict[str, Any]:
