@@ -41,6 +41,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.weights.checkpoint.CheckpointMismatchError": "CHECKPOINT_MISMATCH",
         "rolemesh.engine.weights.folders.FolderExistsError": "PATH_INVALID",
         "rolemesh.engine.layout.manifest.ManifestError": "WEIGHTS_MISMATCH",
+        "rolemesh.engine.layout.families.RefusedSettingError": "SPEC_INVALID",
         "rolemesh.engine.layout.families.UnsupportedFamilyError": "SPEC_INVALID",
         "rolemesh.engine.model_files.ModelFolderError": "SPEC_INVALID",
         "rolemesh.engine.adapter_config.AdapterFolderError": "SPEC_INVALID",
