@@ -43,9 +43,11 @@ from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayo
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.packing.batching import pad_rows
+from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import (
+    HfSpec,
     ModelSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
@@ -262,7 +264,20 @@ def logprobs_of_rank(at: RankContext, spec: ModelSpec, layout: TrainLayout) -> t
         return _logprobs(CausalLm(spec, mesh=mesh))
 
 
-# --- vLLM -----------------------------------------------------------------------------------
+# --- samplers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_samples_what_the_trainer_scores(tmp_path: Path, name: str) -> None:
+    config = {**case_config(name), "vocab_size": VOCABULARY, "eos_token_id": 2}
+    folder = write_tiny_decoder(tmp_path, CASES[name][0], **config)
+    trainer = Trainer.policy(_spec(folder), OptimizerSpec())
+    backend = make_backend(HfSpec(dtype="float32", max_model_len=48, max_num_seqs=8), folder)
+    backend.update_weights(trainer.named_weights(), 0)
+    sampled = list(backend.generate(_requests(), SamplingSpec(max_new_tokens=24)))
+    backend.close()
+    differences = logprob_differences(load_trainer_model(folder), _requests(), sampled)
+    assert float(differences.max()) < LOGPROB_TOLERANCE
 
 
 @dataclass
