@@ -122,17 +122,24 @@ class Classifier:
         self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
         return _in_order(found, groups)
 
+    def fault(self, row: Sequence[int]) -> str | None:
+        """Why a row of token ids cannot be scored, and what to do; None where it can be."""
+        if not row:
+            return "has no tokens: give at least one token to score"
+        if self.max_tokens is not None and len(row) > self.max_tokens:
+            return (
+                f"has {len(row)} tokens, but the classifier sees at most {self.max_tokens}: "
+                "shorten prompts or completions"
+            )
+        return None
+
     def _row_groups(self, token_rows: Sequence[Sequence[int]]) -> list[list[int]]:
         """Rows of each micro-batch; raises ValueError for rows that cannot be scored."""
         lengths = [len(row) for row in token_rows]
-        for index, length in enumerate(lengths):
-            if length == 0:
-                raise ValueError(f"row {index} has no tokens: give at least one token to score")
-            if self.max_tokens is not None and length > self.max_tokens:
-                raise ValueError(
-                    f"row {index} has {length} tokens, but the classifier sees at most "
-                    f"{self.max_tokens}: shorten prompts or completions"
-                )
+        for index, row in enumerate(token_rows):
+            fault = self.fault(row)
+            if fault is not None:
+                raise ValueError(f"row {index} {fault}")
         tokens = [token for row in token_rows for token in row]
         check_in_vocabulary(torch.tensor(tokens, dtype=torch.int64), self._model.config)
         return micro_batches(lengths, self.spec.micro_batch_tokens)

@@ -85,7 +85,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         # Of a command that evaluates by itself, and of no call of a service.
         "rolemesh.engine.evaluation.asking.EndpointGoneError": "SAMPLER_UNAVAILABLE",
         "rolemesh.engine.evaluation.asking.UnansweredError": "SAMPLER_REFUSED",
-        "rolemesh.services.evaluation.judging.UnscoredError": "REWARD_FAILED",
+        "rolemesh.services.evaluation.answers.UnscoredError": "REWARD_FAILED",
         "rolemesh.engine.rewards.sources.RewardInvalidError": "REWARD_INVALID",
         "rolemesh.engine.transport.rendezvous.OfferInvalidError": "TRANSPORT_MISMATCH",
         "rolemesh.engine.transport.selection.TransportUnavailableError": "TRANSPORT_UNAVAILABLE",
