@@ -15,6 +15,7 @@ from rolemesh.engine.layout.families import (
     LM_HEAD,
     DecoderShape,
     Head,
+    RefusedSettingError,
     has_plan,
     parameter_shape,
     stage_tensors,
@@ -45,7 +46,7 @@ _SIZES = (
 )
 """Of a config that says what parameters its model has; without one, transformers' own apply."""
 
-_NOT_UPDATED_IN_VLLM = {
+NOT_UPDATED_IN_VLLM = {
     "gpt_oss": "vLLM 0.32 computes NaN with weights of this family that come after its start",
 }
 """Why vLLM cannot sample a family that is trained, by model_type."""
@@ -108,10 +109,10 @@ def check_sampled(folder: Path, sampler: str, *, field: str = "model.path") -> N
         ModelFolderError: The family is such, or the folder has no config.json that names one.
     """
     family = read_config_file(folder, field=field)["model_type"]
-    if sampler == "vllm" and family in _NOT_UPDATED_IN_VLLM:
+    if sampler == "vllm" and family in NOT_UPDATED_IN_VLLM:
         raise ModelFolderError(
             f"{field} {str(folder)!r} has the model_type {family!r}, and rollout.type is "
-            f"{sampler!r}: {_NOT_UPDATED_IN_VLLM[family]}; take a model of another family"
+            f"{sampler!r}: {NOT_UPDATED_IN_VLLM[family]}; take a model of another family"
         )
 
 
@@ -282,6 +283,8 @@ def _check_parameters(
         return  # its parameters have other names and shapes
     try:
         shape = DecoderShape.from_config(config, head=head or "lm_head")
+    except RefusedSettingError as error:
+        raise ModelFolderError(f"{of}: {error}") from error
     except (ValueError, TypeError) as error:
         raise ModelFolderError(f"{of}: {CONFIG_FILE} cannot be right: {error}") from error
     if num_layers is not None:

@@ -15,7 +15,7 @@ COMMANDS = {
     "init": "Writes a small recipe that trains a model on your data with your reward.",
     "import": "Writes a recipe from settings of TRL, OpenRLHF or verl.",
     "fetch": "Brings the models and data that a recipe names at the Hugging Face hub.",
-    "check": "Looks for problems that would stop a recipe's run, and loads no model.",
+    "check": "Looks for problems that would stop a recipe's run, or tells what a model can do.",
     "fit": "Estimates what each GPU of a recipe holds, and says what to change where it does not "
     "fit.",
     "plan": "Finds the placement and the layouts with the shortest step, by a cost model.",

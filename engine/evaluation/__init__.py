@@ -1,4 +1,4 @@
-"""Evaluation of a policy behind a URL: rows of tasks, how they are asked, and what scores say.
+"""Evaluation of a policy behind a URL: rows of tasks, and how they are asked and played.
 
-No torch, and nothing of a run.
+Without torch, but for episodes: those are played by what samples in a run.
 """

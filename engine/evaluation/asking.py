@@ -53,6 +53,24 @@ class Completion:
     """None where the endpoint does not say."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """What came of one row of a task, before it is judged."""
+
+    at: int
+    """Number of the row in its task."""
+    sample: int
+    """Number of the answer among those of the row."""
+    prompt: str
+    """The row as text."""
+    completion: Completion | None = None
+    """None: there is none."""
+    reward: float | None = None
+    """What an agent or an environment gave; None: nothing did."""
+    why: str = ""
+    """Why there is no completion."""
+
+
 class Asker:
     """Asks one endpoint. Owner: one loop.
 
@@ -86,6 +104,7 @@ class Asker:
         self._drawing = drawing
         self._base = spec.url.rstrip("/")
         self._shown = masked_url(self._base)
+        self._tokenizer = tokenizer
         self._renderer = None if tokenizer is None else Renderer(tokenizer)
         self._model = spec.model
         self._without_answer = 0
@@ -101,8 +120,24 @@ class Asker:
         Raises:
             EndpointGoneError: The endpoint does not answer, or lists no model.
         """
-        if self._model is not None:
-            return self._model
+        if self._model is None:
+            (self._model, *_) = await self._listed()
+        return self._model
+
+    async def longest_sequence(self) -> int | None:
+        """Tokens that the model takes, prompt and completion together, as the endpoint says.
+
+        Returns:
+            The number; None where it does not say.
+
+        Raises:
+            EndpointGoneError: As `open`.
+        """
+        found = (await self._listed()).get(await self.open())
+        return found if isinstance(found, int) else None
+
+    async def _listed(self) -> dict[str, Any]:
+        """The models of the endpoint, in its order, with what it says of their length."""
         try:
             response = await self._client.get(f"{self._base}/models")
         except httpx.HTTPError as error:
@@ -117,12 +152,13 @@ class Asker:
                 f"{self._shown}/models answers with status {response.status_code}{hint}"
             )
         try:
-            self._model = str(response.json()["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise EndpointGoneError(
-                f"{self._shown}/models lists no model: name it with --model"
-            ) from error
-        return self._model
+            cards = response.json()["data"]
+            listed = {str(card["id"]): card.get("max_model_len") for card in cards}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            listed = {}
+        if not listed:
+            raise EndpointGoneError(f"{self._shown}/models lists no model: name it with --model")
+        return listed
 
     def prompt_of(self, row: EvaluatedRow) -> str:
         """The prompt as text: rendered where there is a tokenizer, else its turns."""
@@ -148,7 +184,7 @@ class Asker:
         answer = await self._answer(path, body)
         try:
             choice = answer["choices"][0]
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            text = choice["message"]["content"] if "message" in choice else self._text(choice)
             usage = answer.get("usage") or {}
             return Completion(
                 # A message may have a tool call or a refusal alone.
@@ -156,8 +192,17 @@ class Asker:
                 finish_reason=str(choice.get("finish_reason")),
                 num_tokens=usage.get("completion_tokens"),
             )
-        except (LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise UnansweredError(f"the answer has no completion ({error!r})") from error
+
+    def _text(self, choice: Mapping[str, Any]) -> str:
+        """What a completion says, as a run reads its tokens where the endpoint tells them."""
+        tokens = choice.get("token_ids")
+        if self._tokenizer is None or not isinstance(tokens, list):
+            return str(choice["text"])
+        # A server leaves out bytes at the end that are no whole character, which a reward would
+        # see in a run.
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _request(self, row: EvaluatedRow, seed: int) -> tuple[str, dict[str, Any]]:
         drawing = self._drawing
@@ -174,6 +219,7 @@ class Asker:
             body["prompt"] = self._renderer.tokens(self._renderer.prompt_text(row.row))
             # A server of token ids is vLLM's, which fills in what the model's folder suggests.
             body = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **body}
+            body["return_token_ids"] = True
             return "/completions", body
         turns = [dict(turn) for turn in row.row.messages]
         if row.row.assistant_prefix:

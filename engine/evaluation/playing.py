@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.evaluation.asking import (
     Completion,
@@ -96,16 +95,13 @@ class Player:
         )
         self._agent = make_agent(spec, sandbox, asked.url)
 
-    async def play(
-        self, task: str, row: EvaluatedRow, sample: int, *, number: int, prompt: str
-    ) -> Played:
+    async def play(self, task: str, row: EvaluatedRow, sample: int, *, prompt: str) -> Played:
         """One trajectory of a row.
 
         Args:
             task: Name of its task.
             row: What the agent is told.
             sample: Number of the trajectory among those of the row.
-            number: Of the row in its task.
             prompt: The row as text.
 
         Raises:
@@ -119,7 +115,7 @@ class Player:
             stopped, log = threading.Event(), AgentLog()
             try:
                 work = AgentWork(
-                    prompt=_prompt_of(row, number, prompt),
+                    prompt=row.prompt(prompt),
                     base_url=opened["base_url"],
                     session_url=opened["base_url"].removesuffix("/v1"),
                     api_key=opened["key"],
@@ -219,15 +215,3 @@ class Player:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._agent.close()
         await self._client.aclose()
-
-
-def _prompt_of(row: EvaluatedRow, number: int, text: str) -> Prompt:
-    """The row as an agent is told of it; it gets no tokens."""
-    return Prompt(
-        prompt_id=number,
-        text=text,
-        tokens=(),
-        answer=row.row.answer,
-        metadata=row.row.metadata,
-        messages=tuple(dict(message) for message in row.row.messages),
-    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolemesh.engine.data import reasoning_gym
-from rolemesh.engine.data.prompts import load_prompts, load_rows
+from rolemesh.engine.data.prompts import Prompt, load_prompts, load_rows
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow
 from rolemesh.engine.specs import ReasoningGymSpec
@@ -24,6 +24,24 @@ class EvaluatedRow:
     key: str
     """Equal for equal prompts with equal answers, whatever tokenizer renders them."""
     row: PromptRow
+    prompt_id: int
+    """That of the row in a run of the task's data."""
+
+    def prompt(self, text: str, tokens: Sequence[int] = ()) -> Prompt:
+        """The row as an environment or an agent is told of it, as in a run.
+
+        Args:
+            text: The rendered prompt.
+            tokens: Its token ids; an agent gets none.
+        """
+        return Prompt(
+            prompt_id=self.prompt_id,
+            text=text,
+            tokens=tokens,
+            answer=self.row.answer,
+            metadata=self.row.metadata,
+            messages=tuple(dict(message) for message in self.row.messages),
+        )
 
 
 def rows_of(task: EvaluatedTaskSpec, tokenizer: ChatTokenizer | None) -> list[EvaluatedRow]:
@@ -36,7 +54,7 @@ def rows_of(task: EvaluatedTaskSpec, tokenizer: ChatTokenizer | None) -> list[Ev
     Raises:
         ValueError: They cannot be read, there are none, or fewer than wanted.
     """
-    rows = _held_out(task, tokenizer)
+    num_train, rows = _held_out(task, tokenizer)
     wanted = len(rows) if task.num_prompts is None else task.num_prompts
     if not rows:
         raise DataInvalidError(
@@ -51,32 +69,42 @@ def rows_of(task: EvaluatedTaskSpec, tokenizer: ChatTokenizer | None) -> list[Ev
     texts = [row for row in rows[:wanted] if row.text is not None]
     if texts:
         raise DataInvalidError(f"task {task.name}: {texts[0].where} is text without a prompt")
-    return _with_keys(rows[:wanted])
+    return _with_keys(rows[:wanted], num_train)
 
 
-def _held_out(task: EvaluatedTaskSpec, tokenizer: ChatTokenizer | None) -> Sequence[PromptRow]:
+def _held_out(
+    task: EvaluatedTaskSpec, tokenizer: ChatTokenizer | None
+) -> tuple[int, Sequence[PromptRow]]:
+    """How many training rows there are, which are numbered first, and the held-out rows."""
     data = task.data
     if isinstance(data, ReasoningGymSpec) and data.max_prompt_tokens is None:
-        return reasoning_gym.load(data)[1]
+        return _counted(*reasoning_gym.load(data))
     if tokenizer is not None:
         # The order of epochs has a seed, held-out rows have none.
         prompts = load_prompts(data, tokenizer=tokenizer, seed=0)
-        return list(prompts.every("held_out"))
+        return prompts.size("train"), list(prompts.every("held_out"))
     if getattr(data, "max_prompt_tokens", None) or getattr(data, "max_row_tokens", None):
         raise DataInvalidError(
             f"task {task.name}: its data leaves out rows by their tokens (max_prompt_tokens, "
             "max_row_tokens), and there is no tokenizer to count them: give --tokenizer"
         )
-    return load_rows(data)[1]
+    return _counted(*load_rows(data))
 
 
-def _with_keys(rows: Sequence[PromptRow]) -> list[EvaluatedRow]:
+def _counted(
+    train: Sequence[PromptRow], held_out: Sequence[PromptRow]
+) -> tuple[int, Sequence[PromptRow]]:
+    return len(train), held_out
+
+
+def _with_keys(rows: Sequence[PromptRow], num_train: int) -> list[EvaluatedRow]:
     seen: Counter[str] = Counter()
     keyed = []
-    for row in rows:
+    for prompt_id, row in enumerate(rows, start=num_train):
         content = row.identity + b"\0" + row.answer.encode("utf-8", "surrogatepass")
         key = hashlib.sha256(content).hexdigest()[: 2 * _KEY_BYTES]
         seen[key] += 1
         # A prompt that is there twice is two rows.
-        keyed.append(EvaluatedRow(key=key if seen[key] == 1 else f"{key}#{seen[key]}", row=row))
+        own = key if seen[key] == 1 else f"{key}#{seen[key]}"
+        keyed.append(EvaluatedRow(key=own, row=row, prompt_id=prompt_id))
     return keyed

@@ -19,7 +19,7 @@ from rolemesh.engine.layout.families import (
     check_layout,
     cut_of,
     layer_parameters,
-    slice_box,
+    slice_boxes,
     stage_layers,
     stage_tensors,
 )
@@ -53,7 +53,7 @@ def train_layout(
 ) -> WeightLayout:
     """What each rank holds while it trains: all parameters, or those that training changes.
 
-    Each stage's tensors are cut into tensor slices (`slice_box`; the vocabulary without padding),
+    Each stage's tensors are cut into tensor slices (`slice_boxes`; the vocabulary without padding),
     then FSDP2's way: dimension 0 of the slice in chunks of ceil(rows / fsdp), so that the last
     ranks of a group may hold fewer rows or none. A tensor without elements has a shape but no
     piece.
@@ -117,11 +117,12 @@ def generate_layout(shape: DecoderShape, layout: HybridLayout, dtype: DtypeName)
         raise UnsupportedFamilyError(
             f"head is {shape.head!r}: only a model with an lm_head generates; give one"
         )
-    if shape.family == "qwen3" and shape.has_output_bias:
-        raise UnsupportedFamilyError(
-            "the qwen3 model has attention_bias, and vLLM's has no o_proj.bias: sample with "
-            "rollout type hf"
-        )
+    for name, lacks in shape.record.not_in_vllm.items():
+        if name in shape.switched_on:
+            raise UnsupportedFamilyError(
+                f"the {shape.family} model has {name}, and vLLM's has no {lacks}: sample with "
+                "rollout type hf"
+            )
     # Replicas share one shard.
     shard_at = functools.cache(functools.partial(_generate_shard, shape, layout))
     places = map(layout.coordinates, range(layout.world_size))
@@ -160,15 +161,20 @@ def _train_shard(
     for tensor, parameter in stage_tensors(shape, pp=pp, size=layout.pp):
         if not is_held(parameter):
             continue
-        (start, stop), *others = slice_box(shape, parameter, tp=tp, size=layout.tp)
-        rows = -(-(stop - start) // layout.fsdp)
-        box: Box = (
-            (min(start + chunk * rows, stop), min(start + (chunk + 1) * rows, stop)),
-            *others,
-        )
-        shapes[tensor] = _sizes(box)
-        if 0 not in shapes[tensor]:
-            pieces.append(Piece(parameter, box, tensor, (0,) * len(box)))
+        boxes = slice_boxes(shape, parameter, tp=tp, size=layout.tp)
+        total = sum(_sizes(box)[0] for box in boxes)
+        rows = -(-total // layout.fsdp)
+        first, last = min(chunk * rows, total), min((chunk + 1) * rows, total)
+        shapes[tensor] = (last - first, *_sizes(boxes[0])[1:])
+        passed = 0
+        for (start, stop), *others in boxes:
+            # Of the rows that are stacked before this box, and of its own, those of the chunk.
+            low, high = max(first, passed), min(last, passed + stop - start)
+            if low < high and 0 not in shapes[tensor]:
+                box: Box = ((start + low - passed, start + high - passed), *others)
+                origin = (low - first, *(0,) * len(others))
+                pieces.append(Piece(parameter, box, tensor, origin))
+            passed += stop - start
     return RankShard(tuple(pieces), shapes)
 
 
@@ -181,12 +187,15 @@ def _generate_shard(shape: DecoderShape, layout: HybridLayout, pp: int, tp: int)
         """Stacks this slice of the parameters by rows."""
         filled = 0
         for parameter in parameters:
-            box = slice_box(shape, parameter, tp=tp, size=size)
-            sizes = _sizes(box)
-            if sizes[0]:
-                pieces.append(Piece(parameter, box, tensor, (filled, *(0,) * (len(box) - 1))))
-            filled += shape.padded_vocab_size // size if cut_of(parameter) == "vocab" else sizes[0]
-            shapes[tensor] = (filled, *sizes[1:])
+            is_padded = cut_of(shape, parameter) == "vocab"
+            is_whole = parameter.endswith(shape.record.vllm_whole)
+            at = {"tp": 0, "size": 1} if is_whole else {"tp": tp, "size": size}
+            for box in slice_boxes(shape, parameter, **at):
+                sizes = _sizes(box)
+                if sizes[0]:
+                    pieces.append(Piece(parameter, box, tensor, (filled, *(0,) * (len(box) - 1))))
+                filled += shape.padded_vocab_size // size if is_padded else sizes[0]
+                shapes[tensor] = (filled, *sizes[1:])
 
     if pp == 0 or (is_last and shape.is_tied):
         add(EMBEDDING, (EMBEDDING,))

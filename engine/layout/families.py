@@ -1,14 +1,16 @@
 """Decoder families that can be spread over ranks: their parameters, and how each is cut.
 
-Pure: no torch. Families: llama, mistral, qwen2, qwen3, under their Hugging Face names. Tensor
-slices cut attention by heads and the MLP by its inner width (arXiv 1909.08053, section 3), the
-vocabulary in padded blocks as vLLM does; stages are runs of layers.
+Pure: no torch. `family_records.py` says what parameters a family has, under their Hugging Face
+names. Tensor slices cut attention by heads and the MLP by its inner width (arXiv 1909.08053,
+section 3), the vocabulary in padded blocks as vLLM does; stages are runs of layers.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
@@ -19,13 +21,16 @@ from rolemesh.engine.layout.adapters import (
     is_factor,
     split_factor,
 )
+from rolemesh.engine.layout.family_records import (
+    FUSED_CUTS,
+    RECORDS,
+    Cut,
+    FamilyRecord,
+    Part,
+    known_families,
+)
 from rolemesh.engine.layout.manifest import Box, DtypeName, Manifest, Parameter
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
-
-Cut: TypeAlias = Literal["whole", "heads", "kv_heads", "rows", "columns", "vocab"]
-"""What tensor slices take of a parameter: all of it; rows by query heads; rows by key-value heads;
-rows by the MLP's inner width; columns (by query heads or by inner width); rows by the padded
-vocabulary."""
 
 Head: TypeAlias = Literal["lm_head", "score"]
 """What stands on top: the projection to the vocabulary, or that to labels."""
@@ -43,31 +48,6 @@ default padding of vLLM's VocabParallelEmbedding, so that training slices lie in
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
-_LAYER_CUTS: dict[str, Cut] = {
-    "self_attn.q_proj.weight": "heads",
-    "self_attn.q_proj.bias": "heads",
-    "self_attn.k_proj.weight": "kv_heads",
-    "self_attn.k_proj.bias": "kv_heads",
-    "self_attn.v_proj.weight": "kv_heads",
-    "self_attn.v_proj.bias": "kv_heads",
-    "self_attn.o_proj.weight": "columns",
-    # Added once, after the sum over slices: every slice holds all of it.
-    "self_attn.o_proj.bias": "whole",
-    "self_attn.q_norm.weight": "whole",
-    "self_attn.k_norm.weight": "whole",
-    "mlp.gate_proj.weight": "rows",
-    "mlp.gate_proj.bias": "rows",
-    "mlp.up_proj.weight": "rows",
-    "mlp.up_proj.bias": "rows",
-    "mlp.down_proj.weight": "columns",
-    "mlp.down_proj.bias": "whole",
-    "input_layernorm.weight": "whole",
-    "post_attention_layernorm.weight": "whole",
-}
-
-_MATRICES = tuple(name for name in _LAYER_CUTS if name.endswith("_proj.weight"))
-"""Those that can have an adapter."""
-
 _OUTER_CUTS: dict[str, Cut] = {
     EMBEDDING: "vocab",
     NORM: "whole",
@@ -79,6 +59,10 @@ _OUTER_CUTS: dict[str, Cut] = {
 
 class UnsupportedFamilyError(ValueError):
     """A model that cannot be spread over ranks: names the family and what to do instead."""
+
+
+class RefusedSettingError(UnsupportedFamilyError):
+    """A model of a known family that computes what nothing here does, on one rank neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +85,8 @@ class DecoderShape:
     """Rows of the embedding, without padding."""
     is_tied: bool
     """The input embedding is also the projection to the vocabulary."""
-    has_qkv_bias: bool
-    has_output_bias: bool
-    """o_proj has a bias."""
-    has_mlp_bias: bool
-    has_qk_norm: bool
-    """Queries and keys are normed a head (qwen3)."""
+    switched_on: frozenset[str] = frozenset()
+    """Fields of its config that give it parameters which not every model of the family has."""
     head: Head
     num_labels: int = 1
     """Rows of a score head."""
@@ -140,9 +120,10 @@ class DecoderShape:
             ValueError: A size is missing or impossible.
         """
         family = str(config.get("model_type"))
-        if family not in _KV_HEADS:
+        record = RECORDS.get(family)
+        if record is None:
             raise UnsupportedFamilyError(
-                f"model_type is {family!r}: only {', '.join(_KV_HEADS)} can be spread over ranks; "
+                f"model_type is {family!r}: only {known_families()} can be spread over ranks; "
                 "give the layout pp=1, tp=1, dp=1"
             )
         if config.get("quantization_config") is not None:
@@ -150,34 +131,52 @@ class DecoderShape:
                 f"the {family} model has a quantization_config: quantized weights cannot be spread "
                 "over ranks; give the layout pp=1, tp=1, dp=1, or a model in bfloat16 or float32"
             )
-        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-        kv_heads = config.get("num_key_value_heads", _KV_HEADS[family]) or heads
-        # qwen3 has a width of its own whatever the hidden size; the others divide it.
-        head_dim = config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
+        given = {**record.defaults, **config}
+        for name, why in record.refused.items():
+            if given.get(name):
+                raise RefusedSettingError(
+                    f"the {family} model has {name} {given[name]!r}, and {why}: take another model"
+                )
+        hidden, heads = _size(given, "hidden_size"), _size(given, "num_attention_heads")
+        kv_heads = given.get("num_key_value_heads") or heads
+        head_dim = given.get("head_dim") or record.defaults.get("head_dim") or hidden // heads
         if heads % kv_heads:
             raise ValueError(
                 f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}: "
                 "fix config.json"
             )
-        has_attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
         return cls(
             family=family,
-            num_layers=_size(config, "num_hidden_layers"),
+            num_layers=_size(given, "num_hidden_layers"),
             hidden_size=hidden,
-            intermediate_size=_size(config, "intermediate_size"),
+            intermediate_size=_size(given, "intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=_size(config, "vocab_size"),
-            is_tied=head == "lm_head" and bool(config.get("tie_word_embeddings")),
-            has_qkv_bias=family == "qwen2" or has_attention_bias,
-            has_output_bias=has_attention_bias,
-            has_mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
-            has_qk_norm=family == "qwen3",
+            vocab_size=_size(given, "vocab_size"),
+            is_tied=head == "lm_head" and bool(given.get("tie_word_embeddings")),
+            switched_on=frozenset(
+                part.when for part in record.parts if part.when and given.get(part.when)
+            ),
             head=head,
             num_labels=num_labels,
             has_head_bias=has_head_bias,
         )
+
+    @property
+    def record(self) -> FamilyRecord:
+        """What is known of its family."""
+        return RECORDS[self.family]
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embedding's rows are multiplied by."""
+        return math.sqrt(self.hidden_size) if self.record.scales_embedding else 1.0
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Queries and keys are normed."""
+        return self.record.qk_norm
 
     @property
     def padded_vocab_size(self) -> int:
@@ -206,7 +205,11 @@ class DecoderShape:
         Raises:
             ValueError: It has no such matrix, or one that is too small for the rank.
         """
-        matrices = [name.removesuffix(".weight") for name in _layer_suffixes(self, _MATRICES)]
+        matrices = [
+            part.suffix.removesuffix(".weight")
+            for part in layer_parts(self)
+            if part.suffix.endswith("_proj.weight")
+        ]
         chosen = chosen_targets(targets, matrices)
         for module in chosen:
             rows, columns = parameter_shape(self, f"model.layers.0.{module}.weight")
@@ -214,14 +217,9 @@ class DecoderShape:
         return replace(self, adapter=AdapterShape(rank, chosen))
 
 
-_KV_HEADS: dict[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
-"""Families that have a plan, and num_key_value_heads where a config.json says nothing (None: as
-many as query heads): the defaults of transformers 5.19."""
-
-
 def has_plan(config: Mapping[str, Any]) -> bool:
     """Whether the model of a config.json is of a family whose parameters are known here."""
-    return config.get("model_type") in _KV_HEADS
+    return config.get("model_type") in RECORDS
 
 
 def check_layout(shape: DecoderShape, layout: TrainLayout | HybridLayout) -> None:
@@ -257,34 +255,58 @@ def check_slices(shape: DecoderShape, size: int, *, field: str = "tp") -> None:
             f"{field} {size} neither divides num_key_value_heads {shape.num_kv_heads} of the "
             f"{shape.family} model nor is a multiple: give a divisor or a multiple"
         )
+    if size > shape.num_kv_heads and any(part.cut == "qkv" for part in shape.record.parts):
+        raise LayoutError(
+            f"{field} {size} is more than num_key_value_heads {shape.num_kv_heads} of the "
+            f"{shape.family} model, whose keys lie in one tensor with its queries: give at most "
+            f"{shape.num_kv_heads}"
+        )
 
 
-def cut_of(name: str) -> Cut:
-    """How tensor slices cut the parameter of that Hugging Face name.
+def layer_parts(shape: DecoderShape) -> tuple[Part, ...]:
+    """The parameters that each layer has, in model order, without factors of adapters."""
+    return tuple(_parts_by_suffix(shape.family, shape.switched_on).values())
+
+
+@functools.cache
+def _parts_by_suffix(family: str, switched_on: frozenset[str]) -> Mapping[str, Part]:
+    return {
+        part.suffix: part
+        for part in RECORDS[family].parts
+        if not part.when or part.when in switched_on
+    }
+
+
+def part_of_layer(shape: DecoderShape, name: str) -> Part | None:
+    """What the record says of the parameter of that name; None outside of the layers.
 
     Raises:
-        UnsupportedFamilyError: No family here has such a parameter.
+        UnsupportedFamilyError: The family has no such parameter.
     """
     match = _LAYER.fullmatch(name)
-    cut = _cut_in_layer(match[2]) if match else _OUTER_CUTS.get(name)
-    if cut is None:
+    part = match and _parts_by_suffix(shape.family, shape.switched_on).get(match[2])
+    if part is None and name not in _OUTER_CUTS:
         raise UnsupportedFamilyError(
-            f"parameter {name!r} belongs to none of {', '.join(_KV_HEADS)}: give the layout pp=1, "
-            "tp=1, dp=1"
+            f"parameter {name!r} belongs to no {shape.family} model of this config.json: give the "
+            "layout pp=1, tp=1, dp=1"
         )
-    return cut
+    return part
 
 
-def _cut_in_layer(suffix: str) -> Cut | None:
-    """Of a parameter of a layer; a factor is cut on the side on which its matrix is."""
-    split = split_factor(suffix)
+def cut_of(shape: DecoderShape, name: str) -> Cut:
+    """How tensor slices cut the parameter of that Hugging Face name.
+
+    A factor is cut on the side on which its matrix is.
+
+    Raises:
+        UnsupportedFamilyError: The family has no such parameter.
+    """
+    split = split_factor(name)
     if split is None:
-        return _LAYER_CUTS.get(suffix)
-    module, factor = split
-    cut = _LAYER_CUTS.get(f"{module}.weight")
-    if cut is None or (cut == "columns") == (factor == "A"):
-        return cut
-    return "whole"
+        part = part_of_layer(shape, name)
+        return _OUTER_CUTS[name] if part is None else part.cut
+    cut = cut_of(shape, f"{split[0]}.weight")
+    return cut if (cut == "columns") == (split[1] == "A") else "whole"
 
 
 def parameter_shape(shape: DecoderShape, name: str) -> tuple[int, ...]:
@@ -295,29 +317,47 @@ def parameter_shape(shape: DecoderShape, name: str) -> tuple[int, ...]:
             raise ValueError(f"parameter {name!r} is a factor, but the shape has no adapter")
         height, width = parameter_shape(shape, f"{split[0]}.weight")
         return (shape.adapter.rank, width) if split[1] == "A" else (height, shape.adapter.rank)
-    match = _LAYER.fullmatch(name)
-    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    cut = cut_of(name)
-    module = (match[2] if match else name).removesuffix(".weight").removesuffix(".bias")
-    sizes = {
-        "self_attn.o_proj": (hidden, query),
-        "mlp.down_proj": (hidden, inner),
-        "self_attn.q_norm": (shape.head_dim,),
-        "self_attn.k_norm": (shape.head_dim,),
-        "score": (shape.num_labels, hidden),
-    }.get(module)
-    if sizes is None:
-        rows = {"heads": query, "kv_heads": kv, "rows": inner, "vocab": shape.vocab_size}.get(cut)
-        sizes = (hidden,) if rows is None else (rows, hidden)
-    return sizes[:1] if name.endswith(".bias") else sizes
+    part = part_of_layer(shape, name)
+    hidden = shape.hidden_size
+    if part is None:
+        rows = shape.vocab_size if _OUTER_CUTS[name] == "vocab" else shape.num_labels
+        outer = {NORM: (hidden,), "score.bias": (rows,)}
+        return outer.get(name, (rows, hidden))
+    width = _width(shape, part.suffix)
+    if part.suffix.endswith("norm.weight"):
+        return (shape.head_dim,) if part.sees_own_heads else (sum(_rows(shape, part.cut)),)
+    if part.cut == "columns":
+        return (hidden, width)
+    if part.suffix.endswith(".bias"):
+        return (sum(_rows(shape, part.cut)),)
+    return (sum(_rows(shape, part.cut)), width)
 
 
-def slice_box(shape: DecoderShape, name: str, *, tp: int, size: int) -> Box:
-    """The part of a parameter that slice `tp` of `size` holds, in global coordinates.
+def _rows(shape: DecoderShape, cut: Cut) -> tuple[int, ...]:
+    """Rows of a parameter of a layer that is cut so: of each projection in it."""
+    sizes: Mapping[Cut, int] = {
+        "heads": shape.num_heads * shape.head_dim,
+        "kv_heads": shape.num_kv_heads * shape.head_dim,
+        "rows": shape.intermediate_size,
+    }
+    return tuple(sizes.get(one, shape.hidden_size) for one in FUSED_CUTS.get(cut, (cut,)))
 
-    Real rows only: the last slices of a padded vocabulary hold fewer rows, or none (an empty
-    range). With more slices than key-value heads, neighbours hold the same head.
+
+def _width(shape: DecoderShape, suffix: str) -> int:
+    """Columns of a matrix of a layer."""
+    return {
+        "self_attn.o_proj.weight": shape.num_heads * shape.head_dim,
+        "mlp.down_proj.weight": shape.intermediate_size,
+    }.get(suffix, shape.hidden_size)
+
+
+def slice_boxes(shape: DecoderShape, name: str, *, tp: int, size: int) -> tuple[Box, ...]:
+    """The parts of a parameter that slice `tp` of `size` holds, in global coordinates.
+
+    The slice has them stacked by rows, in this order: one box, but of projections that files hold
+    in one tensor, one of each. Real rows only: the last slices of a padded vocabulary hold fewer
+    rows, or none (an empty range). With more slices than key-value heads, neighbours hold the same
+    head.
 
     Example: a vocabulary of 100 is padded to 128; slices 0..3 of 4 hold rows 0 to 32, 32 to 64,
     64 to 96 and 96 to 100.
@@ -329,22 +369,47 @@ def slice_box(shape: DecoderShape, name: str, *, tp: int, size: int) -> Box:
     if not 0 <= tp < size:
         raise LayoutError(f"slice is {tp}: give 0 to {size - 1}")
     sizes = parameter_shape(shape, name)
-    cut = cut_of(name)
-    if cut == "whole":
-        return tuple((0, number) for number in sizes)
+    cut = cut_of(shape, name)
+    others = tuple((0, number) for number in sizes[1:])
+    if cut == "whole" or size == 1:
+        return (((0, sizes[0]), *others),)
     if cut == "columns":
         width = sizes[1] // size
-        return ((0, sizes[0]), (tp * width, (tp + 1) * width))
+        return (((0, sizes[0]), (tp * width, (tp + 1) * width)),)
     if cut == "vocab":
         block = shape.padded_vocab_size // size
         rows = (min(tp * block, sizes[0]), min((tp + 1) * block, sizes[0]))
-    else:
-        slices, at = size, tp
-        if cut == "kv_heads":
-            sharing = replica_ranks_of_kv(shape, size)
-            slices, at = size // sharing, tp // sharing
-        rows = (at * (sizes[0] // slices), (at + 1) * (sizes[0] // slices))
-    return (rows, *((0, number) for number in sizes[1:]))
+        return ((rows, *others),)
+    boxes, start = [], 0
+    for one, number in zip(FUSED_CUTS.get(cut, (cut,)), _rows(shape, cut), strict=True):
+        sharing = replica_ranks_of_kv(shape, size) if one == "kv_heads" else 1
+        held = number * sharing // size
+        first = start + tp // sharing * held
+        boxes.append(((first, first + held), *others))
+        start += number
+    return tuple(boxes)
+
+
+def slice_box(shape: DecoderShape, name: str, *, tp: int, size: int) -> Box:
+    """The one box of `slice_boxes`, for parameters that a slice holds in one.
+
+    Raises:
+        LayoutError: As `slice_boxes`, or the slice holds several boxes of this parameter.
+    """
+    box, *others = slice_boxes(shape, name, tp=tp, size=size)
+    if others:
+        raise LayoutError(
+            f"{name!r} holds several projections, of each of which a slice of tp {size} has a "
+            "part: give tp=1"
+        )
+    return box
+
+
+def slice_sizes(shape: DecoderShape, name: str, *, tp: int, size: int) -> tuple[int, ...]:
+    """Shape of what slice `tp` of `size` holds of a parameter."""
+    boxes = slice_boxes(shape, name, tp=tp, size=size)
+    rows = sum(stop - start for (start, stop), *_ in boxes)
+    return (rows, *(stop - start for start, stop in boxes[0][1:]))
 
 
 def replica_ranks_of_kv(shape: DecoderShape, size: int) -> int:
@@ -391,8 +456,8 @@ def stage_tensors(shape: DecoderShape, *, pp: int, size: int) -> tuple[tuple[str
 
 def layer_parameters(shape: DecoderShape, layers: range) -> tuple[str, ...]:
     """Names of the parameters of these layers, in model order, without factors of adapters."""
-    suffixes = _layer_suffixes(shape, _LAYER_CUTS)
-    return tuple(f"model.layers.{layer}.{suffix}" for layer in layers for suffix in suffixes)
+    parts = layer_parts(shape)
+    return tuple(f"model.layers.{layer}.{part.suffix}" for layer in layers for part in parts)
 
 
 def layer_factors(shape: DecoderShape, layers: range) -> tuple[str, ...]:
@@ -405,19 +470,6 @@ def layer_factors(shape: DecoderShape, layers: range) -> tuple[str, ...]:
         for module in shape.adapter.targets
         for name in shape.adapter.factors_of(module)
     )
-
-
-def _layer_suffixes(shape: DecoderShape, suffixes: Iterable[str]) -> tuple[str, ...]:
-    absent = set()
-    if not shape.has_qkv_bias:
-        absent |= {f"self_attn.{name}_proj.bias" for name in "qkv"}
-    if not shape.has_output_bias:
-        absent.add("self_attn.o_proj.bias")
-    if not shape.has_mlp_bias:
-        absent |= {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
-    if not shape.has_qk_norm:
-        absent |= {f"self_attn.{name}_norm.weight" for name in "qk"}
-    return tuple(suffix for suffix in suffixes if suffix not in absent)
 
 
 def _head_names(shape: DecoderShape) -> tuple[str, ...]:

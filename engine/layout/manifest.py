@@ -7,7 +7,7 @@ parameter lies where in which tensor of which rank. `plan` turns one layout into
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -18,6 +18,13 @@ ITEM_BYTES: dict[DtypeName, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open ranges [start, stop), one for each dimension."""
+
+
+def ranges(origin: Sequence[int], box: Box) -> tuple[slice, ...]:
+    """Where a box lies in a tensor in which it begins at `origin`."""
+    return tuple(
+        slice(at, at + stop - start) for at, (start, stop) in zip(origin, box, strict=True)
+    )
 
 
 class ManifestError(ValueError):

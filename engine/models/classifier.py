@@ -102,7 +102,9 @@ class Classifier:
         batch = whole_rows(token_rows)
 
         def prepare() -> tuple[list[MicroBatch], int]:
-            self._check(token_rows)
+            for index, row in enumerate(token_rows):
+                if (fault := self.fault(row)) is not None:
+                    raise ValueError(f"row {index} {fault}")
             passes = micro_batches(self._model, batch)
             return passes, len(passes)
 
@@ -124,16 +126,16 @@ class Classifier:
             self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
         return _in_order(found, groups)
 
-    def _check(self, token_rows: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError for rows that cannot be scored."""
-        for index, length in enumerate(map(len, token_rows)):
-            if length == 0:
-                raise ValueError(f"row {index} has no tokens: give at least one token to score")
-            if self.max_tokens is not None and length > self.max_tokens:
-                raise ValueError(
-                    f"row {index} has {length} tokens, but the classifier sees at most "
-                    f"{self.max_tokens}: shorten prompts or completions"
-                )
+    def fault(self, row: Sequence[int]) -> str | None:
+        """Why a row of token ids cannot be scored, and what to do; None where it can be."""
+        if not row:
+            return "has no tokens: give at least one token to score"
+        if self.max_tokens is not None and len(row) > self.max_tokens:
+            return (
+                f"has {len(row)} tokens, but the classifier sees at most {self.max_tokens}: "
+                "shorten prompts or completions"
+            )
+        return None
 
 
 def _in_order(found: Sequence[torch.Tensor], groups: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
     DecoderShape,
+    RefusedSettingError,
     UnsupportedFamilyError,
     check_layout,
 )
@@ -30,6 +31,7 @@ from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.fused_layers import fuse_layers
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.rounding import narrow_layers, round_for_good, round_weights
+from rolemesh.engine.models.scaled_ends import divide_states, unscaled
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import (
     SHARING_ATTENTION,
@@ -98,7 +100,8 @@ class Decoder(nn.Module):
         Raises:
             ModelFolderError: The folder is missing or not whole.
             LayoutError: The model cannot be cut so.
-            UnsupportedFamilyError: More than one rank, and the family has no plan.
+            UnsupportedFamilyError: More than one rank, and the family has no plan; or the model
+                computes what nothing here does.
         """
         super().__init__()
         self.spec = spec
@@ -142,6 +145,8 @@ class Decoder(nn.Module):
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
             if adapter is not None:
                 self.missing -= attach(self.lm, adapter)
+        if self.shape is not None:
+            divide_states(self.lm, self.shape)
         self.multiplies_in_float32 = (
             spec.compute_dtype == "bfloat16" and not machine.multiplies_bfloat16
         )
@@ -225,9 +230,9 @@ class Decoder(nn.Module):
                 weight.data = weight.data.bfloat16()
         embedding = self.lm.base_model.embed_tokens
         if embedding is not None:
-            embed = embedding.forward
+            rows, scale = unscaled(embedding)
             # Hidden states begin in float32, as those of a model that is trained.
-            embedding.forward = lambda tokens: embed(tokens).float()
+            embedding.forward = lambda tokens: rows(tokens).float() * scale
 
     @property
     def rounds_to(self) -> str:
@@ -470,6 +475,8 @@ def _shape(auto_class: Any, config: Any, mesh: RankMesh) -> DecoderShape | None:
             has_head_bias=auto_class is AutoModelForTokenClassification
             and getattr(config, "token_classification_bias", True),
         )
+    except RefusedSettingError:
+        raise
     except UnsupportedFamilyError:
         if mesh.world.size > 1:
             raise

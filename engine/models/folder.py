@@ -13,6 +13,7 @@ import torch
 from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.model_files import ModelFolderError, check_model_files
 from rolemesh.engine.models.buffers import saved_buffers
+from rolemesh.engine.parallel.stages import keep_layers
 from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import ModelSpec
 
@@ -63,10 +64,7 @@ def read_config(spec: ModelSpec) -> Any:
                 f"model.num_layers is {spec.num_layers}, but the model in {str(spec.path)!r} has "
                 f"{config.num_hidden_layers} layers: give at most that many"
             )
-        config.num_hidden_layers = spec.num_layers
-        # Families with several kinds of attention list one kind a layer.
-        if getattr(config, "layer_types", None) is not None:
-            config.layer_types = config.layer_types[: spec.num_layers]
+        keep_layers(config, range(spec.num_layers), of=config.num_hidden_layers)
     return config
 
 

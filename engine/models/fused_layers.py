@@ -1,7 +1,8 @@
 """Triton's kernels in the place of what stands between the products of transformers' layers.
 
-Where `kernels/choice.py` says so for a tensor, norms, SwiGLU and rotary positions of the families
-with a plan are one kernel each (`kernels/layers.py`); everywhere else transformers' own code runs.
+Where `kernels/choice.py` says so for a tensor, norms, SwiGLU and rotary positions of families whose
+record names the classes are one kernel each (`kernels/layers.py`); everywhere else transformers'
+own code runs.
 
 It is transformers' classes that are changed, not the modules of one model: what cuts layers over
 ranks, has them recomputed, or has them see rounded weights takes the forward pass of a class, in
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.kernels.choice import triton_serves
+from rolemesh.engine.layout.family_records import RECORDS
 
 _TYPES = frozenset({torch.float32, torch.bfloat16})
 
@@ -27,10 +29,13 @@ def fuse_layers(family: str) -> None:
     """Lets a family's layers take the kernels where they serve; once a process.
 
     Args:
-        family: One of those of `layout/families.py`, by its Hugging Face name.
+        family: One of those of `layout/family_records.py`, by its Hugging Face name. Where its
+            record names no classes, nothing is done.
     """
+    name = RECORDS[family].kernel_classes
+    if not name:
+        return
     modeling: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    name = family.capitalize()
     norm, mlp = getattr(modeling, f"{name}RMSNorm"), getattr(modeling, f"{name}MLP")
     norm.forward = _norm_forward(norm.forward)
     mlp.forward = _mlp_forward(mlp.forward)

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rolemesh.engine.models.scaled_ends import unscaled
 from rolemesh.engine.parallel.low_rank import Factor, adapted, has_adapter
 from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear
 
@@ -150,7 +151,7 @@ def _see_weights(model: nn.Module, view: _Map, linear: Callable[[nn.Linear], _Ma
             continue
         has_own_weights = next(module.parameters(recurse=False), None) is not None
         if isinstance(module, nn.Embedding):
-            patched.forward = _embedding(module.forward, view)
+            patched.forward = _embedding(module, view)
         elif isinstance(module, nn.Linear) and (
             "forward" not in vars(module) or has_adapter(module)
         ):
@@ -191,9 +192,10 @@ def _linear(module: nn.Linear, narrow_gradients: bool) -> _Map:
     return forward
 
 
-def _embedding(embed: _Map, view: _Map) -> _Map:
+def _embedding(embedding: nn.Embedding, view: _Map) -> _Map:
     # The rows that were looked up, not the whole table: the values are the same.
-    return lambda tokens: view(embed(tokens))
+    rows, scale = unscaled(embedding)
+    return lambda tokens: view(rows(tokens)) if scale == 1.0 else view(rows(tokens)) * scale
 
 
 def _narrow_linear(module: nn.Linear, products: torch.dtype) -> _Map:

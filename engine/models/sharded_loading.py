@@ -12,8 +12,14 @@ import torch
 from safetensors import safe_open
 
 from rolemesh.engine.layout.boxes import train_layout
-from rolemesh.engine.layout.families import DecoderShape, parameter_shape, slice_box, stage_tensors
-from rolemesh.engine.layout.manifest import Box
+from rolemesh.engine.layout.families import (
+    DecoderShape,
+    parameter_shape,
+    slice_boxes,
+    slice_sizes,
+    stage_tensors,
+)
+from rolemesh.engine.layout.manifest import Box, ranges
 from rolemesh.engine.model_files import INDEX_FILE, WEIGHTS_FILE, ModelFolderError
 from rolemesh.engine.models.adapters import AdapterValues, attach_empty
 from rolemesh.engine.models.folder import (
@@ -193,6 +199,8 @@ def load_shard(
     base = lm.base_model
     # The frequencies of the rotary embedding are not in the files, so they are computed here.
     base.rotary_emb = type(base.rotary_emb)(config=base.config)
+    if shape.record.scales_embedding:
+        base.embed_tokens.embed_scale = torch.tensor(shape.embedding_scale)
     keep_stage(lm, shape, mesh.pp)
     cut_tensors(lm, shape, mesh.tp, shares_tokens=shares_tokens)
     if spec.adapter is not None:
@@ -212,7 +220,6 @@ def load_shard(
         refuse_missing(missing, may_miss, folder, type(lm).__name__)
         for name, parameter in parameters.items():
             key = keys[name]
-            box = slice_box(shape, parameter, tp=mesh.tp.index, size=mesh.tp.size)
             expected = parameter_shape(shape, parameter)
             if key is not None and tensors.shape(key) != expected:
                 raise ModelFolderError(
@@ -222,10 +229,13 @@ def load_shard(
                 )
             if mesh.fsdp.size > 1:
                 continue
+            at = {"tp": mesh.tp.index, "size": mesh.tp.size}
             if key is None:
-                value = torch.zeros([stop - start for start, stop in box])
+                value = torch.zeros(slice_sizes(shape, parameter, **at))
             else:
-                value = tensors.read(key, box)
+                boxes = slice_boxes(shape, parameter, **at)
+                parts = [tensors.read(key, box) for box in boxes]
+                value = parts[0] if len(parts) == 1 else torch.cat(parts)
             set_parameter(lm, local_names[name], value)
     if base.embed_tokens is not None:
         base.embed_tokens.padding_idx = None  # see `folder.load_model`
@@ -253,4 +263,5 @@ def read_parts(
             if key is None:  # one that may be missing
                 parts[piece.tensor].zero_()
             else:
-                parts[piece.tensor].copy_(tensors.read(key, piece.box))
+                place = parts[piece.tensor][ranges(piece.origin, piece.box)]
+                place.copy_(tensors.read(key, piece.box))

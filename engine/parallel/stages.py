@@ -17,14 +17,34 @@ from rolemesh.engine.parallel.mesh import RankGroup
 _LAYER = re.compile(r"(model\.layers\.)(\d+)(\..+)")
 
 
+def keep_layers(config: Any, layers: range, *, of: int) -> None:
+    """Cuts a transformers config to a run of its layers, in place, numbered from 0.
+
+    Every list with one entry a layer is cut with their number: families list kinds of attention,
+    layers without positions and more. Lists of tokens may happen to be as long, and stay.
+
+    Args:
+        config: Of a model.
+        layers: Those that are kept.
+        of: Layers of the model.
+    """
+    config.num_hidden_layers = len(layers)
+    for name, value in list(vars(config).items()):
+        is_list = isinstance(value, list | tuple) and not name.endswith("_token_id")
+        if is_list and len(value) == of:
+            setattr(config, name, value[layers.start : layers.stop])
+
+
 def stage_config(config: Any, shape: DecoderShape, group: RankGroup) -> Any:
-    """A copy of a transformers config with this stage's layers alone, numbered from 0."""
+    """A copy of a transformers config with this stage's layers alone, numbered from 0.
+
+    On later stages without a factor on what enters the first layer.
+    """
     layers = stage_layers(shape, pp=group.index, size=group.size)
     config = copy.deepcopy(config)
-    config.num_hidden_layers = len(layers)
-    # Families with several kinds of attention list one kind a layer.
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[layers.start : layers.stop]
+    keep_layers(config, layers, of=shape.num_layers)
+    if shape.record.enters_times and not group.is_first:
+        setattr(config, shape.record.enters_times, 1.0)
     return config
 
 

@@ -1,9 +1,9 @@
 """Tensor parallelism: a transformers decoder that computes on one slice of its weights.
 
 Attention is cut by heads and the MLP by its inner width (arXiv 1909.08053, section 3), the
-embedding by rows of the vocabulary. Parameters stay plain local tensors; `families.slice_box` says
-which box of the whole each one is. What does not divide by ranks (norms, biases after a sum, a
-score head) every rank holds whole and computes alike, or, where slices share the tokens between
+embedding by rows of the vocabulary. Parameters stay plain local tensors; `families.slice_boxes`
+says which boxes of the whole each one is. What does not divide by ranks (norms, biases after a sum,
+a score head) every rank holds whole and computes alike, or, where slices share the tokens between
 attention and MLP, on its own ones (`token_shares`).
 
 Shape letters: B rows, T longest row, D width, S vocabulary rows of this slice.
@@ -25,16 +25,14 @@ from rolemesh.engine.layout.families import (
     EMBEDDING,
     DecoderShape,
     cut_of,
+    part_of_layer,
     replica_ranks_of_kv,
-    slice_box,
+    slice_boxes,
+    slice_sizes,
 )
 from rolemesh.engine.parallel.low_rank import adapted
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.parallel.token_shares import gather_to_slices, sum_to_shares, take_share
-
-_PARTIAL_EVERYWHERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-"""Held whole by every slice, but each slice uses them on its own heads alone."""
-
 
 # --- sums over slices ---------------------------------------------------------------------
 
@@ -149,15 +147,53 @@ class RowParallelLinear(nn.Linear):
         return sum_over_slices(part_BTD, self.group, in_own_type=in_own_type)
 
 
+class RowSliceNorm(nn.Module):
+    """An RMS norm over a width of which this rank holds a part: queries or keys of its heads."""
+
+    weight: nn.Parameter
+    group: RankGroup
+    width: int
+    """Of the whole."""
+    sharing: int
+    """Neighbouring slices that hold the same part."""
+    eps: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Norms floating [B, T, part of the width], in float32, by the root mean square of all."""
+        wide = hidden_states.float()
+        squares = wide.square().sum(-1, keepdim=True) / self.sharing
+        # Every slice divides by the sum, so that its gradient is the sum of theirs.
+        total = copy_to_slices(sum_over_slices(squares, self.group), self.group)
+        normed = wide * torch.rsqrt(total / self.width + self.eps)
+        return (self.weight * normed).to(hidden_states.dtype)
+
+
+class _OwnHeads:
+    """A config as it is, but with the query heads of a slice: some attention splits by that."""
+
+    def __init__(self, config: Any, num_heads: int) -> None:
+        self._config = config
+        self.num_attention_heads = num_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 class VocabularySliceEmbedding(nn.Embedding):
     """An embedding of which this rank holds some rows."""
 
     group: RankGroup
     first_row: int
     """Token id of the first row held."""
+    scale: float
+    """What the rows are multiplied by; see `FamilyRecord.scales_embedding`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Embeds int64 [B, T] as [B, T, D], equal on all ranks; ids outside are looked up there."""
+        """Embeds int64 [B, T] as [B, T, D], equal on all ranks."""
+        return self.rows(input) if self.scale == 1.0 else self.rows(input) * self.scale
+
+    def rows(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows of int64 [B, T], [B, T, D]; of ids outside they are looked up there."""
         if not len(self.weight):
             # An empty slice still takes part in the sum, and its (empty) gradient must exist.
             nothing_D = self.weight.sum(0)
@@ -175,7 +211,7 @@ def cut_tensors(
 ) -> None:
     """Makes a decoder compute on one slice, in place. Its weights become empty local tensors.
 
-    Called on a model on the meta device; the caller fills the tensors (`slice_box` of each).
+    Called on a model on the meta device; the caller fills the tensors (`slice_boxes` of each).
     A group of one rank changes nothing.
 
     Where slices share the tokens, the first layer takes this rank's share of its input, layers
@@ -202,7 +238,12 @@ def cut_tensors(
         attention, mlp = layer.self_attn, layer.mlp
         attention.o_proj = _row_parallel(attention.o_proj, group, shares_tokens)
         mlp.down_proj = _row_parallel(mlp.down_proj, group, shares_tokens)
-        attention.num_key_value_groups = shape.num_heads // group.size // kv_heads
+        heads = shape.num_heads // group.size
+        attention.num_key_value_groups = heads // kv_heads
+        if shape.record.has_fused_files:
+            attention.num_key_value_heads = kv_heads
+            attention.config = _OwnHeads(attention.config, heads)
+        _cut_norms(attention, shape, group)
         for part in (attention, mlp):
             if shares_tokens:
                 # Not a hook: recomputation of a part then keeps its share, and gathers again.
@@ -214,9 +255,8 @@ def cut_tensors(
             lambda _, args: (take_share(args[0], group), *args[1:])
         )
     for name, parameter in list(lm.named_parameters()):
-        box = slice_box(shape, name, tp=group.index, size=group.size)
-        sizes = [stop - start for start, stop in box]
-        if list(parameter.shape) != sizes:
+        sizes = slice_sizes(shape, name, tp=group.index, size=group.size)
+        if tuple(parameter.shape) != sizes:
             set_parameter(lm, name, parameter.new_empty(sizes))
     for module in lm.modules():
         if isinstance(module, nn.Linear):
@@ -238,7 +278,7 @@ def set_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def first_vocabulary_row(shape: DecoderShape, group: RankGroup) -> int:
     """Token id of the first vocabulary row that this rank holds."""
-    return slice_box(shape, EMBEDDING, tp=group.index, size=group.size)[0][0]
+    return slice_boxes(shape, EMBEDDING, tp=group.index, size=group.size)[0][0][0]
 
 
 # --- gradients of what several slices hold ------------------------------------------------
@@ -270,13 +310,19 @@ def partial_gradients(
     sharing = replica_ranks_of_kv(shape, group.size)
     shares = {}
     for name in names:
+        cut = cut_of(shape, name)
         sees_own_tokens = shares_tokens and not name.startswith(f"{shape.head}.")
-        is_part = sees_own_tokens or is_factor(name)
-        if name.endswith(_PARTIAL_EVERYWHERE) or (is_part and cut_of(name) == "whole"):
+        is_part = sees_own_tokens or is_factor(name) or _sees_own_heads(shape, name)
+        if is_part and cut == "whole":
             shares[name] = group.size
-        elif sharing > 1 and cut_of(name) == "kv_heads":
+        elif sharing > 1 and cut == "kv_heads":
             shares[name] = sharing
     return shares
+
+
+def _sees_own_heads(shape: DecoderShape, name: str) -> bool:
+    part = None if is_factor(name) else part_of_layer(shape, name)
+    return part is not None and part.sees_own_heads
 
 
 def sum_partial_gradients(
@@ -353,6 +399,19 @@ def _row_parallel(linear: nn.Linear, group: RankGroup, shares_tokens: bool) -> R
     return module
 
 
+def _cut_norms(attention: Any, shape: DecoderShape, group: RankGroup) -> None:
+    """Norms of queries and keys that go over the whole width, not over a head."""
+    for name, heads in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads)):
+        norm = getattr(attention, name, None)
+        if norm is not None and cut_of(shape, f"model.layers.0.self_attn.{name}.weight") != "whole":
+            module = RowSliceNorm()
+            module.weight, module.group = norm.weight, group
+            module.width = heads * shape.head_dim
+            module.sharing = max(1, group.size // heads)
+            module.eps = norm.variance_epsilon
+            setattr(attention, name, module)
+
+
 def _vocabulary_slice(
     embedding: nn.Embedding, shape: DecoderShape, group: RankGroup
 ) -> VocabularySliceEmbedding:
@@ -360,4 +419,5 @@ def _vocabulary_slice(
     module.weight = embedding.weight
     module.group, module.first_row = group, first_vocabulary_row(shape, group)
     module.num_embeddings = shape.vocab_size
+    module.scale = shape.embedding_scale
     return module

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rolemesh.engine.evaluation.statistics import pass_chance
+from rolemesh.engine.statistics import pass_chance
 
 
 def pass_at(
@@ -18,7 +18,7 @@ def pass_at(
 ) -> dict[str, float]:
     """The chance that at least one of k completions passes, averaged over prompts.
 
-    See `rolemesh.engine.evaluation.statistics.pass_chance` for the formula.
+    See `rolemesh.engine.statistics.pass_chance` for the formula.
 
     Args:
         passes_B: bool [B], whether each row passes.

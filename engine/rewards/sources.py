@@ -205,6 +205,11 @@ class ClassifierReward:
         """float32 [B]."""
         return self._classifier.score(self._encode(batch), progress)
 
+    def faults(self, batch: Experience) -> dict[int, str]:
+        """Why rows cannot be scored, by their number: `score` would refuse the whole batch."""
+        found = {row: self._classifier.fault(ids) for row, ids in enumerate(self._encode(batch))}
+        return {row: fault for row, fault in found.items() if fault is not None}
+
     def as_scored(self, batch: Experience) -> Experience:
         """Returns the same trajectories in exactly the tokens that `score` judges, for training.
 

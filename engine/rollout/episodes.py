@@ -7,8 +7,7 @@ alone (text as it is, messages as the chat template renders them), put behind th
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,9 +15,7 @@ from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.engine.environments.base import (
-    Environment,
     EnvironmentFailedError,
-    TurnEnd,
     observation_of,
     opening_of,
     raised,
@@ -28,6 +25,7 @@ from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.environment_calls import EnvironmentCalls
+from rolemesh.engine.rollout.episode import Episode, RunningEpisode, failure_at, failure_of
 from rolemesh.engine.rollout.episode_texts import EpisodeTexts
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.sandbox.host import Sandbox
@@ -40,83 +38,6 @@ _CPU = torch.device("cpu")
 _USER_ERRORS = (Exception, SystemExit)
 """What an environment, a user's code, may raise. SystemExit would end the service without a word.
 """
-
-
-@dataclass(slots=True, kw_only=True)
-class Episode:
-    """One trajectory, as it becomes a row of a batch."""
-
-    row: int
-    """Row of the batch, as requested."""
-    prompt_tokens: Sequence[int] | None = None
-    """Token ids of the prompt, where that is not the data's; None: it is."""
-    completion_tokens: list[int] = field(default_factory=list)
-    """Token ids: what was sampled, and what the environment said between."""
-    loss_mask: list[bool] = field(default_factory=list)
-    """True for a token that was sampled, False for one of the environment."""
-    logprobs: list[float] = field(default_factory=list)
-    """Natural log-prob of each under the distribution it was drawn from; 0 where it was not."""
-    policy_versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each; of the environment's tokens, that of the sampler
-    when they came."""
-    finish_reason: Literal["stop", "length"] = "stop"
-    """"stop": the policy ended its last turn by itself. "length": it was cut, or nothing more had
-    room."""
-    reward: float = 0.0
-    """Sum of the environment's rewards."""
-    num_turns: int = 0
-    """Turns of the policy."""
-    session: str = ""
-    """Of agents: what people are told of the session beside this row (`engine.sessions.rows`)."""
-
-
-def as_episode(trajectory: RolloutTrajectory) -> Episode:
-    """An episode of one turn and no environment."""
-    return Episode(
-        row=trajectory.row,
-        completion_tokens=list(trajectory.completion_tokens),
-        loss_mask=[True] * len(trajectory.completion_tokens),
-        logprobs=list(trajectory.logprobs),
-        policy_versions=list(trajectory.policy_versions),
-        finish_reason=trajectory.finish_reason,
-        num_turns=1,
-    )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    """An episode in the making."""
-
-    request: RolloutRequest
-    prompt: Prompt
-    environment: Environment
-    stop: tuple[str, ...]
-    """Texts that end a turn."""
-    budget: int
-    """Tokens that the whole completion may have."""
-    episode: Episode
-    has_begun: bool = False
-    """Whether reset has answered."""
-    turn: list[int] = field(default_factory=list)
-    """Tokens of the last turn."""
-    end: TurnEnd = "end_token"
-    """Why it ended."""
-
-    @property
-    def room(self) -> int:
-        """Tokens that the completion may still have."""
-        return self.budget - len(self.episode.completion_tokens)
-
-    def put_in(self, tokens: Sequence[int], version: int) -> bool:
-        """Appends what the environment says, masked; False when no token could follow it."""
-        if len(tokens) >= self.room:
-            return False
-        episode = self.episode
-        episode.completion_tokens += tokens
-        episode.loss_mask += [False] * len(tokens)
-        episode.logprobs += [0.0] * len(tokens)
-        episode.policy_versions += [version] * len(tokens)
-        return True
 
 
 class EpisodeRunner:
@@ -140,6 +61,9 @@ class EpisodeRunner:
 
     Ranks of one generation replica sample the same rows. The first of them asks the environment and
     tells the others, so that a tool is used once and its answer need not be the same twice.
+
+    An environment that fails ends the generation: of a batch to learn from no row may be missing.
+    With `fails_alone` its episode ends instead, says why, and the others go on.
     """
 
     def __init__(
@@ -151,6 +75,7 @@ class EpisodeRunner:
         sandbox: Sandbox | None = None,
         group: RankGroup | None = None,
         device: torch.device = _CPU,
+        fails_alone: bool = False,
     ) -> None:
         """Loads the environment's class.
 
@@ -161,6 +86,7 @@ class EpisodeRunner:
             sandbox: Where a user's class runs; None: in this process.
             group: Ranks of this generation replica; None where the rank is alone.
             device: Where the group's messages lie.
+            fails_alone: Whether an environment that fails ends its own episode alone.
 
         Raises:
             UserCodeError: A user's class cannot be loaded.
@@ -168,6 +94,8 @@ class EpisodeRunner:
         self.group = group if group is not None and group.size > 1 else None
         """Ranks that sample the same rows; None where there is one."""
         self.device = device
+        self.fails_alone = fails_alone
+        """Whether an episode may end with `Episode.failure`."""
         self.texts = EpisodeTexts(tokenizer, spec.max_observation_tokens)
         self.answers_at_once = not isinstance(spec, PythonEnvironmentSpec)
         """Whether environments answer without waiting for anything, and so where they are asked."""
@@ -197,12 +125,19 @@ class EpisodeRunner:
             sampling: How to draw.
 
         Raises:
-            EnvironmentFailedError: Names prompt and turn.
+            EnvironmentFailedError: Names prompt and turn; not with `fails_alone`.
             PromptTooLongError: As the back end raises it, before anything is sampled.
         """
         turns = _Turns(self, backend)
         for request, prompt in zip(requests, prompts, strict=True):
-            turns.begin(self._opened(request, prompt, sampling))
+            try:
+                one = self._opened(request, prompt, sampling)
+            except EnvironmentFailedError as error:
+                if not self.fails_alone:
+                    raise
+                yield Episode(row=request.row, failure=str(error))
+            else:
+                turns.begin(one)
         first = turns.take(is_idle=True)
         while first is not None and not first:
             first = turns.take(is_idle=True)
@@ -216,19 +151,21 @@ class EpisodeRunner:
                 f"the rollout back end left {turns.num_open} of {len(requests)} episodes unfinished"
             )
 
-    def _opened(self, request: RolloutRequest, prompt: Prompt, sampling: SamplingSpec) -> _Running:
+    def _opened(
+        self, request: RolloutRequest, prompt: Prompt, sampling: SamplingSpec
+    ) -> RunningEpisode:
         try:
             # On the thread of the sampler, with which a process of environments ends.
             environment = self._make()
         except _USER_ERRORS as error:
-            raise _failure("the environment", prompt, request.row, 0, raised(error)) from error
+            raise failure_at("the environment", prompt, request.row, 0, raised(error)) from error
         stop: Any = environment.stop
         is_one = isinstance(stop, str) or not isinstance(stop, Iterable)
         if is_one or not all(isinstance(text, str) and text for text in stop):
             kind = type(environment).__name__
             what = f"stop is {stop!r}: give a tuple of texts that are not empty"
-            raise _failure(kind, prompt, request.row, 0, what)
-        return _Running(
+            raise failure_at(kind, prompt, request.row, 0, what)
+        return RunningEpisode(
             request=request,
             prompt=prompt,
             environment=environment,
@@ -238,7 +175,7 @@ class EpisodeRunner:
             episode=Episode(row=request.row),
         )
 
-    def turn(self, one: _Running) -> RolloutRequest:
+    def turn(self, one: RunningEpisode) -> RolloutRequest:
         """The next turn of an episode, to be sampled."""
         seed, number = one.request.seed, one.episode.num_turns
         return RolloutRequest(
@@ -251,21 +188,21 @@ class EpisodeRunner:
             is_complete=self.texts.stop_check(one.stop),
         )
 
-    def opens(self, one: _Running, text: str | None, version: int) -> None:
+    def opens(self, one: RunningEpisode, text: str | None, version: int) -> None:
         """Puts in what reset has said.
 
         Raises:
             EnvironmentFailedError: It leaves no room.
         """
         if text and not one.put_in(self.texts.encoded(text), version):
-            raise _failed(
+            raise failure_of(
                 one,
                 f"the text of reset leaves no room for a turn within {one.budget} tokens: raise "
                 "max_new_tokens and rollout.max_model_len, or lower "
                 "environment.max_observation_tokens",
             )
 
-    def adds(self, one: _Running, trajectory: RolloutTrajectory) -> None:
+    def adds(self, one: RunningEpisode, trajectory: RolloutTrajectory) -> None:
         """Adds a turn, of which the environment has not heard yet."""
         episode, tokens = one.episode, list(trajectory.completion_tokens)
         cut_at = self.texts.turn_end(tokens, one.stop)
@@ -278,7 +215,7 @@ class EpisodeRunner:
         episode.logprobs += trajectory.logprobs[: len(tokens)]
         episode.policy_versions += trajectory.policy_versions[: len(tokens)]
 
-    def goes_on(self, one: _Running, said: Sequence[Any], version: int) -> bool:
+    def goes_on(self, one: RunningEpisode, said: Sequence[Any], version: int) -> bool:
         """Adds what the environment has said to a turn; False when that was the last one."""
         text, messages, reward, is_done = said
         episode = one.episode
@@ -296,7 +233,7 @@ class EpisodeRunner:
             try:
                 tokens = self.texts.rendered(messages, closed_by)
             except DataInvalidError as error:
-                raise _failed(one, str(error)) from error
+                raise failure_of(one, str(error)) from error
         if not one.put_in(tokens, version):
             episode.finish_reason = "length"
             return False
@@ -313,7 +250,7 @@ class _Turns:
     def __init__(self, runner: EpisodeRunner, backend: RolloutBackend) -> None:
         self._runner = runner
         self._backend = backend
-        self._open: dict[int, _Running] = {}
+        self._open: dict[int, RunningEpisode] = {}
         self._asked: set[int] = set()
         """Rows whose environment has not answered yet."""
         self._calls = EnvironmentCalls(
@@ -327,7 +264,7 @@ class _Turns:
         """Episodes that have not ended."""
         return len(self._open)
 
-    def begin(self, one: _Running) -> None:
+    def begin(self, one: RunningEpisode) -> None:
         """Has the environment of an episode begin."""
         self._open[one.request.row] = one
         self._ask(one, lambda: opening_of(one.environment, one.prompt))
@@ -367,7 +304,7 @@ class _Turns:
         ready.sort(key=lambda request: request.row)
         return ready if ready or self._open else None
 
-    def _ask(self, one: _Running, ask: Callable[[], Any]) -> None:
+    def _ask(self, one: RunningEpisode, ask: Callable[[], Any]) -> None:
         row = one.request.row
         self._asked.add(row)
         group = self._runner.group
@@ -380,17 +317,28 @@ class _Turns:
         for fact in self._facts(is_idle=is_idle):
             one = self._open[fact["row"]]
             self._asked.remove(fact["row"])
-            if "error" in fact:
-                raise EnvironmentFailedError(fact["error"])
-            if not one.has_begun:
-                one.has_begun = True
-                runner.opens(one, fact["said"], version)
-            elif not runner.goes_on(one, fact["said"], version):
+            try:
+                goes_on = self._takes(one, fact, version)
+            except EnvironmentFailedError as error:
+                if not runner.fails_alone:
+                    raise
+                goes_on, one.episode.failure = False, str(error)
+            if goes_on:
+                ready.append(runner.turn(one))
+            else:
                 del self._open[one.request.row]
                 self._ended.append(one.episode)
-                continue
-            ready.append(runner.turn(one))
         return ready
+
+    def _takes(self, one: RunningEpisode, fact: Mapping[str, Any], version: int) -> bool:
+        """Adds what an environment has answered; False when the episode is over."""
+        if "error" in fact:
+            raise EnvironmentFailedError(fact["error"])
+        if one.has_begun:
+            return self._runner.goes_on(one, fact["said"], version)
+        one.has_begun = True
+        self._runner.opens(one, fact["said"], version)
+        return True
 
     def _facts(self, *, is_idle: bool) -> Sequence[Mapping[str, Any]]:
         """What has come, the same on all ranks. JSON-able."""
@@ -406,23 +354,12 @@ class _Turns:
                 facts.append({"row": answer.row, "said": answer.said})
                 continue
             # Whatever it raises is told with the row that it happened to.
-            failed = _failed(self._open[answer.row], raised(answer.error))
+            failed = failure_of(self._open[answer.row], raised(answer.error))
             failed.__cause__ = answer.error
             failure = failure or failed
             facts.append({"row": answer.row, "error": str(failed)})
         if group is not None:
             gather_facts(facts, group, self._runner.device)
-        if failure is not None:
+        if failure is not None and not self._runner.fails_alone:
             raise failure
         return facts
-
-
-def _failed(one: _Running, what: str) -> EnvironmentFailedError:
-    kind, turn = type(one.environment).__name__, one.episode.num_turns
-    return _failure(kind, one.prompt, one.request.row, turn, what)
-
-
-def _failure(kind: str, prompt: Prompt, row: int, turn: int, what: str) -> EnvironmentFailedError:
-    return EnvironmentFailedError(
-        f"{kind} failed for prompt {prompt.prompt_id}, row {row}, turn {turn}: {what}"
-    )

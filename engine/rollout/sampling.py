@@ -14,7 +14,8 @@ from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rollout.base import RolloutBackend, generated
-from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
+from rolemesh.engine.rollout.episode import Episode, as_episode
+from rolemesh.engine.rollout.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec

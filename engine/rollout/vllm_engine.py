@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rolemesh.engine.layout.family_records import vllm_fields
 from rolemesh.engine.rollout.model_folder import ModelFolder
 from rolemesh.engine.rollout.vllm_process import (
     WEIGHT_TRANSFER_BACKEND,
@@ -88,7 +89,10 @@ def make_engine(
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=0,
-            hf_overrides={} if current_platform.is_cpu() else {"head_dtype": "float32"},
+            hf_overrides={
+                **vllm_fields(folder.config.to_dict()),
+                **({} if current_platform.is_cpu() else {"head_dtype": "float32"}),
+            },
             **more_arguments,
         )
     )

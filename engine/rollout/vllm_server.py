@@ -31,11 +31,12 @@ from rolemesh.engine.rollout.requests import (
 from rolemesh.engine.rollout.servers.admission import ServerAdmission, check_distribution
 from rolemesh.engine.rollout.servers.client import SamplersUnavailableError, ServerRefusedError
 from rolemesh.engine.rollout.servers.fleet import Fleet, Server
-from rolemesh.engine.rollout.servers.held import HeldWeights, held_weights
+from rolemesh.engine.rollout.servers.held import HeldWeights, OwnWeights, held_weights
 from rolemesh.engine.rollout.servers.requests import (
     COMPLETIONS,
     Row,
     Segment,
+    Served,
     add_answer,
     body_of,
     check_end,
@@ -97,6 +98,7 @@ class VllmServerBackend(RolloutBackend):
         updates_between_steps: bool = False,
         adapter: AdapterSpec | None = None,
         sender: WeightSender | None = None,
+        own: Served | None = None,
     ) -> None:
         """Checks the servers, which have no weights of ours yet; see `factory.make_backend`.
 
@@ -108,6 +110,8 @@ class VllmServerBackend(RolloutBackend):
             updates_between_steps: Whether each rank gets weights at a moment of its own.
             adapter: What is trained; None: whole weights.
             sender: Of whole weights; None: NCCL.
+            own: What the servers have by themselves, as requests name it: they keep it, it counts
+                as version 0, and no update may come. None: they are handed weights.
 
         Raises:
             LayoutError: Generation is spread over ranks, or whole weights would come to several
@@ -135,15 +139,19 @@ class VllmServerBackend(RolloutBackend):
         (token, *_) = gather_facts(secrets.token_hex(4), mesh.world, _CPU)
         if spec.dtype == "float32":
             self.rounds_to = "float32"
-        self._held: HeldWeights = held_weights(
-            spec,
-            self._folder.path,
-            adapter,
-            token=token,
-            device=device,
-            sender=sender,
-            is_sending=self._peers.is_first,
-        )
+        self._held: HeldWeights
+        if own is not None:
+            self._held, self.policy_version = OwnWeights(own), 0
+        else:
+            self._held = held_weights(
+                spec,
+                self._folder.path,
+                adapter,
+                token=token,
+                device=device,
+                sender=sender,
+                is_sending=self._peers.is_first,
+            )
         self._admission = ServerAdmission(spec, self._folder, self._held)
         self._fleet = Fleet(spec, self._admission)
         self._loop = asyncio.new_event_loop()
@@ -252,7 +260,8 @@ class VllmServerBackend(RolloutBackend):
         """Has a row drawn to its end."""
 
         async def at(server: Server) -> None:
-            check_distribution(server, sampling)
+            if self._held.are_trained:
+                check_distribution(server, sampling)
             try:
                 await self._draw_at(server, row, sampling)
             except ServerRefusedError as error:

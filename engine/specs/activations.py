@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rolemesh.engine.layout.adapters import chosen_targets
+from rolemesh.engine.layout.family_records import RECORDS
 
 Arithmetic = Literal["autocast", "bfloat16", "float32"]
 """How the layers compute: a float32 stream and bfloat16 products; bfloat16 from end to end; or
@@ -47,7 +48,7 @@ class LayerWidths:
     inner: int
     """Of the MLP."""
     norms_queries: bool = False
-    """Queries and keys are normed a head (qwen3)."""
+    """Queries and keys are normed."""
 
     @classmethod
     def of_config(cls, text: Mapping[str, Any]) -> LayerWidths | None:
@@ -60,13 +61,15 @@ class LayerWidths:
         if not isinstance(hidden, int):
             return None
         heads = text.get("num_attention_heads") or 1
+        # Mixtures of experts have the attention of the dense family of their name.
+        record = RECORDS.get(str(text.get("model_type")).removesuffix("_moe"))
         head_dim = text.get("head_dim") or hidden // heads
         return cls(
             hidden=hidden,
             query=heads * head_dim,
             key_value=(text.get("num_key_value_heads") or heads) * head_dim,
             inner=text.get("intermediate_size") or 4 * hidden,
-            norms_queries=str(text.get("model_type", "")).startswith("qwen3"),
+            norms_queries=record is not None and record.qk_norm,
         )
 
     @property

@@ -10,7 +10,16 @@ from pydantic import Field, model_validator
 from rolemesh.engine.specs.agents import AgentSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec, ReasoningGymSpec
-from rolemesh.engine.specs.rewards import ReasoningGymRewardSpec, RewardSourceSpec
+from rolemesh.engine.specs.environments import TurnEnvironmentSpec
+from rolemesh.engine.specs.rewards import (
+    ClassifierRewardSpec,
+    EnvironmentRewardSpec,
+    ReasoningGymRewardSpec,
+    RewardSourceSpec,
+    SingleRewardSpec,
+    named_sources,
+)
+from rolemesh.engine.specs.rollout import SamplingSpec
 
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 """A name stands in metrics and in names of files."""
@@ -56,10 +65,16 @@ class RowsTaskSpec(Spec):
     data: DataSpec
     """Whose held-out rows are asked."""
     reward: RewardSourceSpec | None = None
-    """Who judges: arithmetic, reasoning_gym, or a reward from outside. None: the agent does."""
+    """Who judges; as reward.source of a recipe. None: the agent does."""
     agent: Annotated[AgentSpec, Field(discriminator="type")] | None = None
     """Who plays the rows, in sessions of the endpoint, and gives the reward; as actor.environment
-    of a recipe. None: a row is one completion."""
+    of a recipe. None: no agent does."""
+    environment: Annotated[TurnEnvironmentSpec, Field(discriminator="type")] | None = None
+    """What the policy talks to, turn by turn, before the reward judges; as actor.environment of a
+    recipe. None, and no agent: a row is one completion."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and completion together, in tokens, that an environment may make; as
+    rollout.max_model_len of a recipe. None: what the endpoint says."""
     num_prompts: int | None = Field(default=None, ge=1)
     """The first so many rows; None: all."""
     answer_tag: str | None = Field(default=None, pattern=r"^[A-Za-z]\w*$")
@@ -71,12 +86,40 @@ class RowsTaskSpec(Spec):
             raise ValueError("reward is left out: give it, or agent")
         if self.agent is not None and (self.reward is not None or self.answer_tag is not None):
             raise ValueError("agent is given beside reward or answer_tag: it judges by itself")
+        if self.agent is not None and self.environment is not None:
+            raise ValueError("agent is given beside environment: a row is played by one of them")
         if self.agent is not None and not self.agent.gives_reward:
             raise ValueError(
                 "agent.gives_reward is false, and nothing else judges what it plays: let it give "
                 "the reward"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> Self:
+        if self.environment is not None:
+            return self
+        if self.max_model_len is not None:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len} without environment, whose episodes it "
+                "bounds: leave it out"
+            )
+        if any(isinstance(source, EnvironmentRewardSpec) for source in self.sources):
+            raise ValueError(
+                "reward is of type 'environment', and there is none: give environment, or another "
+                "reward"
+            )
+        return self
+
+    @property
+    def sources(self) -> list[SingleRewardSpec]:
+        """The sources of the reward; none where an agent judges."""
+        return [] if self.reward is None else [one.source for one in named_sources(self.reward)]
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model judges, which the process that scores has to load."""
+        return any(isinstance(source, ClassifierRewardSpec) for source in self.sources)
 
 
 class EvaluatedTaskSpec(RowsTaskSpec):
@@ -101,6 +144,16 @@ class DrawingSpec(Spec):
     """Longest completion, in tokens."""
     seed: int = Field(default=0, ge=0, lt=2**53)
     """Each completion has a seed of its own, of this one, its task, its prompt and its number."""
+
+    def sampling(self) -> SamplingSpec:
+        """The same as a sampler knows it."""
+        return SamplingSpec(
+            temperature=self.temperature or 1.0,
+            greedy=self.temperature == 0,
+            top_p=self.top_p,
+            top_k=-1 if self.top_k is None else self.top_k,
+            max_new_tokens=self.max_tokens,
+        )
 
 
 class AskedSpec(Spec):

@@ -105,7 +105,7 @@ class Gradients:
             return True
         shape = self._rank_model.model.shape
         assert shape is not None  # more than one rank only with a plan
-        cut = cut_of(name)
+        cut = cut_of(shape, name)
         holders = 1
         if cut == "whole":
             holders = mesh.tp.size

@@ -28,6 +28,7 @@ from rolemesh.engine.layout.manifest import (
     Piece,
     RankShard,
     WeightLayout,
+    ranges,
 )
 from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.copies import Copy
@@ -36,7 +37,7 @@ from rolemesh.engine.weights.disk_layout import (
     read_copies,
 )
 from rolemesh.engine.weights.folders import FolderExistsError
-from rolemesh.engine.weights.sharded_tensors import place, ranges
+from rolemesh.engine.weights.sharded_tensors import place
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"

@@ -17,6 +17,7 @@ from rolemesh.engine.layout.manifest import (
     Parameter,
     Piece,
     WeightLayout,
+    ranges,
 )
 
 TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -117,13 +118,6 @@ def tensor_dtypes(layout: WeightLayout, rank: int) -> dict[str, torch.dtype]:
 def part(tensor: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
     """The view of a tensor (of any type and shape) that holds a box."""
     return tensor[ranges(origin, box)]
-
-
-def ranges(origin: Sequence[int], box: Box) -> tuple[slice, ...]:
-    """Where a box lies in a tensor in which it begins at `origin`."""
-    return tuple(
-        slice(at, at + stop - start) for at, (start, stop) in zip(origin, box, strict=True)
-    )
 
 
 @torch.no_grad()

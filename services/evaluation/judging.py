@@ -1,18 +1,25 @@
-"""Scores of completions, one by one, by rewards of a recipe that need no service of ours."""
+"""Scores of completions by the rewards of a recipe, without a service of a run.
+
+Most sources judge each completion as it comes. A classifier judges all completions of a task in one
+batch, as in a run, whose scores depend on it by rounding.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from rolemesh.engine import reasoning_tasks
 from rolemesh.engine.data.rows import PromptRow
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
+    ClassifierRewardSpec,
+    EnvironmentRewardSpec,
     OutsideRewardSpec,
     ReasoningGymRewardSpec,
     RewardSourceSpec,
@@ -20,25 +27,40 @@ from rolemesh.engine.specs import (
     named_sources,
 )
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec
+from rolemesh.services.evaluation.answers import Answer, UnscoredError
 from rolemesh.services.reward.outside.base import OutsideReward, OutsideRewardError, RewardRow
 from rolemesh.services.reward.outside.make import make_outside_reward
 from rolemesh.services.runtime.server.config import sandbox_mode
+
+if TYPE_CHECKING:
+    from rolemesh.services.evaluation.classifier import TextClassifier
 
 _NO_ENTRY = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What scorers of reasoning-gym raise for something else than an entry of theirs."""
 
 
-class UnscoredError(RuntimeError):
-    """A completion could not be scored; says why."""
+@dataclass(slots=True, kw_only=True)
+class Judged:
+    """The sum of what the sources give an answer, in the making."""
+
+    answer: Answer
+    total: float = 0.0
+    applies: bool = False
+    """Whether a source does."""
+
+    def add(self, weight: float, found: float | None) -> None:
+        """Adds what a source gives; None: it does not apply."""
+        if found is not None:
+            self.total, self.applies = self.total + weight * found, True
 
 
 class _Scorer(Protocol):
-    """One source of a reward."""
+    """One source of a reward that judges each answer by itself."""
 
     async def open(self) -> None:
         """Prepares; raises OutsideRewardError where it cannot work."""
 
-    async def score(self, row: PromptRow, prompt: str, completion: str) -> float | None:
+    async def score(self, answer: Answer) -> float | None:
         """One finite number; None: does not apply. Raises UnscoredError."""
 
     async def close(self) -> None:
@@ -52,32 +74,63 @@ class Judge:
     """
 
     def __init__(self, task: EvaluatedTaskSpec) -> None:
-        """Makes the scorers; raises ValueError where one needs a service of a run."""
+        """Makes the scorers, and loads the models of those that have one.
+
+        Raises:
+            ValueError: A model cannot be loaded.
+        """
         assert task.reward is not None
         self._tag = task.answer_tag
-        sources = named_sources(task.reward)
-        self._scorers = [
-            (one.weight, _scorer(task.name, str(one.name), one.source)) for one in sources
-        ]
+        self._scorers: list[tuple[float, _Scorer]] = []
+        self._models: list[tuple[float, TextClassifier]] = []
+        for one in named_sources(task.reward):
+            if isinstance(one.source, ClassifierRewardSpec):
+                self._models.append((one.weight, _classifier(task, str(one.name), one.source)))
+            else:
+                self._scorers.append((one.weight, _scorer(str(one.name), one.source)))
         self.full_score = _full_score(task.reward)
         """Of a fully right completion; None if there is no such score."""
+
+    @property
+    def judges_together(self) -> bool:
+        """Whether `finish` wants all answers of the task at once."""
+        return bool(self._models)
 
     async def open(self) -> None:
         """Prepares; raises OutsideRewardError where a source cannot work at all."""
         for _, scorer in self._scorers:
             await scorer.open()
 
-    async def score(self, row: PromptRow, prompt: str, completion: str) -> float:
-        """The weighted sum of the sources that apply; raises UnscoredError if one of them fails."""
-        answer = completion if self._tag is None else answer_in(completion, self._tag)
-        total, applies = 0.0, False
+    async def begin(
+        self, row: PromptRow, prompt: str, completion: str, given: float | None = None
+    ) -> Judged:
+        """Asks the sources that judge an answer by itself; raises UnscoredError if one fails."""
+        text = completion if self._tag is None else answer_in(completion, self._tag)
+        judged = Judged(answer=Answer(row=row, prompt=prompt, completion=text, given=given))
         for weight, scorer in self._scorers:
-            found = await scorer.score(row, prompt, answer)
-            if found is not None:
-                total, applies = total + weight * found, True
-        if not applies:
-            raise UnscoredError("no source of the reward applies to this row")
-        return total
+            judged.add(weight, await scorer.score(judged.answer))
+        return judged
+
+    def finish(self, judged: Sequence[Judged]) -> list[float | UnscoredError]:
+        """The weighted sum of the sources that apply, for each answer that has begun.
+
+        Args:
+            judged: Of these, in the order of a run's batch; with `judges_together` all of the task.
+
+        Returns:
+            A score for each, or why it has none.
+        """
+        failed: dict[int, UnscoredError] = {}
+        for weight, model in self._models if judged else ():
+            for number, found in enumerate(model.score([one.answer for one in judged])):
+                if isinstance(found, UnscoredError):
+                    failed.setdefault(number, found)
+                else:
+                    judged[number].add(weight, found)
+        for number, one in enumerate(judged):
+            if not one.applies and number not in failed:
+                failed[number] = UnscoredError("no source of the reward applies to this row")
+        return [failed.get(number, one.total) for number, one in enumerate(judged)]
 
     async def close(self) -> None:
         """Ends processes and connections of the scorers."""
@@ -103,64 +156,73 @@ def _full_score(source: RewardSourceSpec) -> float | None:
             return exact
         case ReasoningGymRewardSpec():
             return 1.0
+        case EnvironmentRewardSpec(full_score=full_score):
+            return full_score
     return None
 
 
-def _scorer(task: str, name: str, spec: SingleRewardSpec) -> _Scorer:
+def _classifier(task: EvaluatedTaskSpec, name: str, spec: ClassifierRewardSpec) -> TextClassifier:
+    # Here: it comes with torch, which most rewards do without.
+    from rolemesh.services.evaluation.classifier import TextClassifier
+
+    try:
+        return TextClassifier(spec)
+    except ValueError as error:
+        raise ValueError(
+            f"task {task.name}: the classifier of its reward {name!r} cannot be loaded: {error}"
+        ) from error
+
+
+def _scorer(name: str, spec: SingleRewardSpec) -> _Scorer:
     match spec:
         case ReasoningGymRewardSpec():
             return _Own(_gym_score)
         case ArithmeticRewardSpec():
             return _Own(_arithmetic(spec))
-    if isinstance(spec, OutsideRewardSpec):
-        return _Outside(make_outside_reward(name, spec, find_sandbox(sandbox_mode(os.environ))))
-    needs = {
-        "classifier": "a model that the run's reward service holds",
-        "environment": "what an environment says while the run's sampler answers it",
-    }
-    raise ValueError(
-        f"task {task}: its reward {name!r} is of type {spec.type}, {needs[spec.type]}: the run's "
-        "own evaluation scores that (run.evaluation); here take a task with another reward"
-    )
+        case EnvironmentRewardSpec():
+            return _Own(lambda answer: answer.given)
+    assert isinstance(spec, OutsideRewardSpec)
+    return _Outside(make_outside_reward(name, spec, find_sandbox(sandbox_mode(os.environ))))
 
 
 class _Own:
     """A scorer that is a function of ours."""
 
-    def __init__(self, function: Callable[[PromptRow, str], float]) -> None:
+    def __init__(self, function: Callable[[Answer], float | None]) -> None:
         self._function = function
 
     async def open(self) -> None:
         pass
 
-    async def score(self, row: PromptRow, prompt: str, completion: str) -> float | None:
-        return self._function(row, completion)
+    async def score(self, answer: Answer) -> float | None:
+        return self._function(answer)
 
     async def close(self) -> None:
         pass
 
 
-def _gym_score(row: PromptRow, completion: str) -> float:
+def _gym_score(answer: Answer) -> float:
+    row = answer.row
     try:
         entry = {**json.loads(row.metadata), "answer": row.answer}
-        return reasoning_tasks.score(completion.strip(), entry)
+        return reasoning_tasks.score(answer.completion.strip(), entry)
     except _NO_ENTRY as error:
         raise UnscoredError(
             f"{row.where} is of no task of reasoning-gym ({type(error).__name__}: {error})"
         ) from error
 
 
-def _arithmetic(spec: ArithmeticRewardSpec) -> Callable[[PromptRow, str], float]:
+def _arithmetic(spec: ArithmeticRewardSpec) -> Callable[[Answer], float]:
     # Here: it comes with torch, which other scorers do without.
     from rolemesh.engine.rewards.sources import ArithmeticReward, RewardInvalidError
 
     reward = ArithmeticReward(spec)
 
-    def score(row: PromptRow, completion: str) -> float:
+    def score(answer: Answer) -> float:
         try:
-            return reward.score_one(completion, row.answer)
+            return reward.score_one(answer.completion, answer.row.answer)
         except RewardInvalidError as error:
-            raise UnscoredError(f"{row.where}: {error}") from error
+            raise UnscoredError(f"{answer.row.where}: {error}") from error
 
     return score
 
@@ -174,13 +236,13 @@ class _Outside:
     async def open(self) -> None:
         await self._reward.open()
 
-    async def score(self, row: PromptRow, prompt: str, completion: str) -> float | None:
+    async def score(self, answer: Answer) -> float | None:
         asked = RewardRow(
-            prompt=prompt,
-            completion=completion,
-            query=prompt + completion,
-            answer=row.answer,
-            metadata=json.loads(row.metadata or "{}"),
+            prompt=answer.prompt,
+            completion=answer.completion,
+            query=answer.prompt + answer.completion,
+            answer=answer.row.answer,
+            metadata=json.loads(answer.row.metadata or "{}"),
         )
         try:
             judgement = await self._reward.judge([asked])

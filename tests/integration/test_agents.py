@@ -19,7 +19,7 @@ from support.mesh_runs import tiny_model
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.environments.base import EnvironmentFailedError
-from rolemesh.engine.rollout.episodes import Episode
+from rolemesh.engine.rollout.episode import Episode
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
 from rolemesh.engine.specs import (
     HttpAgentSpec,

@@ -19,8 +19,11 @@ import httpx
 import psutil
 import pytest
 import yaml
+from support.episode_checks import OWN
+from support.evaluations import evaluated, rolemesh, rows_beside
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.sum_server import sum_server
+from support.tiny_models import write_tiny_classifier
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -32,8 +35,9 @@ from rolemesh.coordinator.state.store import RunRecord, RunState
 from rolemesh.engine.pretrained import load_tokenizer
 
 RUN_S = 240
-LONGEST_S = 500
-"""Two policies of a real model are served one after another, where other tests share the cores."""
+ROUNDING = 1e-5
+"""Logits of another batch of requests, each of about 1; a text with another letter is off by 0.01.
+"""
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 # A question with its two numbers alone, and an answer that is right if it is their sum.
 SUMS = {
@@ -51,25 +55,6 @@ def suite(tmp_path: Path) -> Path:
     return path
 
 
-def rolemesh(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rolemesh", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        cwd=folder,
-        timeout=LONGEST_S,
-        check=False,
-    )
-
-
-def evaluated(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
-    done = rolemesh(folder, "evaluate", *arguments, "--json")
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert lines, done.stderr
-    return done.returncode, lines
-
-
 def test_scores_of_known_answers_are_the_known_scores(tmp_path: Path, suite: Path) -> None:
     # Right where the first number is even, which is known without the server.
     with sum_server(lambda terms, _: str(sum(terms)) if terms[0] % 2 == 0 else "x") as (url, seen):
@@ -83,9 +68,9 @@ def test_scores_of_known_answers_are_the_known_scores(tmp_path: Path, suite: Pat
     assert score["standard_error"] == pytest.approx(math.sqrt(share * (1 - share) / 39))
     file = tmp_path / told["file"]
     assert read_evaluation(file).tasks["sums"].num_prompts == 40
-    rows = file.with_name(file.name.replace(".json", ".rows.jsonl")).read_text().splitlines()
+    rows = rows_beside(file)
     assert len(rows) == 40
-    assert {"prompt", "completion", "score", "answer"} <= json.loads(rows[0]).keys()
+    assert {"prompt", "completion", "score", "answer"} <= rows[0].keys()
 
 
 def test_pass_at_k_of_known_answers_and_equal_seeds_for_equal_draws(
@@ -232,11 +217,22 @@ def test_wrong_options_are_refused(tmp_path: Path, arguments: tuple[str, ...], t
     assert told in done.stderr
 
 
+def rewards(folder: Path, source: str) -> list[dict[str, Any]]:
+    """A source with a classifier, which reads every letter of a random model's texts."""
+    judge = write_tiny_classifier(folder / "judge", seed=4)
+    classifier = {"type": "classifier", "model": {"path": str(judge), "compute_dtype": "float32"}}
+    return [{"source": {"type": source}}, {"source": classifier, "weight": 0.5}]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a tiny model that has ended, with its checkpoint."""
     folder = tmp_path_factory.mktemp("work")
-    recipe = tiny_recipe(tiny_model(folder / "base"))
+    recipe = tiny_recipe(
+        tiny_model(folder / "base"),
+        reward__source=rewards(folder, "arithmetic"),
+        algorithm__sampling__max_new_tokens=24,
+    )
     with contextlib.closing(CliRun(recipe, folder)) as made:
         assert made.wait(RUN_S) == 0, made.output
         return made.out
@@ -301,13 +297,38 @@ def test_a_runs_held_out_rows_get_the_score_that_the_run_gave_them(run: Path) ->
     after = json.loads((run / "summary.json").read_text())["held_out"]["after"]
     found = told["tasks"]["held_out"]["score"]
     assert found["num_prompts"] == after["num_prompts"] == 4
-    assert found["mean"] == pytest.approx(after["score"], abs=1e-6)
+    assert found["mean"] == pytest.approx(after["score"], abs=ROUNDING)
+    assert found["standard_error"] == pytest.approx(after["standard_error"], abs=ROUNDING)
     assert told["tasks"]["gcd"]["num_prompts"] == 5
     (line,) = [json.loads(one) for one in (run / "evaluations.jsonl").read_text().splitlines()]
     assert line["step"] == 2
     assert line["metrics"]["evaluated/held_out/score"] == found["mean"]
     assert (run / line["file"]).is_file()
     assert not list(run.glob(".serve-*"))
+
+
+def test_held_out_episodes_get_the_score_that_the_run_gave_them(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    environment = {"type": "python", "environment": f"{tmp_path / 'own.py'}:Nods"}
+    recipe = tiny_recipe(
+        tiny_model(tmp_path / "base"),
+        actor__environment={**environment, "max_turns": 3, "max_turn_tokens": 8},
+        algorithm__sampling__max_new_tokens=48,
+        reward__source=rewards(tmp_path, "environment"),
+    )
+    with contextlib.closing(CliRun(recipe, tmp_path)) as made:
+        assert made.wait(RUN_S) == 0, made.output
+        run = made.out
+    code, (told,) = evaluated(tmp_path, str(run))
+    assert code == 0
+    after = json.loads((run / "summary.json").read_text())["held_out"]["after"]
+    found = told["tasks"]["held_out"]["score"]
+    assert found["num_prompts"] == after["num_prompts"] == 4
+    assert found["mean"] == pytest.approx(after["score"], abs=ROUNDING)
+    assert found["standard_error"] == pytest.approx(after["standard_error"], abs=ROUNDING)
+    rows = rows_beside(tmp_path / told["file"])
+    assert all(row["completion"].startswith(" hello") for row in rows)
+    assert any(" mhm " in row["completion"] for row in rows)
 
 
 @pytest.mark.slow
@@ -332,11 +353,8 @@ def test_smollm2_knows_some_sums_and_draws_the_same_twice(tmp_path: Path, suite:
     assert first["tasks"]["sums"]["pass_at"]["4"]["mean"] > 0
     assert difference["difference"]["num_prompts"] == 24
     texts = [
-        {(row["key"], row["sample"]): row["completion"] for row in map(json.loads, lines)}
-        for lines in (
-            (tmp_path / one["file"].replace(".json", ".rows.jsonl")).read_text().splitlines()
-            for one in (first, second)
-        )
+        {(row["key"], row["sample"]): row["completion"] for row in rows_beside(tmp_path / file)}
+        for file in (first["file"], second["file"])
     ]
     # Sums in another order may turn a draw here and there: requests meet in other batches.
     alike = sum(texts[0][key] == texts[1][key] for key in texts[0])

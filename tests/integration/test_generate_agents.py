@@ -10,7 +10,7 @@ from support.service_calls import initialize, last, pulled
 from support.services import operation_key, serving
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.rollout.episodes import Episode
+from rolemesh.engine.rollout.episode import Episode
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sessions.rows import told_rows
 from rolemesh.engine.sessions.session import Session

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.family_cases import CASES
 from support.parallel_training import Job, make_trainer, near_policy
 from support.planned_bytes import planned_received
 from support.rank_processes import RankContext, RankPool
@@ -142,6 +143,26 @@ def test_a_qwen2_with_biases_arrives_as_its_export_loads(pool: RankPool, tmp_pat
     assert "model.layers.0.self_attn.q_proj.bias" in ranks[0].resharded
     # Two samplers of two slices each: ranks 0 and 2, ranks 1 and 3.
     assert ranks[0].resharded == ranks[1].resharded != ranks[2].resharded == ranks[3].resharded
+
+
+@pytest.mark.parametrize(
+    ("name", "generate"),
+    [("phi3", GenerateLayout(tp=1)), ("olmo2", GenerateLayout(tp=2))],
+    ids=["fused files, joined", "norms that vLLM holds whole"],
+)
+def test_what_vllm_cuts_otherwise_arrives_as_its_export_loads(
+    pool: RankPool, tmp_path: Path, name: str, generate: GenerateLayout
+) -> None:
+    family, fields = CASES[name]
+    sizes = {"vocab_size": 512, "eos_token_id": 2, "hidden_size": 4 * HEAD_DIM}
+    sizes["head_dim"] = HEAD_DIM
+    folder = write_tiny_decoder(tmp_path / "model", family, **{**fields, **sizes})
+    layout = HybridLayout(TrainLayout(tp=2), generate)
+    job = make_job(folder, layout.train)
+    ranks = pool.run(
+        step_and_deliver, 2, job, layout, tmp_path / "export", timeout_s=LOAD_TIMEOUT_S
+    )
+    assert_delivered(ranks)
 
 
 def die_after_one(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.episode_checks import assert_requests_may_come_later
-from support.fake_vllm import FakeVllm, fake_vllm, wait_until
+from support.fake_vllm import BASE, FakeVllm, fake_vllm, wait_until
 from support.in_flight_checks import at_steps
 from support.server_backends import (
     SAMPLING,
@@ -34,6 +34,8 @@ from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.servers.client import (
     ServerRefusedError,
 )
+from rolemesh.engine.rollout.servers.requests import Served
+from rolemesh.engine.rollout.vllm_server import VllmServerBackend
 from rolemesh.engine.specs import SamplingSpec, VllmServerSpec
 
 ALONE = RankGroup((0,), 0, None)
@@ -76,6 +78,28 @@ def test_rows_come_from_both_servers_with_the_adapter_and_their_log_probs(
             assert key in bodies[0]
         assert not bodies[0]["stream"]
     assert {body["seed"] for one in servers for body in one.drawn()} == set(range(1000, 1024))
+
+
+def test_servers_that_keep_their_own_weights_are_asked_for_them(
+    folder: Path, servers: list[FakeVllm]
+) -> None:
+    for server in servers:
+        # Nothing learns from these log-probs, so they may be those of another distribution.
+        server.logprobs_mode = "raw_logprobs"
+    spec = VllmServerSpec(urls=tuple(one.url for one in servers), max_model_len=64)
+    backend = VllmServerBackend(spec, folder, own=Served(model=BASE))
+    try:
+        drawing = SamplingSpec(max_new_tokens=12, temperature=0.5)
+        found = sampled(backend, requests(6), drawing)
+        assert {version for one in found.values() for version in one.policy_versions} == {0}
+        assert {body["model"] for one in servers for body in one.drawn()} == {BASE}
+        for row, one in found.items():
+            drawn = toy_tokens(1000 + row, 30 + row, 12, 512)
+            assert one.completion_tokens == drawn[: len(one.completion_tokens)]
+        with pytest.raises(RuntimeError, match="servers that keep their own"):
+            backend.update_weights([], 1)
+    finally:
+        backend.close()
 
 
 def test_no_server_has_more_in_flight_than_max_num_seqs(

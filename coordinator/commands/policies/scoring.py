@@ -78,13 +78,16 @@ def scored(
             tasks[task.name] = task
         else:
             assert task is not None
-            task.add(line)
-            rows.write(json.dumps(line) + "\n")
+            if kind == "row":
+                task.add(line)
+                rows.write(json.dumps(line) + "\n")
             now = time.monotonic()
             if now - told_at >= TOLD_EVERY_S:
                 told_at = now
                 total = task.num_prompts * task.samples
-                tell(f"{task.name}: {task.num_completions} of {total} completions")
+                # Those that wait to be judged together come as rows in the end.
+                number = task.num_completions + line.get("num_waiting", 0)
+                tell(f"{task.name}: {number} of {total} completions")
     check()
     return Scored(model=model, tasks=tasks)
 

@@ -110,15 +110,14 @@ def wished(policy: Policy, overrides: list[str], port: int = 0) -> Wished:
 
 
 def _rollout_of_run(policy: Policy) -> dict[str, Any]:
-    actor = {} if policy.config is None else policy.config.get("actor", {})
-    given = dict(actor.get("rollout") or {})
-    kept: dict[str, Any] = {}
+    config = policy.config or {}
+    # Its services sample where there are some, else the actor does.
+    section = config.get("rollout") or config.get("actor") or {}
+    given = dict(section.get("rollout") or {})
     if given.get("type") == "vllm":
         # An adapter becomes a part of its base.
-        kept = {name: value for name, value in given.items() if name != "adapters"}
-    elif "dtype" in given:
-        kept = {"dtype": given["dtype"]}
-    return kept
+        return {name: value for name, value in given.items() if name != "adapters"}
+    return {name: given[name] for name in ("dtype", "max_model_len") if name in given}
 
 
 def _endpoint_of_run(policy: Policy) -> dict[str, Any]:

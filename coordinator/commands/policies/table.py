@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolemesh.coordinator.run.folders.evaluations import EvaluationFile, TaskComparison
-from rolemesh.engine.evaluation.statistics import Estimate
+from rolemesh.engine.statistics import Estimate
 
 ERRORS = "± is the standard error over prompts; a prompt counts once, with its mean."
 DIFFERENCES = (

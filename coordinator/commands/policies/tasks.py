@@ -9,12 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hf_files import model_folder, with_files
 from rolemesh.coordinator.recipe.loading import load_recipe, read_yaml
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.checks.model_folders import judge_folders
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE
 from rolemesh.engine.messages import on_one_line
-from rolemesh.engine.specs import AgentSpec
+from rolemesh.engine.specs import AgentSpec, RewardSpec
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec, GymTaskSpec, RowsTaskSpec
 
 HELD_OUT = "held_out"
@@ -53,6 +54,7 @@ def tasks_of(
         for task in _named(word, recipe, size, answer_tag):
             if task.name in found:
                 raise RecipeError(f"--tasks: two tasks are called {task.name!r}: rename one")
+            _check_folders(task)
             found[task.name] = task
     if not found:
         raise RecipeError(
@@ -60,6 +62,15 @@ def tasks_of(
             f"or {HELD_OUT} for the held-out rows of a run"
         )
     return list(found.values())
+
+
+def _check_folders(task: EvaluatedTaskSpec) -> None:
+    """Refuses a classifier that could not be loaded, before the policy is."""
+    try:
+        for folder in judge_folders("reward", task.reward) if task.reward is not None else ():
+            folder.check()
+    except ValueError as error:
+        raise RecipeError(f"--tasks: task {task.name}: {error}") from error
 
 
 def _named(
@@ -89,38 +100,49 @@ def _held_out(recipe: Recipe | None, size: int | None) -> EvaluatedTaskSpec:
             f"--tasks {HELD_OUT} is about the held-out rows of a run, but no run is named: name "
             "one, or another task"
         )
-    actor, reward = recipe.actor, recipe.reward
-    agent = None
-    if actor is not None and isinstance(actor.environment, AgentSpec):
-        agent = actor.environment if actor.environment.gives_reward else None
-    if actor is None or recipe.sampling is None or reward is None:
+    actor, reward, sampler = recipe.actor, recipe.reward, recipe.sampler
+    if actor is None or recipe.sampling is None or reward is None or sampler is None:
         raise RecipeError(
             f"--tasks {HELD_OUT}: run {recipe.run.name} samples nothing that a reward judges, so "
             "that its held-out rows have no score: name another task"
         )
-    if actor.environment is not None and agent is None:
-        raise RecipeError(
-            f"--tasks {HELD_OUT}: the policy of run {recipe.run.name} answers an environment "
-            f"({actor.environment.type}) turn by turn, which takes the run's sampler, or its agent "
-            "gives no reward: its own evaluation scores that (run.evaluation); name another task"
-        )
+    given: dict[str, Any]
+    if isinstance(actor.environment, AgentSpec):
+        if not actor.environment.gives_reward:
+            raise RecipeError(
+                f"--tasks {HELD_OUT}: the agent of run {recipe.run.name} gives no reward "
+                "(actor.environment.gives_reward): its own evaluation scores that "
+                "(run.evaluation); name another task"
+            )
+        given = {"agent": actor.environment.model_dump(mode="json")}
+    else:
+        _check_reward(recipe, reward)
+        given = {"reward": reward.source.model_dump(mode="json")}
+        if actor.environment is not None:
+            given["environment"] = actor.environment.model_dump(mode="json")
+            given["max_model_len"] = sampler.max_model_len
     num_prompts = size or recipe.run.evaluation.num_prompts or None
+    data = actor.data.model_dump(mode="json")
     try:
         # What is passed on: the recipe's sections, read again by the schema that both ends have.
         return EvaluatedTaskSpec.model_validate(
-            {
-                "name": HELD_OUT,
-                "data": actor.data.model_dump(mode="json"),
-                "num_prompts": num_prompts,
-                **(
-                    {"reward": reward.source.model_dump(mode="json")}
-                    if agent is None
-                    else {"agent": agent.model_dump(mode="json")}
-                ),
-            }
+            {"name": HELD_OUT, "data": data, "num_prompts": num_prompts, **given}
         )
     except ValidationError as error:
         raise RecipeError(f"--tasks {HELD_OUT}: {_told(error)}") from error
+
+
+def _check_reward(recipe: Recipe, reward: RewardSpec) -> None:
+    """Refuses a reward that learns, and brings the weights of one that is named at the hub."""
+    if reward.optimizer is not None:
+        raise RecipeError(
+            f"--tasks {HELD_OUT}: run {recipe.run.name} trains its reward model "
+            "(reward.optimizer), whose weights change with each step: take a suite whose reward "
+            "names the folder of those that you mean"
+        )
+    for field, name in recipe.hf_names.items():
+        if field.startswith("reward.source."):
+            model_folder(name, field)
 
 
 def _suite(path: Path, size: int | None) -> list[EvaluatedTaskSpec]:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.engine.layout.families import DecoderShape, Head, cut_of
+from rolemesh.engine.layout.family_records import known_families
 from rolemesh.engine.specs import AdapterSpec
 
 _EXPERT_FAMILIES = {"mixtral": "llama", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
@@ -82,7 +83,7 @@ class Model:
             sizes.setdefault("intermediate_size", experts.inner_size)
             shape = _adapted(DecoderShape.from_config(sizes, head=head), adapter)
         except (ValueError, KeyError) as error:
-            known = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FAMILIES)
+            known = (known_families(), *_EXPERT_FAMILIES)
             raise PlanError(
                 f"config.json of model_type {family!r} cannot be planned with ({error}): families "
                 f"are {', '.join(known)}"
@@ -251,14 +252,15 @@ def _is_of_layer(name: str) -> bool:
 
 def whole_parameters(shape: DecoderShape) -> tuple[int, int]:
     """Parameters that every tensor slice holds all of: of a layer, and outside the layers."""
-    whole = [(name, math.prod(s)) for name, s in _one_layer(shape) if cut_of(name) == "whole"]
+    sizes = {name: math.prod(sizes) for name, sizes in _one_layer(shape)}
+    whole = [(name, number) for name, number in sizes.items() if cut_of(shape, name) == "whole"]
     inside = sum(number for name, number in whole if _is_of_layer(name))
     return inside, sum(number for _, number in whole) - inside
 
 
 def whole_factors(shape: DecoderShape) -> int:
     """Parameters of an adapter in a layer that every tensor slice holds all of."""
-    return sum(number for name, number in _factors(shape) if cut_of(name) == "whole")
+    return sum(number for name, number in _factors(shape) if cut_of(shape, name) == "whole")
 
 
 def _factors(shape: DecoderShape) -> list[tuple[str, int]]:

@@ -10,7 +10,13 @@ from typing import Any, Literal
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.adapter_config import check_adapter
 from rolemesh.engine.model_files import check_model_files, check_sampled
-from rolemesh.engine.specs import AdapterSpec, ClassifierRewardSpec, RewardSpec, WeightedSumSpec
+from rolemesh.engine.specs import (
+    AdapterSpec,
+    ClassifierRewardSpec,
+    RewardSpec,
+    SingleRewardSpec,
+    WeightedSumSpec,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,7 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
     for role in roles:
         section: Any = recipe.section(role)
         if isinstance(section, RewardSpec):
-            yield from _judges(role, section)
+            yield from judge_folders(f"{role}.source", section.source)
             continue
         is_rollout = role == "rollout"
         # The rollout role samples with the adapter of the actor.
@@ -87,23 +93,28 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
         )
 
 
-def _judges(role: str, section: RewardSpec) -> Iterator[ModelFolder]:
-    source = section.source
-    sources = {f"{role}.source": source}
+def judge_folders(field: str, source: SingleRewardSpec | WeightedSumSpec) -> Iterator[ModelFolder]:
+    """The folders of the classifiers among the sources of a reward.
+
+    Args:
+        field: Where the reward stands, e.g. "reward.source".
+        source: The reward.
+    """
+    sources: dict[str, SingleRewardSpec | WeightedSumSpec] = {field: source}
     if isinstance(source, WeightedSumSpec):
         sources = {
-            f"{role}.source.rewards.{number}.source": one.source
+            f"{field}.rewards.{number}.source": one.source
             for number, one in enumerate(source.rewards)
         }
-    for field, one in sources.items():
+    for place, one in sources.items():
         if isinstance(one, ClassifierRewardSpec):
             yield ModelFolder(
-                field=f"{field}.model.path",
+                field=f"{place}.model.path",
                 path=one.model.path,
                 num_layers=one.model.num_layers,
                 head=None if one.new_head else "score",
                 has_tokenizer=True,
                 adapter=one.model.adapter,
-                adapter_field=f"{field}.model.adapter",
+                adapter_field=f"{place}.model.adapter",
                 is_scoring=True,
             )

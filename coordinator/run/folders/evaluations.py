@@ -17,7 +17,7 @@ from typing import Any
 from rolemesh.coordinator.run.results.scores import TaskScores, compared
 from rolemesh.coordinator.state.files import make_folder, write_atomically
 from rolemesh.coordinator.trackers.files import whole_lines
-from rolemesh.engine.evaluation.statistics import Difference
+from rolemesh.engine.statistics import Difference
 
 FOLDER = "evaluations"
 LINES_FILE = "evaluations.jsonl"

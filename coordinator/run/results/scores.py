@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from rolemesh.engine.evaluation.statistics import (
+from rolemesh.engine.statistics import (
     Difference,
     Estimate,
     difference,

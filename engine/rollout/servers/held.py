@@ -48,6 +48,9 @@ class HeldWeights(ABC):
     served = Served(model=None)
     """What requests name to have them; without any, they name what a server has by itself."""
 
+    are_trained = True
+    """Whether something learns from what they draw, by its log-probs."""
+
     @abstractmethod
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """What `send` needs of an update's weights. Some read them only as they send them."""
@@ -239,6 +242,36 @@ class HeldWhole(HeldWeights):
         """Leaves the group of the workers."""
         if self._broadcast is not None:
             self._broadcast.disconnect()
+
+
+class OwnWeights(HeldWeights):
+    """What servers have by themselves, and keep: of a policy that is asked, and not trained."""
+
+    are_trained = False
+
+    def __init__(self, served: Served) -> None:
+        """Takes what requests name."""
+        self.served = served
+
+    def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Refuses: RuntimeError."""
+        raise RuntimeError("weights came for servers that keep their own: a bug, please report it")
+
+    async def send(self, fleet: Fleet, taken: Any, policy_version: int) -> None:
+        """Has nothing to send."""
+
+    async def bring(self, server: Server) -> None:
+        """Has nothing to bring."""
+
+    async def look(self, fleet: Fleet) -> None:
+        """Does nothing: a server that was started anew has the same again."""
+
+    def checksums(self) -> Mapping[str, str]:
+        """None are known."""
+        raise NotImplementedError("what servers have by themselves has no checksums here")
+
+    async def close(self, fleet: Fleet) -> None:
+        """Leaves the servers as they are."""
 
 
 async def _that_answers(server: Server) -> Server:

@@ -41,6 +41,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.weights.checkpoint.CheckpointMismatchError": "CHECKPOINT_MISMATCH",
         "rolemesh.engine.weights.folders.FolderExistsError": "PATH_INVALID",
         "rolemesh.engine.layout.manifest.ManifestError": "WEIGHTS_MISMATCH",
+        "rolemesh.engine.layout.families.RefusedSettingError": "SPEC_INVALID",
         "rolemesh.engine.layout.families.UnsupportedFamilyError": "SPEC_INVALID",
         "rolemesh.engine.model_files.ModelFolderError": "SPEC_INVALID",
         "rolemesh.engine.adapter_config.AdapterFolderError": "SPEC_INVALID",
@@ -85,7 +86,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         # Of a command that evaluates by itself, and of no call of a service.
         "rolemesh.engine.evaluation.asking.EndpointGoneError": "SAMPLER_UNAVAILABLE",
         "rolemesh.engine.evaluation.asking.UnansweredError": "SAMPLER_REFUSED",
-        "rolemesh.services.evaluation.judging.UnscoredError": "REWARD_FAILED",
+        "rolemesh.services.evaluation.answers.UnscoredError": "REWARD_FAILED",
         "rolemesh.engine.rewards.sources.RewardInvalidError": "REWARD_INVALID",
         "rolemesh.engine.transport.rendezvous.OfferInvalidError": "TRANSPORT_MISMATCH",
         "rolemesh.engine.transport.selection.TransportUnavailableError": "TRANSPORT_UNAVAILABLE",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +13,12 @@ from typing import Any
 import pytest
 from support.agents import write_agents
 from support.endpoints import Served, Session
+from support.evaluations import scored, told_of
 
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.engine.specs.evaluation import EvaluationQuestion
 
 ASK = [{"role": "user", "content": "a"}]
-WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +44,6 @@ def question(served: Served, folder: Path, agent: dict[str, Any], **drawing: Any
             "tasks": [{"name": "counting", "data": data, "agent": agent}],
         }
     ).model_dump_json()
-
-
-def scored(asked: str) -> list[dict[str, Any]]:
-    """What the process of an evaluation tells of its rows, by row and sample."""
-    process = subprocess.run(
-        [sys.executable, "-m", "rolemesh.services.evaluation"],
-        input=asked,
-        text=True,
-        capture_output=True,
-        timeout=WAIT_S,
-        check=True,
-    )
-    told = [json.loads(line) for line in process.stdout.splitlines()]
-    assert [one for one in told if one["type"] == "error"] == []
-    rows = [one for one in told if one["type"] == "row"]
-    return sorted(rows, key=lambda one: (one["row"], one["sample"]))
 
 
 def test_rows_are_scored_as_an_agent_plays_them(
@@ -177,16 +159,7 @@ def test_an_endpoint_that_has_no_sessions_or_goes_is_told(
     with stranger(goes=goes) as url:
         given = json.loads(asked)
         given["asked"] |= {"url": f"{url}/v1", "tokenizer": None, "concurrency": 1}
-        process = subprocess.run(
-            [sys.executable, "-m", "rolemesh.services.evaluation"],
-            input=json.dumps(given),
-            text=True,
-            capture_output=True,
-            timeout=WAIT_S,
-            check=True,
-        )
-    (error,) = [
-        one for line in process.stdout.splitlines() if (one := json.loads(line))["type"] == "error"
-    ]
+        told_lines = told_of(json.dumps(given))
+    (error,) = [one for one in told_lines if one["type"] == "error"]
     assert told in error["text"]
     assert not error["is_input"]

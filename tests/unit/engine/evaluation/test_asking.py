@@ -15,7 +15,12 @@ from rolemesh.engine.evaluation.asking import Asker, EndpointGoneError, Unanswer
 from rolemesh.engine.evaluation.tasks import EvaluatedRow
 from rolemesh.engine.specs.evaluation import AskedSpec, DrawingSpec
 
-ROW = EvaluatedRow(key="k", row=PromptRow(messages=[{"role": "user", "content": "2 + 2"}]))
+
+def evaluated(row: PromptRow, key: str = "k") -> EvaluatedRow:
+    return EvaluatedRow(key=key, row=row, prompt_id=0)
+
+
+ROW = evaluated(PromptRow(messages=[{"role": "user", "content": "2 + 2"}]))
 ANSWER = {
     "choices": [{"message": {"content": "4"}, "finish_reason": "stop"}],
     "usage": {"completion_tokens": 2},
@@ -52,7 +57,7 @@ async def test_each_completion_has_a_seed_of_task_prompt_and_number_alone() -> N
     bodies: list[dict[str, Any]] = []
     made = asker(keeping(bodies), temperature=0.7, top_p=0.9, max_tokens=5, seed=1)
     for task, key, sample in [("t", "k", 0), ("t", "k", 1), ("t", "l", 0), ("u", "k", 0)] * 2:
-        await made.ask(task, EvaluatedRow(key=key, row=ROW.row), sample)
+        await made.ask(task, evaluated(ROW.row, key), sample)
     seeds = [body["seed"] for body in bodies]
     # Four draws of 31 bits are distinct but for one in 10^8.
     assert len(set(seeds[:4])) == 4
@@ -68,7 +73,7 @@ async def test_each_completion_has_a_seed_of_task_prompt_and_number_alone() -> N
 async def test_an_answer_that_has_begun_is_sent_to_be_continued() -> None:
     bodies: list[dict[str, Any]] = []
     row = PromptRow(messages=ROW.row.messages, assistant_prefix="2 + 2 =")
-    found = await asker(keeping(bodies)).ask("t", EvaluatedRow(key="k", row=row), 0)
+    found = await asker(keeping(bodies)).ask("t", evaluated(row), 0)
     assert bodies[0]["messages"][-1] == {"role": "assistant", "content": "2 + 2 ="}
     assert bodies[0]["continue_final_message"] is True
     assert (found.text, found.finish_reason, found.num_tokens) == ("4", "stop", 2)
@@ -118,6 +123,49 @@ async def test_the_model_is_the_first_that_is_listed() -> None:
     made = asker(lambda request: httpx.Response(200, json={"data": [{"id": "x"}, {"id": "y"}]}))
     made._model = None
     assert await made.open() == "x"
+
+
+async def test_the_longest_sequence_is_that_of_the_model_that_is_asked() -> None:
+    cards = [{"id": "x", "max_model_len": 32}, {"id": "m", "max_model_len": 64}, {"id": "y"}]
+    made = asker(lambda request: httpx.Response(200, json={"data": cards}))
+    assert await made.longest_sequence() == 64
+    made._model = "y"
+    assert await made.longest_sequence() is None
+
+
+class Spelling:
+    """Token ids are characters; 300 is the first byte of one that has two."""
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> str:
+        return str(conversation[-1]["content"])
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(one) for one in text]}
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        return "".join("\N{REPLACEMENT CHARACTER}" if t == 300 else chr(t) for t in token_ids)
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [({}, "4"), ({"token_ids": [52, 300]}, "4\N{REPLACEMENT CHARACTER}"), ({"token_ids": 3}, "4")],
+)
+async def test_a_completion_is_read_from_its_tokens_where_they_are_told(
+    told: dict[str, Any], text: str
+) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        choice = {"text": "4", "finish_reason": "length", **told}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    spec = AskedSpec(url="http://127.0.0.1:1/v1", model="m")
+    made = Asker(spec, DrawingSpec(), key=None, tokenizer=Spelling())
+    made._client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+    assert (await made.ask("t", ROW, 0)).text == text
+    assert bodies[0]["return_token_ids"] is True
+    assert bodies[0]["prompt"] == [ord(one) for one in "2 + 2"]
 
 
 @pytest.mark.parametrize(("status", "hint"), [(401, "--key-variable"), (404, "/v1")])

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny_models import tiny_tokenizer
 
+from rolemesh.engine.data.prompts import load_prompts
 from rolemesh.engine.evaluation.tasks import rows_of
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec, GymTaskSpec
 
@@ -48,6 +50,22 @@ def test_a_prompt_that_is_there_twice_is_two_rows_and_another_answer_is_another_
     keys = [row.key for row in rows_of(task(held_out(tmp_path, rows)), None)]
     assert keys[1] == f"{keys[0]}#2"
     assert keys[2].partition("#")[0] != keys[0]
+
+
+def test_a_row_has_the_id_of_its_prompt_in_a_run(tmp_path: Path) -> None:
+    data = held_out(tmp_path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    spec = task({**data, "max_prompt_tokens": 50})
+    for given, tokenizer in (
+        (task(data), None),
+        (task(data), tiny_tokenizer()),
+        (spec, tiny_tokenizer()),
+    ):
+        rows = rows_of(given, tokenizer)
+        prompts = load_prompts(given.data, tokenizer=tiny_tokenizer(), seed=3)
+        expected = prompts.slice("held_out", 0, 2)
+        assert [
+            row.prompt(p.text, p.tokens) for row, p in zip(rows, expected, strict=True)
+        ] == expected
 
 
 def test_more_prompts_than_there_are_held_out_are_refused(tmp_path: Path) -> None:

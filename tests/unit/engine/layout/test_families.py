@@ -78,11 +78,12 @@ def test_manifest_has_the_parameters_of_transformers(
     auto_class, options = ways[kind]
     expected = parameters(auto_class, config)
     for given in (raw, config.to_dict()):
-        manifest = DecoderShape.from_config(given, **options).manifest("bfloat16")
+        shape = DecoderShape.from_config(given, **options)
+        manifest = shape.manifest("bfloat16")
         assert {name: held.shape for name, held in manifest.items()} == dict(expected)
         assert {held.dtype for held in manifest.values()} == {"bfloat16"}
         for name in manifest:
-            cut_of(name)
+            cut_of(shape, name)
 
 
 def test_a_config_that_leaves_sizes_out_means_what_transformers_means() -> None:
@@ -115,7 +116,7 @@ def test_a_model_without_a_plan_is_refused(
 def test_a_parameter_of_no_family_is_refused() -> None:
     for name in ("model.layers.0.self_attn.qkv_proj.weight", "transformer.wte.weight"):
         with pytest.raises(UnsupportedFamilyError, match=name):
-            cut_of(name)
+            cut_of(decoder(), name)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_slices_cover_each_parameter_and_overlap_only_where_they_share(size: int
             box = slice_box(shape, name, tp=tp, size=size)
             counts[tuple(slice(*extent) for extent in box)] += 1
         shared = {"whole": size, "kv_heads": replica_ranks_of_kv(shape, size)}
-        assert (counts == shared.get(cut_of(name), 1)).all(), name
+        assert (counts == shared.get(cut_of(shape, name), 1)).all(), name
 
 
 def test_vocabulary_slices_are_blocks_of_the_padded_vocabulary() -> None:

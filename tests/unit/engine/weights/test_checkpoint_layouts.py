@@ -124,11 +124,22 @@ def train_layouts(draw: st.DrawFn) -> TrainLayout:
 
 
 @settings(max_examples=25, deadline=None)
-@given(train_layouts(), train_layouts(), st.booleans(), st.sampled_from([64, 300, 2**20]))
+@given(
+    train_layouts(),
+    train_layouts(),
+    st.sampled_from(
+        [
+            {"tie_word_embeddings": True},
+            {"tie_word_embeddings": False},
+            {"model_type": "phi3", "num_key_value_heads": 4},
+        ]
+    ),
+    st.sampled_from([64, 300, 2**20]),
+)
 def test_any_layout_reads_what_any_other_wrote(
-    before: TrainLayout, after: TrainLayout, tied: bool, file_bytes: int
+    before: TrainLayout, after: TrainLayout, changes: dict[str, Any], file_bytes: int
 ) -> None:
-    shape = decoder(tie_word_embeddings=tied)
+    shape = decoder(**changes)
     source, target = train_layout(shape, before), train_layout(shape, after)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_writing, "SHARD_BYTES", file_bytes)

@@ -56,12 +56,12 @@ def dividing_shape(layout: TrainLayout, *, is_tied: bool) -> DecoderShape:
     )
 
 
-def sizes_by_group(manifest: Manifest) -> dict[str, int]:
+def sizes_by_group(shape: DecoderShape, manifest: Manifest) -> dict[str, int]:
     """Elements of the parameters that are treated alike."""
     totals: dict[str, int] = defaultdict(int)
     for name, parameter in manifest.items():
         group = {EMBEDDING: "embedding", LM_HEAD: "head", NORM: "norm"}.get(
-            name, "whole" if cut_of(name) == "whole" else "cut"
+            name, "whole" if cut_of(shape, name) == "whole" else "cut"
         )
         totals[group] += num_elements(parameter.box)
     return totals
@@ -91,7 +91,7 @@ def test_received_bytes_are_those_of_table_2(is_tied: bool, most_ranks: int) -> 
         shape = dividing_shape(train, is_tied=is_tied)
         source = train_layout(shape, train, "bfloat16")
         plan = make_plan(source, generate_layout(shape, layout, "bfloat16"))
-        sizes = sizes_by_group(source.manifest)
+        sizes = sizes_by_group(shape, source.manifest)
         slices = train.tp * train.pp
         ends = 0
         for rank in range(layout.world_size):
@@ -120,12 +120,12 @@ def test_received_bytes_are_those_of_table_2(is_tied: bool, most_ranks: int) -> 
             assert ends * slices == layout.world_size * (layout.micro_dp - 1) * both
 
 
-def cut_bytes_received(plan: Plan) -> dict[int, dict[str, int]]:
+def cut_bytes_received(shape: DecoderShape, plan: Plan) -> dict[int, dict[str, int]]:
     """By rank: bytes of layers' cut parameters, and of embedding and head."""
     received: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for bucket in plan.buckets:
         for copy in bucket.copies:
-            if cut_of(copy.parameter) != "whole":
+            if cut_of(shape, copy.parameter) != "whole":
                 group = "ends" if copy.parameter in (EMBEDDING, LM_HEAD) else "layers"
                 received[copy.target][group] += plan.wire_bytes(copy)
     return received
@@ -149,8 +149,8 @@ def test_the_papers_settings_receive_what_table_2_says(model: str) -> None:
     plan = make_plan(
         train_layout(shape, layout.train, "bfloat16"), generate_layout(shape, layout, "bfloat16")
     )
-    sizes = sizes_by_group(plan.source.manifest)
-    received = cut_bytes_received(plan)
+    sizes = sizes_by_group(shape, plan.source.manifest)
+    received = cut_bytes_received(shape, plan)
     world = layout.world_size
     for rank in range(world):
         assert received[rank]["layers"] * t * p == (layout.micro_dp - 1) * 2 * sizes["cut"]
@@ -166,7 +166,7 @@ def test_baselines_receive_what_their_formulas_say() -> None:
     # ranks: (tpd-1)/(tpd) M. Norms are cut by the latter only.
     train = TrainLayout(tp=2, pp=2, dp=2)
     shape = dividing_shape(train, is_tied=False)
-    sizes = sizes_by_group(shape.manifest("bfloat16"))
+    sizes = sizes_by_group(shape, shape.manifest("bfloat16"))
     whole = whole_layout(shape.manifest("bfloat16"), 8)
     total = 0
     plan = make_plan(train_layout(shape, train, "bfloat16"), whole)

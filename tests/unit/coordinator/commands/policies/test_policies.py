@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from support.fake_roles import fake_recipe
 from typer.testing import CliRunner
 
-from rolemesh.coordinator.commands.policies import serving
+from rolemesh.coordinator.commands.policies import serving, tasks
 from rolemesh.coordinator.commands.policies.policy import find_policy
 from rolemesh.coordinator.commands.policies.serving import check_can_serve, wished
 from rolemesh.coordinator.commands.policies.tasks import tasks_of
@@ -129,6 +129,21 @@ def test_the_runs_sampler_says_how_and_the_command_line_over_it(run: Path) -> No
     assert again.has_length
 
 
+def test_what_is_served_is_no_shorter_than_what_the_runs_sampler_takes(run: Path) -> None:
+    for changes in (
+        {"actor__rollout": {"type": "hf", "max_model_len": 5000, "dtype": "float32"}},
+        {
+            "rollout": {
+                "model": {"path": "m"},
+                "rollout": {"type": "vllm", "max_model_len": 5000, "dtype": "float32"},
+            }
+        },
+    ):
+        (run / "config.yaml").write_text(yaml.safe_dump(changed(**changes)))
+        found = wished(find_policy(str(run)), [])
+        assert (found.rollout["max_model_len"], found.rollout["dtype"]) == (5000, "float32")
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -193,7 +208,7 @@ def test_held_out_rows_of_agents_are_played_by_them() -> None:
         actor__environment={**agent, "gives_reward": False},
         **{**change, "reward__source": {"type": "arithmetic"}},
     )
-    with pytest.raises(RecipeError, match="its agent gives no reward"):
+    with pytest.raises(RecipeError, match=r"gives no reward \(actor\.environment\.gives_reward\)"):
         tasks_of(["held_out"], silent)
 
 
@@ -203,6 +218,17 @@ def test_held_out_rows_of_agents_are_played_by_them() -> None:
         ({}, "reward is left out: give it, or agent"),
         ({"agent": {"type": "program", "command": ["a"]}, "reward": {"type": "arithmetic"}}, "bes"),
         ({"agent": {"type": "program", "command": ["a"], "gives_reward": False}}, "nothing else"),
+        (
+            {
+                "agent": {"type": "program", "command": ["a"]},
+                "environment": {"type": "calculator"},
+            },
+            "played by one of them",
+        ),
+        ({"environment": {"type": "calculator"}}, "reward is left out"),
+        ({"reward": {"type": "environment"}}, "there is none: give environment"),
+        ({"reward": [{"source": {"type": "environment"}}]}, "there is none: give environment"),
+        ({"reward": {"type": "arithmetic"}, "max_model_len": 64}, "without environment"),
     ],
 )
 def test_a_task_has_one_judge(given: dict[str, Any], told: str) -> None:
@@ -240,9 +266,37 @@ def test_wrong_tasks_are_refused(words: list[str], told: str) -> None:
         tasks_of(words, None)
 
 
-def test_held_out_rows_of_an_environment_are_left_to_the_run() -> None:
+def test_held_out_rows_of_an_environment_are_played_by_it() -> None:
     recipe = loaded(
-        actor__environment={"type": "calculator"}, reward__source={"type": "environment"}
+        actor__environment={"type": "calculator", "max_turns": 3},
+        reward__source={"type": "environment"},
     )
-    with pytest.raises(RecipeError, match="turn by turn"):
+    (task,) = tasks_of(["held_out"], recipe)
+    assert task.environment == recipe.actor.environment
+    assert task.reward == recipe.reward.source
+    # The bound of the run's sampler decides where an episode is cut.
+    assert task.max_model_len == recipe.actor.rollout.max_model_len
+
+
+def test_a_classifier_at_the_hub_is_brought_with_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    brought: list[tuple[str, str]] = []
+    monkeypatch.setattr(tasks, "model_folder", lambda *given: brought.append(given))
+    judge = {"type": "classifier", "model": {"path": "/cache/judge"}}
+    recipe = loaded(reward__source=judge)
+    with pytest.raises(RecipeError, match=r"task held_out: reward\.model\.path '/cache/judge'"):
+        tasks_of(["held_out"], recipe)
+    monkeypatch.setattr(tasks, "judge_folders", lambda *given: ())
+    names = {"actor.model.path": "hf:org/policy@1", "reward.source.model.path": "hf:org/judge@2"}
+    (task,) = tasks_of(["held_out"], recipe.knowing(names))
+    assert task.reward.model.path == Path("/cache/judge")
+    assert brought == [("hf:org/judge@2", "reward.source.model.path")]
+
+
+def test_a_reward_that_the_run_trains_is_refused() -> None:
+    judge = {"type": "classifier", "model": {"path": "judge"}}
+    data = {"type": "jsonl", "path": "pairs.jsonl"}
+    recipe = loaded(reward={"source": judge, "optimizer": {"learning_rate": 1e-5}, "data": data})
+    with pytest.raises(RecipeError, match=r"trains its reward model \(reward\.optimizer\)"):
         tasks_of(["held_out"], recipe)

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from rolemesh.engine.evaluation.statistics import difference, estimate, pass_chance
+from rolemesh.engine.statistics import difference, estimate, pass_chance
 
 # 10,000 draws of a p of 0.04 have a deviation of 0.002: outside of this once in 10^6 seeds.
 DRAWN_P = 0.01
