@@ -15,7 +15,7 @@ from rolemesh.engine.layout.families import (
     DecoderShape,
     layer_factors,
     parameter_shape,
-    slice_box,
+    slice_sizes,
 )
 from rolemesh.engine.layout.manifest import ITEM_BYTES
 from rolemesh.engine.specs import VllmSpec
@@ -114,7 +114,6 @@ def slot_elements(shape: DecoderShape, tp: int) -> int:
     rank = min(held, default=shape.adapter.rank)  # a larger one vLLM refuses when it starts
     wide = replace(shape, adapter=AdapterShape(rank, shape.adapter.targets))
     layer = sum(
-        math.prod(stop - start for start, stop in slice_box(wide, name, tp=0, size=tp))
-        for name in layer_factors(wide, range(1))
+        math.prod(slice_sizes(wide, name, tp=0, size=tp)) for name in layer_factors(wide, range(1))
     )
     return shape.num_layers * layer

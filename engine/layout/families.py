@@ -390,21 +390,6 @@ def slice_boxes(shape: DecoderShape, name: str, *, tp: int, size: int) -> tuple[
     return tuple(boxes)
 
 
-def slice_box(shape: DecoderShape, name: str, *, tp: int, size: int) -> Box:
-    """The one box of `slice_boxes`, for parameters that a slice holds in one.
-
-    Raises:
-        LayoutError: As `slice_boxes`, or the slice holds several boxes of this parameter.
-    """
-    box, *others = slice_boxes(shape, name, tp=tp, size=size)
-    if others:
-        raise LayoutError(
-            f"{name!r} holds several projections, of each of which a slice of tp {size} has a "
-            "part: give tp=1"
-        )
-    return box
-
-
 def slice_sizes(shape: DecoderShape, name: str, *, tp: int, size: int) -> tuple[int, ...]:
     """Shape of what slice `tp` of `size` holds of a parameter."""
     boxes = slice_boxes(shape, name, tp=tp, size=size)

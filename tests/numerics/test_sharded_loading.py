@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.slices import slice_box
 from support.tiny_families import write_tiny_decoder
 from support.token_batches import score, token_batch
 from transformers import AutoModel
 
 from rolemesh.engine.layout.boxes import train_layout
-from rolemesh.engine.layout.families import slice_box, stage_tensors
+from rolemesh.engine.layout.families import stage_tensors
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.causal_lm import CausalLm

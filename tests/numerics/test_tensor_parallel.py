@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.rank_processes import RankContext, RankFailedError, RankPool
 from support.rollout_checks import load_trainer_model, rounded_copy
+from support.slices import slice_box
 from support.slow_cases import mostly_slow
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_classifier
@@ -18,7 +19,6 @@ from support.token_batches import COMPLETION_LENGTHS, PROMPT_LENGTHS, score, tok
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rolemesh.engine.layout.families import slice_box
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.slices import slice_box
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,7 +22,6 @@ from rolemesh.engine.layout.families import (
     check_layout,
     cut_of,
     replica_ranks_of_kv,
-    slice_box,
     stage_layers,
     stage_tensors,
 )

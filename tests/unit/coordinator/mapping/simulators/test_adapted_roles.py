@@ -109,6 +109,29 @@ def test_a_sampler_has_a_slot_for_an_adapter(tp: int) -> None:
         assert sampler_memory(odd.shape, spec, 1).weights == adapted.weights
 
 
+def test_the_slot_of_a_slice_has_its_part_of_each_fused_projection() -> None:
+    """Phi 3 holds queries, keys and values in one tensor, and gate and up in another."""
+    hidden, inner, rank, slices = 3072, 8192, 16, 2
+    config = {
+        "model_type": "phi3",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32064,
+    }
+    spec = VllmSpec(max_model_len=1024)
+    bare, adapted = (
+        sampler_memory(Model.from_config(config, adapter=adapter).shape, spec, slices).weights
+        for adapter in (None, AdapterSpec(rank=rank))
+    )
+    # A and B of the four matrices; each is cut on one side.
+    whole = 4 * hidden
+    cut = 3 * hidden + hidden + 2 * inner + inner
+    assert adapted - bare == 2 * 2 * rank * (whole + cut // slices)
+
+
 def test_the_planner_counts_the_activations_by_which_a_service_chooses_recomputation() -> None:
     layout, tokens = Layout(micro_batch_tokens=4096), 32 * 4096 * 4096
     kept, inputs = (

@@ -1,0 +1,12 @@
+"""Parts of parameters that a tensor slice holds in one box."""
+
+from __future__ import annotations
+
+from rolemesh.engine.layout.families import DecoderShape, slice_boxes
+from rolemesh.engine.layout.manifest import Box
+
+
+def slice_box(shape: DecoderShape, name: str, *, tp: int, size: int) -> Box:
+    """The one box of `slice_boxes`; fails for projections that files hold in one tensor."""
+    [box] = slice_boxes(shape, name, tp=tp, size=size)
+    return box
