@@ -12,7 +12,7 @@ from rolemesh.engine.kernels import choice
 
 TESTS = Path(__file__).parents[1]
 KERNELS = {
-    *("_partial_sums", "_logit_gradients", "_ppo_loss", "_scan_row", "_copy_segments"),
+    *("_partial_sums", "_logit_gradients", "_ppo_loss", "_scan_row"),
     *("_norm", "_norm_backward", "_swiglu", "_swiglu_backward", "_rotate"),
 }
 
