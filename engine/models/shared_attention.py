@@ -147,20 +147,22 @@ def inputs_of(tree: TreeLayout) -> dict[str, Any]:
 def takes_packed_rows(lm: torch.nn.Module) -> bool:
     """Whether all attention of a transformers decoder may be this one.
 
-    Not where layers carry a state from token to token, cut rows into chunks, cap scores or attend
-    by code of their own.
-
-    Args:
-        lm: With attention that is causal.
+    Not where layers carry a state or a convolution from token to token, look ahead, cut rows into
+    chunks, cap scores or attend by code of their own.
     """
     model: Any = lm
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return bool(
         getattr(model, "_supports_attention_backend", False)
         and getattr(model, "_supports_sdpa", False)
-        and layers <= {"full_attention", "sliding_attention"}
+        and kinds <= {"full_attention", "sliding_attention"}
         and not getattr(config, "attn_logit_softcapping", None)
+        and not getattr(config, "use_bidirectional_attention", None)
+        and not getattr(model, "_is_stateful", False)
+        # Not every family with a state says that it has one.
+        and not any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
+        and all(getattr(module, "is_causal", True) for module in model.modules())
     )
 
 

@@ -446,8 +446,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gemma3_text": _EVERY_OTHER,
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt2": {},
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
 }
-"""With layers that look back only so far, with experts, and one that takes rectangles alone."""
+"""With layers that look back only so far, and with experts; the last ones take rectangles alone."""
+
+RECTANGLES = frozenset({"gpt2", "falcon_h1"})
+"""The second carries a state from token to token, and says so in no list of its config."""
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared", "apart"])
@@ -459,9 +470,9 @@ def test_other_attention_is_that_of_each_row_by_itself(
     options = OTHERS[family]
     folder = write_tiny_decoder(tmp_path, family, vocab_size=VOCAB, **options)
     model = _model(folder, "policy")
-    assert (model.packing is None) == (family == "gpt2")
+    assert (model.packing is None) == (family in RECTANGLES)
     batch = shared_batch()
-    rows = pack_rows(batch, "cpu", replace(WHATEVER, shares=shares and family != "gpt2"))
+    rows = pack_rows(batch, "cpu", replace(WHATEVER, shares=shares and family not in RECTANGLES))
     outputs = _outputs(model, rows)[:1]
     gradients = _gradients(model, outputs)
     expected = [_alone(model, batch)]
