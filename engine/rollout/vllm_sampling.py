@@ -170,13 +170,15 @@ class VllmSampling(RolloutBackend):
 
         self._check_ready()
         self._take_engine()
-        with own_random_state(), self._threads():
-            return score_row(
-                self.engine,
-                str(next(self._request_numbers)),
-                tokens,
-                lora_request=self._lora_request,
-            )
+        # By our own steps: calls of an endpoint stay in the engine between two turns, and hear of
+        # what is sampled for them meanwhile.
+        return score_row(
+            self.engine,
+            self._step,
+            str(next(self._request_numbers)),
+            tokens,
+            lora_request=self._lora_request,
+        )
 
     def _threads(self) -> AbstractContextManager[None]:
         """Computes the engine's next step with the threads that it is worth."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -10,12 +10,18 @@ from vllm.inputs.engine import tokens_input
 
 
 def score_row(
-    engine: Any, request_id: str, tokens: Sequence[int], *, lora_request: Any
+    engine: Any,
+    step: Callable[[], Sequence[Any]],
+    request_id: str,
+    tokens: Sequence[int],
+    *,
+    lora_request: Any,
 ) -> list[float]:
-    """Has an engine that has no other request score a row of token ids.
+    """Has an engine score a row of token ids, beside whatever else is in it.
 
     Args:
         engine: VLLM's LLMEngine.
+        step: Takes a step of it, hands on what others have asked for, and returns the rest.
         request_id: That no other request has had.
         tokens: At least two.
         lora_request: Names the adapter; None: the model as it is.
@@ -32,14 +38,16 @@ def score_row(
     )
     row = list(tokens)
     engine.add_request(request_id, tokens_input(row), params, lora_request=lora_request)
-    found: list[float] = []
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished and output.prompt_logprobs is not None:
-                _, *later = output.prompt_logprobs
-                found = [
-                    float(given[token].logprob) for given, token in zip(later, row[1:], strict=True)
-                ]
-    if len(found) != len(row) - 1:
-        raise RuntimeError(f"vLLM gave {len(found)} log-probs for a row of {len(row)} tokens")
-    return found
+        for output in step():
+            if output.request_id != request_id or not output.finished:
+                continue
+            _, *later = output.prompt_logprobs or [None]
+            if len(later) != len(row) - 1:
+                raise RuntimeError(
+                    f"vLLM gave {len(later)} log-probs for a row of {len(row)} tokens"
+                )
+            return [
+                float(given[token].logprob) for given, token in zip(later, row[1:], strict=True)
+            ]
+    raise RuntimeError(f"vLLM ended without log-probs for a row of {len(row)} tokens")

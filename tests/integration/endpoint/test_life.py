@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -126,6 +127,35 @@ def test_a_turn_makes_way_for_other_work(sampler: Sampler, served: Served) -> No
         goes_on.set()
         assert other.result(PATIENCE_S) == 1
     assert asked.done().status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_row_that_is_scored_between_two_turns_takes_nothing_from_a_call(
+    sampler: Sampler, served: Served, stream: bool
+) -> None:
+    """A run compares its sampler with its trainer so; the call ends during its steps."""
+    row = list(range(4, 12))
+    alone = sampler.do(lambda: sampler.backend.score(row))
+    url = f"{served.endpoint.url}/v1/completions"
+    expected = Asking(url, seed=1, max_tokens=2, return_token_ids=True).done()
+    with halted(sampler) as (has_stopped, goes_on), ThreadPoolExecutor(1) as pool:
+        asked = Asking(url, seed=1, max_tokens=2, return_token_ids=True, stream=stream)
+        assert has_stopped.wait(PATIENCE_S)
+        scored = pool.submit(sampler.do, lambda: sampler.backend.score(row))
+        wait_until(sampler.compute.has_waiting)
+        goes_on.set()
+        assert scored.result(PATIENCE_S) == pytest.approx(alone, abs=1e-5)
+    answer = asked.done()
+    assert answer.status_code == 200
+    ids = expected.json()["choices"][0]["token_ids"]
+    assert len(ids) == 2
+    if not stream:
+        assert answer.json()["choices"][0]["token_ids"] == ids
+    else:
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        choices = [one for event in events for one in json.loads(event)["choices"]]
+        assert [token for one in choices for token in one["token_ids"] or ()] == ids
 
 
 def test_calls_are_sampled_beside_a_generation_and_change_no_token_of_it(
