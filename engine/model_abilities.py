@@ -23,18 +23,15 @@ test_rollout_vllm_one_rank.py)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """A line of the table; each field is what a cell says, in the order of HEADINGS."""
+    """A line of the table; a text is what a cell says, in the order of HEADINGS."""
 
     family: str
     sampled_by: str
     on_one_rank: str
     over_ranks: str
     adapters: str
-
-    @property
-    def can_train(self) -> bool:
-        """Whether the model can be trained at all."""
-        return not self.on_one_rank.startswith("no")
+    can_train: bool = True
+    """Whether the model can be trained at all."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -113,7 +110,12 @@ def _axes(bound: str) -> str:
 
 def _refused(family: str, why: str) -> Abilities:
     return Abilities(
-        family=family, sampled_by="no", on_one_rank=f"no: {why}", over_ranks="no", adapters="no"
+        family=family,
+        sampled_by="no",
+        on_one_rank=f"no: {why}",
+        over_ranks="no",
+        adapters="no",
+        can_train=False,
     )
 
 

@@ -23,7 +23,12 @@ from support.parallel_training import (
     train,
 )
 from support.rank_processes import RankContext, RankPool
-from support.rollout_checks import load_trainer_model, logprob_differences, set_stop_tokens
+from support.rollout_checks import (
+    load_trainer_model,
+    logprob_differences,
+    set_stop_tokens,
+    short_requests,
+)
 from support.sampler_shards import folder_weights, rank_shard, shard_tensors
 from support.slow_cases import mostly_slow
 from support.tiny_families import write_tiny_decoder
@@ -44,7 +49,6 @@ from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import (
     HfSpec,
@@ -58,6 +62,7 @@ from rolemesh.engine.train.trainer import Trainer
 
 VOCABULARY = 190
 """Padded to 192: the last slice has fewer rows."""
+REQUESTS = short_requests(VOCABULARY)
 LOSS = PpoPolicyLossSpec(entropy_coefficient=0.01, kl_in_loss=0.1)
 LAYOUTS = {
     "tp2": TrainLayout(tp=2),
@@ -274,9 +279,9 @@ def test_transformers_samples_what_the_trainer_scores(tmp_path: Path, name: str)
     trainer = Trainer.policy(_spec(folder), OptimizerSpec())
     backend = make_backend(HfSpec(dtype="float32", max_model_len=48, max_num_seqs=8), folder)
     backend.update_weights(trainer.named_weights(), 0)
-    sampled = list(backend.generate(_requests(), SamplingSpec(max_new_tokens=24)))
+    sampled = list(backend.generate(REQUESTS, SamplingSpec(max_new_tokens=24)))
     backend.close()
-    differences = logprob_differences(load_trainer_model(folder), _requests(), sampled)
+    differences = logprob_differences(load_trainer_model(folder), REQUESTS, sampled)
     assert float(differences.max()) < LOGPROB_TOLERANCE
 
 
@@ -311,13 +316,13 @@ def sample_updates(at: RankContext, folder: Path, export: Path) -> Sampled:
         model = load_trainer_model(folder)
         for number in range(2):
             backend.update_weights(trainer.named_weights(), trainer.policy_version)
-            sampled = list(backend.generate(_requests(), SamplingSpec(max_new_tokens=24)))
+            sampled = list(backend.generate(REQUESTS, SamplingSpec(max_new_tokens=24)))
             if number:
-                moved = float(logprob_differences(model, _requests(), sampled).mean())
+                moved = float(logprob_differences(model, REQUESTS, sampled).mean())
                 state = {key: one.clone() for key, one in trainer.named_weights()}
                 assert not model.load_state_dict(state, strict=False).unexpected_keys
                 model.tie_weights()
-            differences.append(float(logprob_differences(model, _requests(), sampled).mean()))
+            differences.append(float(logprob_differences(model, REQUESTS, sampled).mean()))
             if not number:
                 job = _job(folder)
                 update_whole(trainer, job.batch, LOSS, epochs=1, mini_batch_rows=8, seed=5)
@@ -378,8 +383,8 @@ def sample_in_slices(at: RankContext, folder: Path) -> list[float]:
             differences = []
 
             def compare() -> dict[str, str]:
-                sampled = list(backend.generate(_requests(), SamplingSpec(max_new_tokens=24)))
-                differences.append(float(logprob_differences(model, _requests(), sampled).mean()))
+                sampled = list(backend.generate(REQUESTS, SamplingSpec(max_new_tokens=24)))
+                differences.append(float(logprob_differences(model, REQUESTS, sampled).mean()))
                 return dict(backend.weight_checksums())
 
             backend.update_weights(weights.items(), 1)
@@ -467,15 +472,3 @@ def _assert_scores_as_transformers(folder: Path) -> None:
     torch.testing.assert_close(
         _logprobs(CausalLm(_spec(folder))), torch.cat(expected), rtol=0, atol=LOGPROB_TOLERANCE
     )
-
-
-def _requests() -> list[RolloutRequest]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        RolloutRequest(
-            row=row,
-            prompt_tokens=torch.randint(4, VOCABULARY, (2 + row,), generator=generator).tolist(),
-            seed=row,
-        )
-        for row in range(6)
-    ]

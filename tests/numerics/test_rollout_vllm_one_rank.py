@@ -19,6 +19,7 @@ from support.rollout_checks import (
     logprob_differences,
     rounded_copy,
     set_stop_tokens,
+    short_requests,
     trainer_checksums,
 )
 from support.tiny_families import write_tiny_decoder
@@ -28,7 +29,6 @@ from transformers import PreTrainedModel
 
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout.probe import SamplerCheck, SamplerStaleError, check_sampler
-from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.trainer_probe import TrainerProbe
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import (
@@ -46,6 +46,7 @@ LOGPROB_BOUND = 1e-5
 LEAST_MOVE = 1e-3
 """The same between two updates: a sampler that kept the weights before would be seen."""
 VOCABULARY = 100
+REQUESTS = short_requests(VOCABULARY)
 
 EXPERTS: dict[str, Any] = {
     "hidden_size": 64,
@@ -118,20 +119,8 @@ class Pair:
 
     def distance(self, model: PreTrainedModel) -> float:
         """Mean abs difference between what is sampled and a model's log-probs of it."""
-        sampled = list(self.sampler.generate(requests(), SamplingSpec(max_new_tokens=16)))
-        return float(logprob_differences(model, requests(), sampled).mean())
-
-
-def requests() -> list[RolloutRequest]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        RolloutRequest(
-            row=row,
-            prompt_tokens=torch.randint(4, VOCABULARY, (2 + row,), generator=generator).tolist(),
-            seed=row,
-        )
-        for row in range(6)
-    ]
+        sampled = list(self.sampler.generate(REQUESTS, SamplingSpec(max_new_tokens=16)))
+        return float(logprob_differences(model, REQUESTS, sampled).mean())
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=[family for family, _ in FAMILIES])

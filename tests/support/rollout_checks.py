@@ -69,6 +69,19 @@ def make_requests(num_rows: int, seed: int = 0) -> list[RolloutRequest]:
     return requests
 
 
+def short_requests(vocab_size: int) -> list[RolloutRequest]:
+    """Six prompts of 2 to 7 tokens, for models of small vocabularies."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        RolloutRequest(
+            row=row,
+            prompt_tokens=torch.randint(4, vocab_size, (2 + row,), generator=generator).tolist(),
+            seed=row,
+        )
+        for row in range(6)
+    ]
+
+
 @torch.no_grad()
 def score(
     model: PreTrainedModel,
