@@ -15,6 +15,7 @@ from rolemesh.coordinator.algorithms.dr_grpo import dr_grpo
 from rolemesh.coordinator.algorithms.grpo import grpo
 from rolemesh.coordinator.algorithms.gspo import gspo
 from rolemesh.coordinator.algorithms.kto import kto
+from rolemesh.coordinator.algorithms.on_policy_distillation import on_policy_distillation
 from rolemesh.coordinator.algorithms.online_dpo import online_dpo
 from rolemesh.coordinator.algorithms.ppo import ppo
 from rolemesh.coordinator.algorithms.reinforce_plus_plus import reinforce_plus_plus
@@ -50,6 +51,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         reinforce_plus_plus_baseline,
         remax,
         safe_rlhf,
+        on_policy_distillation,
         online_dpo,
         dpo,
         kto,
@@ -65,6 +67,7 @@ ENTRY_POINTS = "rolemesh.algorithms"
 
 _MAKERS: Mapping[str, str] = {
     "reference_logprobs": "reference",
+    "teacher_logprobs": "teacher",
     "values": "critic",
     "rewards": "reward",
     "costs": "cost",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Generic, TypeVar, cast, get_args
 from pydantic import BaseModel, Field
 
 from rolemesh.engine.specs import (
+    DistillationLossSpec,
     EstimatorSpec,
     GaeSpec,
     GrpoSpec,
@@ -73,6 +74,12 @@ ReinforceOrPpoLossSpec = Annotated[
     ReinforcePolicyLossSpec | PpoPolicyLossSpec | PythonPolicyLossSpec, Field(discriminator="type")
 ]
 """The plain policy gradient of the paper, the clipped loss in its place, or one of your own."""
+DistillingLossSpec = Annotated[
+    PpoPolicyLossSpec | ReinforcePolicyLossSpec | DistillationLossSpec | PythonPolicyLossSpec,
+    Field(discriminator="type"),
+]
+"""The clipped loss or the plain policy gradient of the teacher's say of single tokens, the
+divergence from its distribution, or a loss of your own."""
 
 
 def long_forms(section: type[BaseModel], data: Any) -> Any:

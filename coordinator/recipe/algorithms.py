@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from rolemesh.coordinator.recipe.algorithm_parts import (
     AlgorithmParts,
+    DistillingLossSpec,
     GaeOrOwnSpec,
     GrpoOrOwnSpec,
     PpoOrOwnLossSpec,
@@ -35,13 +36,13 @@ from rolemesh.engine.specs import (
     Names,
     OnlineDpoSpec,
     OwnFunctionSpec,
-    PolicyTermsSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
     ReinforcePlusPlusBaselineSpec,
     ReinforcePlusPlusSpec,
     ReinforcePolicyLossSpec,
     RemaxSpec,
+    ReverseKlSpec,
     RewardSpreadSpec,
     RlooSpec,
     SafeRlhfSpec,
@@ -49,6 +50,7 @@ from rolemesh.engine.specs import (
     SelectionSpec,
     SftLossSpec,
     Spec,
+    TemperedLossSpec,
 )
 
 
@@ -120,11 +122,11 @@ class SampledSpec(AlgorithmSection):
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         loss = self.parts.fields.get("policy_loss")
-        if isinstance(loss, PolicyTermsSpec) and "temperature" not in loss.model_fields_set:
+        if isinstance(loss, TemperedLossSpec) and "temperature" not in loss.model_fields_set:
             loss = loss.model_copy(update={"temperature": self.sampling.temperature})
             # The section is frozen for its users, who get it after this.
             object.__setattr__(self, "policy_loss", loss)
-        if isinstance(loss, PolicyTermsSpec) and loss.temperature != self.sampling.temperature:
+        if isinstance(loss, TemperedLossSpec) and loss.temperature != self.sampling.temperature:
             raise ValueError(
                 f"policy_loss.temperature is {loss.temperature} but "
                 f"sampling.temperature is {self.sampling.temperature}: leave the first one out, or "
@@ -292,6 +294,20 @@ class RemaxAlgorithmSpec(SampledSpec):
     """The loss of the policy."""
 
 
+class OnPolicyDistillationSpec(SampledSpec):
+    """On-policy distillation: a teacher scores the policy's own tokens (arXiv 2306.13649).
+
+    With a policy loss over sampled tokens the teacher is the reward ("On-Policy Distillation",
+    Thinking Machines Lab, 2025); with the loss "distillation" whole distributions are compared.
+    """
+
+    type: Literal["on_policy_distillation"] = "on_policy_distillation"
+    advantages: ReverseKlSpec = ReverseKlSpec()
+    """The teacher's say of each token that was sampled."""
+    policy_loss: DistillingLossSpec = PpoPolicyLossSpec()
+    """The loss of the policy."""
+
+
 class OnlineDpoAlgorithmSpec(_GroupSpec):
     """DPO on pairs of the policy's own completions (arXiv 2402.04792)."""
 
@@ -416,6 +432,7 @@ AlgorithmSpec = Annotated[
     | ReinforcePlusPlusAlgorithmSpec
     | ReinforcePlusPlusBaselineAlgorithmSpec
     | RemaxAlgorithmSpec
+    | OnPolicyDistillationSpec
     | OnlineDpoAlgorithmSpec
     | DpoSpec
     | KtoSpec

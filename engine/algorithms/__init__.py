@@ -5,6 +5,7 @@ Importing any part of it registers every estimator and every loss with its spec:
 """
 
 from rolemesh.engine.algorithms import critic_advantages as critic_advantages
+from rolemesh.engine.algorithms import distillation as distillation
 from rolemesh.engine.algorithms import group_advantages as group_advantages
 from rolemesh.engine.algorithms import kto as kto
 from rolemesh.engine.algorithms import online_pairs as online_pairs

@@ -125,7 +125,7 @@ class RankModel(nn.Module):
         at_the_end: LastStage,
         *,
         trains: bool,
-        arguments: dict[str, Any],
+        arguments: Callable[[MicroBatch], dict[str, Any]],
         done: Callable[[int], None],
     ) -> None:
         """Makes a pass over micro-batches.
@@ -134,7 +134,7 @@ class RankModel(nn.Module):
             passes: The micro-batches.
             at_the_end: Called on the last stage, for each.
             trains: Whether gradients are added to the parameters.
-            arguments: Of the model's `finish`.
+            arguments: Gives those of the model's `finish`, for a micro-batch.
             done: Called with a micro-batch's number when this rank is done with it.
         """
         has_begun = False
@@ -142,7 +142,9 @@ class RankModel(nn.Module):
         def forward(number: int, hidden_1SD: torch.Tensor | None) -> torch.Tensor | None:
             nonlocal has_begun
             has_begun = True
-            outputs = self(passes[number].packed, hidden_1SD, arguments)
+            one = passes[number]
+            given = arguments(one) if self.pipeline.is_last else {}
+            outputs = self(one.packed, hidden_1SD, given)
             if not self.pipeline.is_last:
                 hidden: torch.Tensor = outputs
                 return hidden
@@ -248,6 +250,6 @@ def filler_rows(batch: Experience) -> Experience:
         elif column.kind is ColumnKind.ROW:
             columns[name] = Column(column.kind, values.new_zeros(1))
         else:
-            columns[name] = Column.ragged(column.kind, [values.new_zeros(0)], values.dtype)
+            columns[name] = Column(column.kind, values[:0], torch.zeros(2, dtype=torch.int64))
     columns["prompt_lengths"] = Column(ColumnKind.ROW, torch.ones(1, dtype=torch.int64))
     return Experience(columns)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import EstimatorPartSpec, Spec
-from rolemesh.engine.specs.columns import PAIR_COLUMNS
+from rolemesh.engine.specs.columns import KL_COLUMNS, PAIR_COLUMNS, TEACHER_LOGPROBS, KlTarget
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import KtoPointSpec
 
@@ -41,25 +41,58 @@ KlForm = Literal["k1", "k2", "k3"]
 
 
 class KlPenaltySpec(EstimatorPartSpec):
-    """What estimators of advantages share: a KL to the reference that may be part of the reward."""
+    """What estimators of advantages share: a KL that may be part of the reward."""
 
     kl_in_reward: KlControllerSpec | None = None
     """Penalise the reward of each token by coefficient * KL; None leaves rewards alone."""
+    kl_to: KlTarget = "reference"
+    """Whom this KL is taken to, and the one that is reported: the reference keeps the policy near,
+    a teacher pulls."""
     kl_form: KlForm = "k1"
     """Estimator of the KL in the reward."""
 
     def columns(self) -> tuple[str, ...]:
         """Rewards and mask; both log-probs where KL is part of the reward."""
-        kl = () if self.kl_in_reward is None else ("logprobs", "reference_logprobs")
+        kl = () if self.kl_in_reward is None else ("logprobs", KL_COLUMNS[self.kl_to])
         return ("rewards", "loss_mask", *kl)
 
     def optional_columns(self) -> tuple[str, ...]:
         """Both log-probs: KL is reported wherever they are there."""
-        return ("logprobs", "reference_logprobs")
+        return ("logprobs", KL_COLUMNS[self.kl_to])
 
     def makes(self) -> tuple[str, ...]:
         """Columns that it gives."""
         return ("advantages", "token_rewards")
+
+
+class ReverseKlSpec(EstimatorPartSpec):
+    """The teacher as a dense reward: minus the KL of each token to it (on-policy distillation).
+
+        A[t] = d[t] + gamma * A[t + 1],  d[t] = coefficient * (teacher logprob - sampler logprob)
+
+    whose mean over what the policy samples is -coefficient * KL(policy || teacher). With gamma 0
+    each token answers for itself alone, as in "On-Policy Distillation" (K. Lu and Thinking Machines
+    Lab, 2025); with gamma 1 for all that follows it as well, which is the whole gradient of the
+    sequence's KL (MiniLLM, arXiv 2306.08543, eq. 2).
+    """
+
+    type: Literal["reverse_kl"] = "reverse_kl"
+    coefficient: float = Field(default=1.0, gt=0)
+    """Weight of the KL."""
+    gamma: float = Field(default=0.0, ge=0, le=1)
+    """Factor by which what follows counts for a token."""
+
+    def columns(self) -> tuple[str, ...]:
+        """Log-probs of sampler and teacher, and the mask."""
+        return ("logprobs", TEACHER_LOGPROBS, "loss_mask")
+
+    def optional_columns(self) -> tuple[str, ...]:
+        """Rewards are reported where there are any; they train nothing."""
+        return ("rewards",)
+
+    def makes(self) -> tuple[str, ...]:
+        """Advantages."""
+        return ("advantages",)
 
 
 class CriticEstimatorSpec(KlPenaltySpec):
@@ -308,6 +341,7 @@ EstimatorSpec = Annotated[
     | ReinforcePlusPlusBaselineSpec
     | PythonEstimatorSpec
     | OnlineDpoSpec
+    | ReverseKlSpec
     | KtoPointSpec,
     Field(discriminator="type"),
 ]
