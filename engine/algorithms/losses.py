@@ -58,7 +58,7 @@ class Loss(ABC, Generic[S]):
     reports_entropy = False
     """Whether entropy is one of its metrics, where there is one."""
     choices: str | None = None
-    """Column of K ids at the place of each token whose log-probs it needs besides; None: of none."""
+    """Column of K ids at the place of each token whose log-probs it needs, too; None: of none."""
     origin = ""
     """End of messages about its numbers, where the user's code made them; else empty."""
 

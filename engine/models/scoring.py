@@ -45,8 +45,8 @@ def compute_logprobs(
     Returns:
         On the CPU: column logprobs (float32, completion, natural log), and on request column
         entropy (float32, completion, nats), or columns top_ids (int32, completion, of width top_k)
-        and top (float32, the same: their log-probs, the likeliest first). On the last pipeline stage, equal on all its
-        slices; other stages return no rows.
+        and top (float32, the same: their log-probs, the likeliest first). On the last pipeline
+        stage, equal on all its slices; other stages return no rows.
 
     Raises:
         ValueError: The temperature is not above 0, top_k is more than the vocabulary or asked for

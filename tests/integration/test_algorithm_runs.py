@@ -130,6 +130,41 @@ CASES: dict[str, Case] = {
          *GROUP_ORDER[2:]),
         {"actor.ComputeAdvantages": {*BASE, "rewards", "prompt_ids"}, "actor.Update": POLICY},
     ),
+    "on_policy_distillation": Case(
+        {"type": "on_policy_distillation", **SAMPLED},
+        ("actor", "teacher"),
+        ("actor.Generate", "teacher.ComputeLogprobs", "actor.ComputeAdvantages", "actor.Update"),
+        {
+            "actor.ComputeAdvantages": {"logprobs", "teacher_logprobs", "loss_mask"},
+            "actor.Update": POLICY,
+        },
+    ),
+    "on_policy_distillation of distributions": Case(
+        {
+            "type": "on_policy_distillation", **SAMPLED,
+            "policy_loss": {"type": "distillation", "top_k": 4},
+        },
+        ("actor", "teacher", "reward"),
+        ("actor.Generate", "teacher.ComputeLogprobs", "reward.ComputeReward",
+         "actor.ComputeAdvantages", "actor.Update"),
+        {
+            "actor.ComputeAdvantages": {"logprobs", "teacher_logprobs", "loss_mask", "rewards"},
+            "actor.Update": {*BASE, "teacher_logprobs_top_ids", "teacher_logprobs_top"},
+        },
+    ),
+    "ppo with a teacher": Case(
+        {
+            "type": "ppo", **SAMPLED,
+            "advantages": {"kl_in_reward": {"type": "fixed"}, "kl_to": "teacher"},
+        },
+        ("actor", "critic", "teacher", "reward"),
+        tuple(call.replace("reference.", "teacher.") for call in PPO_ORDER),
+        {
+            "actor.ComputeAdvantages": {
+                *BASE, "rewards", "values", "logprobs", "teacher_logprobs",
+            },
+        },
+    ),
     "online_dpo": Case(
         {"type": "online_dpo", **SAMPLED},
         ("actor", "reference", "reward"),
@@ -191,7 +226,7 @@ def columns_of(request: Any) -> set[str]:
 
 def test_every_algorithm_is_run_here() -> None:
     assert {name.partition(" ")[0] for name in CASES} == set(ALGORITHMS)
-    assert len(ALGORITHMS) == 16
+    assert len(ALGORITHMS) == 17
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.parallel_training import Job, assert_agree, train
 from support.parallel_training import joined as join
-from support.rank_processes import RankContext, RankPool
 from support.ragged_batches import mixed_masks, random_batch
+from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
