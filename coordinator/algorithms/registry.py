@@ -8,28 +8,21 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rolemesh.coordinator.algorithms.cispo import cispo
 from rolemesh.coordinator.algorithms.dapo import dapo
 from rolemesh.coordinator.algorithms.dpo import dpo
-from rolemesh.coordinator.algorithms.dr_grpo import dr_grpo
-from rolemesh.coordinator.algorithms.grpo import grpo
-from rolemesh.coordinator.algorithms.gspo import gspo
 from rolemesh.coordinator.algorithms.kto import kto
 from rolemesh.coordinator.algorithms.online_dpo import online_dpo
+from rolemesh.coordinator.algorithms.policy_gradient import policy_gradient
 from rolemesh.coordinator.algorithms.ppo import ppo
-from rolemesh.coordinator.algorithms.reinforce_plus_plus import reinforce_plus_plus
-from rolemesh.coordinator.algorithms.reinforce_plus_plus_baseline import (
-    reinforce_plus_plus_baseline,
-)
 from rolemesh.coordinator.algorithms.remax import remax
 from rolemesh.coordinator.algorithms.reward_model import reward_model
-from rolemesh.coordinator.algorithms.rloo import rloo
 from rolemesh.coordinator.algorithms.safe_rlhf import safe_rlhf
 from rolemesh.coordinator.algorithms.sft import sft
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import ColumnMissingError
 from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES, PromptBatch, StepContext
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, CustomSpec, ExternalSpec
+from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import PartSpec, Spec
 from rolemesh.engine.user_code import load_offered
@@ -37,25 +30,11 @@ from rolemesh.engine.user_code import load_offered
 Algorithm = Callable[..., None]
 
 ALGORITHMS: Mapping[str, Algorithm] = {
-    algorithm.__name__: algorithm
-    for algorithm in (
-        ppo,
-        grpo,
-        dr_grpo,
-        dapo,
-        gspo,
-        cispo,
-        rloo,
-        reinforce_plus_plus,
-        reinforce_plus_plus_baseline,
-        remax,
-        safe_rlhf,
-        online_dpo,
-        dpo,
-        kto,
-        sft,
-        reward_model,
-    )
+    **dict.fromkeys(POLICY_GRADIENTS, policy_gradient),
+    **{
+        algorithm.__name__: algorithm
+        for algorithm in (ppo, safe_rlhf, dapo, remax, online_dpo, dpo, kto, sft, reward_model)
+    },
 }
 """By `algorithm.type` of the recipe."""
 
@@ -188,6 +167,9 @@ def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext)
         RunError: It asks for something that the mesh or the recipe does not have.
     """
     wanted = roles_of(algorithm)
+    # One function of ours may be of several types, and functions of users are of one.
+    is_own = isinstance(context.algorithm, CustomSpec)
+    name = algorithm.__name__ if is_own else context.parts.fields["type"]
     handles = {
         role: ROLE_HANDLES[role](context)
         for role in (*wanted.required, *wanted.optional)
@@ -197,6 +179,6 @@ def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext)
         algorithm(prompts, **handles)
     except ColumnMissingError as error:
         reason = _lacking_role(error.column, wanted, context) or str(error)
-        raise RunError(f"algorithm {algorithm.__name__!r} cannot be run: {reason}") from error
+        raise RunError(f"algorithm {name!r} cannot be run: {reason}") from error
     except ValueError as error:
-        raise RunError(f"algorithm {algorithm.__name__!r} cannot be run: {error}") from error
+        raise RunError(f"algorithm {name!r} cannot be run: {error}") from error
