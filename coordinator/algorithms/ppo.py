@@ -6,7 +6,6 @@ from rolemesh.coordinator.dataflow.roles import (
     PromptBatch,
     ReferenceHandle,
     RewardHandle,
-    TeacherHandle,
 )
 
 
@@ -14,17 +13,13 @@ def ppo(
     prompts: PromptBatch,
     actor: ActorHandle,
     critic: CriticHandle,
+    reference: ReferenceHandle,
     reward: RewardHandle,
-    reference: ReferenceHandle | None = None,
-    teacher: TeacherHandle | None = None,
 ) -> None:
     """One step: sample, judge, estimate advantages, train critic and actor."""
     rollouts = actor.generate(prompts)
     rollouts |= critic.compute_values(rollouts)
-    if reference is not None:
-        rollouts |= reference.compute_logprobs(rollouts)
-    if teacher is not None:
-        rollouts |= teacher.compute_logprobs(rollouts)
+    rollouts |= reference.compute_logprobs(rollouts)
     rollouts |= reward.compute_reward(rollouts)
     rollouts |= actor.compute_advantages(rollouts, "gae")
     critic.update(rollouts)

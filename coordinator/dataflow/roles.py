@@ -224,7 +224,7 @@ class ActorHandle(_TrainedRole):
     def compute_advantages(
         self,
         experience: ExperienceFuture,
-        estimator: str,
+        estimator: str | None = None,
         *,
         baseline: ExperienceFuture | None = None,
     ) -> ExperienceFuture:
@@ -232,14 +232,15 @@ class ActorHandle(_TrainedRole):
 
         Args:
             experience: With rewards, and what the estimator reads besides.
-            estimator: Its name, e.g. "gae"; its parameters are the recipe's.
+            estimator: Its name, e.g. "gae"; its parameters are the recipe's. None: the recipe
+                names it, too.
             baseline: Trajectories to compare with, for an estimator that does.
 
         Raises:
             ValueError: The recipe's estimator is another one.
         """
         spec = self.context.parts.advantages
-        if spec.type != estimator and not isinstance(spec, OwnFunctionSpec):
+        if estimator not in (None, spec.type) and not isinstance(spec, OwnFunctionSpec):
             raise ValueError(
                 f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
                 f" is {spec.type!r}: correct the recipe or the algorithm"
@@ -247,7 +248,7 @@ class ActorHandle(_TrainedRole):
         if (baseline is None) != (not spec.baseline_columns()):
             has = "compares with no" if baseline is not None else "compares with a second"
             raise ValueError(
-                f"the estimator {estimator!r} {has} experience: call it "
+                f"the estimator {spec.type!r} {has} experience: call it "
                 f"{'without' if baseline is not None else 'with'} baseline"
             )
         compared = None if baseline is None else baseline.select(spec.baseline_columns())

@@ -36,7 +36,6 @@ from rolemesh.engine.specs import (
     PpoPolicyLossSpec,
     ReinforcePolicyLossSpec,
 )
-from rolemesh.engine.specs.columns import KL_COLUMNS
 
 S = TypeVar("S", bound=PolicyTermsSpec)
 
@@ -139,7 +138,7 @@ class PolicyLoss(Loss[S]):
         weights_M = token_weights(batch, scale, spec.aggregation, spec.norm_length, like=logprobs_M)
         reference_M = None
         if spec.kl_in_loss > 0:
-            reference_M = read.column(KL_COLUMNS[spec.kl_to], like=logprobs_M)
+            reference_M = read.column("reference_logprobs", like=logprobs_M)
         loss, metrics = self._total(tokens, weights_M, reference_M, scale)
         return loss, {"loss": loss, **metrics}
 

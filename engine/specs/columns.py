@@ -99,15 +99,6 @@ TEACHER_TOP_IDS: Final = "teacher_logprobs_top_ids"
 TEACHER_TOP: Final = "teacher_logprobs_top"
 """The teacher's log-probs of these."""
 
-KlTarget = Literal["reference", "teacher"]
-"""Roles that a KL may be taken to."""
-
-KL_COLUMNS: Final[Mapping[KlTarget, str]] = {
-    "reference": "reference_logprobs",
-    "teacher": TEACHER_LOGPROBS,
-}
-"""Their log-probs."""
-
 IS_JUDGED: Final = "is_judged"
 """False in the rows that no reward could be had for, which the step leaves out. A batch without the
 column is judged in full."""

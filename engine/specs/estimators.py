@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import EstimatorPartSpec, Spec
-from rolemesh.engine.specs.columns import KL_COLUMNS, PAIR_COLUMNS, TEACHER_LOGPROBS, KlTarget
+from rolemesh.engine.specs.columns import PAIR_COLUMNS, TEACHER_LOGPROBS
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import KtoPointSpec
 
@@ -41,24 +41,21 @@ KlForm = Literal["k1", "k2", "k3"]
 
 
 class KlPenaltySpec(EstimatorPartSpec):
-    """What estimators of advantages share: a KL that may be part of the reward."""
+    """What estimators of advantages share: a KL to the reference that may be part of the reward."""
 
     kl_in_reward: KlControllerSpec | None = None
     """Penalise the reward of each token by coefficient * KL; None leaves rewards alone."""
-    kl_to: KlTarget = "reference"
-    """Whom this KL is taken to, and the one that is reported: the reference keeps the policy near,
-    a teacher pulls."""
     kl_form: KlForm = "k1"
     """Estimator of the KL in the reward."""
 
     def columns(self) -> tuple[str, ...]:
         """Rewards and mask; both log-probs where KL is part of the reward."""
-        kl = () if self.kl_in_reward is None else ("logprobs", KL_COLUMNS[self.kl_to])
+        kl = () if self.kl_in_reward is None else ("logprobs", "reference_logprobs")
         return ("rewards", "loss_mask", *kl)
 
     def optional_columns(self) -> tuple[str, ...]:
         """Both log-probs: KL is reported wherever they are there."""
-        return ("logprobs", KL_COLUMNS[self.kl_to])
+        return ("logprobs", "reference_logprobs")
 
     def makes(self) -> tuple[str, ...]:
         """Columns that it gives."""

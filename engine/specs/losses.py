@@ -8,13 +8,7 @@ from pydantic import Field, model_validator
 
 from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.specs.base import PartSpec
-from rolemesh.engine.specs.columns import (
-    KL_COLUMNS,
-    PROXIMAL_LOGPROBS,
-    TEACHER_TOP,
-    TEACHER_TOP_IDS,
-    KlTarget,
-)
+from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS, TEACHER_TOP, TEACHER_TOP_IDS
 from rolemesh.engine.specs.estimators import KlForm
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import (
@@ -64,15 +58,13 @@ class PolicyTermsSpec(TemperedLossSpec):
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus."""
     kl_in_loss: float = Field(default=0.0, ge=0)
-    """Weight of a KL term in the loss."""
-    kl_to: KlTarget = "reference"
-    """Whom the KL in the loss is taken to: the reference keeps the policy near, a teacher pulls."""
+    """Weight of a KL term to the reference in the loss."""
     kl_form: KlForm = "k3"
     """Estimator of the KL in the loss."""
 
     def columns(self) -> tuple[str, ...]:
-        """Log-probs of sampling, advantages and mask; those of `kl_to` where a KL is wanted."""
-        kl = (KL_COLUMNS[self.kl_to],) if self.kl_in_loss > 0 else ()
+        """Log-probs of sampling, advantages and mask; the reference's where a KL is wanted."""
+        kl = ("reference_logprobs",) if self.kl_in_loss > 0 else ()
         return ("logprobs", "advantages", "loss_mask", *kl)
 
 

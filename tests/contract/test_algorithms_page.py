@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import UnionType
 from typing import Any, get_args
 
 import pytest
@@ -45,10 +44,10 @@ def default_part(name: str, field: str) -> list[str]:
     info = spec_of(name).model_fields.get(field)
     if info is None:
         return []
-    part: Any = info.annotation if info.is_required() else info.default
-    if isinstance(part, UnionType):
-        # Ours stands before one of the user's.
-        part = get_args(part)[0]
+    # Of several, one without a type is of the first.
+    first, *_ = get_args(info.annotation) or (info.annotation,)
+    part: Any = first if info.is_required() else info.default
+    assert info.is_required() or isinstance(part, first)
     return [str(part.model_fields["type"].default if isinstance(part, type) else part.type)]
 
 
@@ -84,7 +83,7 @@ def test_the_sections_of_the_page_are_valid() -> None:
     adapter: Any = TypeAdapter(algorithm_specs.AlgorithmSpec)
     kinds = [adapter.validate_python(yaml.safe_load(text)["algorithm"]).type
              for text in blocks("yaml")]  # fmt: skip
-    assert kinds == ["dr_grpo", "custom"]
+    assert kinds == ["dr_grpo", "dapo", "custom"]
 
 
 def test_the_handles_of_the_page_exist() -> None:
@@ -111,7 +110,7 @@ def test_the_algorithm_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     (code,) = blocks("python")
     (tmp_path / "my" / "selected_rloo.py").write_text(code)
     assert len(code.splitlines()) <= 10
-    algorithm = yaml.safe_load(blocks("yaml")[1])["algorithm"]
+    algorithm = yaml.safe_load(blocks("yaml")[-1])["algorithm"]
     recipe = fake_recipe(
         roles=("actor", "reference", "reward"),
         algorithm=algorithm,

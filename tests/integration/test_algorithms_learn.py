@@ -36,6 +36,7 @@ from support.learning_tasks import (
 from support.tiny_models import tiny_tokenizer
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
+from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward
@@ -79,18 +80,13 @@ NUM_LAST_COSTS = 20
 
 SAMPLED: Mapping[str, Mapping[str, Any]] = {
     "ppo": {},
-    "grpo": {},
+    **{name: {} for name in POLICY_GRADIENTS},
     "dr_grpo": {
         "policy_loss": {
             "type": "ppo_policy", "aggregation": "seq_sum_norm", "norm_length": WORD_LENGTH,
         },
     },
     "dapo": {},
-    "gspo": {},
-    "cispo": {},
-    "rloo": {},
-    "reinforce_plus_plus": {},
-    "reinforce_plus_plus_baseline": {},
     "remax": {},
     "online_dpo": {"policy_loss": {"type": "dpo", "beta": 0.05}},
 }  # fmt: skip
