@@ -111,7 +111,7 @@ def divergence(
         return _kl(teacher_MO, policy_MO)
     if spec.divergence == "reverse_kl":
         return _kl(policy_MO, teacher_MO)
-    share = spec.mixture
+    share = 0.5 if spec.mixture is None else spec.mixture
     mixed_MO = torch.logaddexp(teacher_MO + math.log(share), policy_MO + math.log1p(-share))
     return share * _kl(teacher_MO, mixed_MO) + (1 - share) * _kl(policy_MO, mixed_MO)
 

@@ -191,14 +191,14 @@ class DistillationLossSpec(TemperedLossSpec):
     type: Literal["distillation"] = "distillation"
     divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "reverse_kl"
     """Which one; see above."""
-    mixture: float = Field(default=0.5, gt=0, lt=1)
-    """The teacher's share m of the mixture; read by jensen_shannon alone."""
+    mixture: float | None = Field(default=None, gt=0, lt=1)
+    """The teacher's share m of the mixture of jensen_shannon, which alone takes one; None: half."""
     top_k: int = Field(default=32, ge=1, le=MAX_WIDTH)
     """Tokens at each place that the teacher tells apart."""
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
-        if "mixture" in self.model_fields_set and self.divergence != "jensen_shannon":
+        if self.mixture is not None and self.divergence != "jensen_shannon":
             raise ValueError(
                 f"mixture is {self.mixture} with divergence {self.divergence!r}, which mixes "
                 "nothing: leave it out, or take divergence 'jensen_shannon'"

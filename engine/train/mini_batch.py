@@ -19,6 +19,7 @@ from rolemesh.engine.models.causal_lm import TokenScores
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
     RankModel,
+    check_in_vocabulary,
     filler_rows,
     with_fillers,
 )
@@ -83,6 +84,8 @@ def accumulate(
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, tuple[float, ...]]]:
         columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns, "loss_mask"))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
+        if loss.choices is not None:
+            check_in_vocabulary(part[loss.choices].values, rank_model.model.config, loss.choices)
         passes = rank_model.micro_batches(part, rows_per_unit)
         counts = LossScale.of(part)
         _try(loss, filler_rows(part), counts)
