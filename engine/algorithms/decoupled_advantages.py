@@ -44,7 +44,8 @@ def gdpo_advantages(given: EstimatorInput, spec: GdpoSpec) -> tuple[Experience, 
         sums_B += weight * (part.centred_B / (part.rows.to_rows(part.stds_G) + STD_EPS))
         differs_B |= part.differs_B
     leads_B, trajectory_sums_B = trajectories_of(given.experience, members, sums_B)
-    sums_T = trajectory_sums_B[members.is_member_B if leads_B is None else leads_B]
+    counts_B = batch.counts_B(differs_B)
+    sums_T = trajectory_sums_B[counts_B if leads_B is None else counts_B & leads_B]
     # Around 0, which is their mean in each group, and so over the batch.
     std = (sums_T.square().sum() / max(len(sums_T) - 1, 1)).sqrt()
     return batch.result(sums_B, differs_B=differs_B, divisor=float(std) + STD_EPS)

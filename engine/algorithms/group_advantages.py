@@ -157,6 +157,17 @@ class ComparedBatch:
         )
         """By score."""
 
+    def counts_B(self, differs_B: torch.Tensor) -> torch.Tensor:
+        """The rows that count in the loss, bool [B], by the spec's choice of zero_variance.
+
+        Args:
+            differs_B: bool [B]; a group has something to teach where it is True for a row.
+        """
+        rows = self.compared.rows
+        if self._spec.zero_variance == "counted":
+            return rows.is_member_B
+        return rows.to_rows(rows.any_of(differs_B))
+
     def result(
         self,
         advantages_B: torch.Tensor,
@@ -172,26 +183,26 @@ class ComparedBatch:
             advantages_B: float64 [B], on the CPU.
             whitens: Shift and scale them over all tokens that stay.
             divisor: Of all of them, after the metrics of advantages were taken.
-            differs_B: bool [B], whether the row's group has something to teach; None: where its
-                scores are not all equal.
+            differs_B: bool [B]; a group has something to teach where it is True for a row. None:
+                where its scores are not all equal.
             metrics: Further ones.
         """
         tokens, compared = self.tokens, self.compared
-        differs_G = compared.rows.any_of(compared.differs_B if differs_B is None else differs_B)
+        differs_B = compared.differs_B if differs_B is None else differs_B
+        differs_G = compared.rows.any_of(differs_B)
         found = _group_metrics(compared, differs_G) | (metrics or {})
-        mask_N, mask = tokens.mask_N, None
-        if self._spec.zero_variance == "left_out":
-            stays_B = compared.rows.to_rows(differs_G).to(mask_N.device)
-            mask_N = tokens.to_each_token(stays_B)
-            mask = Experience({"loss_mask": Column(ColumnKind.COMPLETION, mask_N, tokens.offsets)})
-            found["groups/left_out"] = float((~differs_G).sum())
+        mask_N = tokens.to_each_token(self.counts_B(differs_B).to(tokens.mask_N.device))
         advantages_N = tokens.to_each_token(advantages_B.to(mask_N.device))
         found |= advantage_metrics(advantages_N, mask_N)
         advantages_N = whiten(advantages_N, mask_N) if whitens else advantages_N / divisor
         estimated, found = estimate(
             self._given, tokens, self._earned, {"advantages": advantages_N}, found
         )
-        return estimated if mask is None else estimated | mask, found
+        if self._spec.zero_variance == "left_out":
+            mask = Column(ColumnKind.COMPLETION, mask_N, tokens.offsets)
+            estimated = estimated | Experience({"loss_mask": mask})
+            found["groups/left_out"] = float((~differs_G).sum())
+        return estimated, found
 
 
 def _group_metrics(compared: ComparedScores, differs_G: torch.Tensor) -> dict[str, float]:

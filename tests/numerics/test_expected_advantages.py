@@ -90,7 +90,7 @@ def test_pass_at_k_is_unbiased(k: int, number: int, rewards: tuple[float, ...]) 
 
 @pytest.mark.parametrize("number", [2, 4, 5])
 def test_maxrl_estimates_the_first_terms_of_the_log_likelihood(number: int) -> None:
-    """The series of log p is -sum of (1 - p)^k / k: its terms up to k = n - 1, of which each is pass@k / k."""
+    """The log of p is -sum of (1 - p)^k / k: the terms of k < n, each of them pass@k / k."""
     expected = sum(gradient_of_the_best_of(k, BINARY) / k for k in range(1, number))
     torch.testing.assert_close(
         expected_gradient(MaxRlSpec(), BINARY, number), expected, rtol=TOLERANCE, atol=TOLERANCE
