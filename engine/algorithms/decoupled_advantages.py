@@ -18,7 +18,7 @@ from rolemesh.engine.specs.columns import source_column
 
 @estimator_for(GdpoSpec)
 def gdpo_advantages(given: EstimatorInput, spec: GdpoSpec) -> tuple[Experience, dict[str, float]]:
-    """GDPO (arXiv 2601.05242, section 3): normalise each reward, sum, normalise over the batch.
+    """GDPO (arXiv 2601.05242): normalise each reward, sum, normalise over the batch.
 
     Groups of equal rewards, and groups of one, give exactly 0. The deviation over the batch is that
     of trajectories; one of several rows counts with their mean.

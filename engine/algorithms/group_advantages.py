@@ -16,7 +16,6 @@ from rolemesh.engine.algorithms.groups import ComparedScores, Groups
 from rolemesh.engine.algorithms.pass_at_k import pass_at_k_advantages
 from rolemesh.engine.algorithms.token_rewards import (
     BatchTokens,
-    TokenRewards,
     advantage_metrics,
     estimate,
     shaped_rewards,
@@ -149,13 +148,13 @@ class ComparedBatch:
 
     def __init__(self, given: EstimatorInput, spec: GroupAdvantageSpec) -> None:
         self._given, self._spec = given, spec
-        self.tokens = tokens = BatchTokens.of(given.experience)
+        self._tokens = tokens = BatchTokens.of(given.experience)
         rewards_B, metrics = shaped_rewards(given.experience, spec, tokens)
-        self._earned: TokenRewards = token_rewards(given, spec, tokens, rewards_B, metrics)
+        self._earned = token_rewards(given, spec, tokens, rewards_B, metrics)
         self.compared = ComparedScores.of(
             given.experience, tokens.takes_part_B, self._earned.scores_B
         )
-        """By score."""
+        """Scores of rows beside those of their groups."""
 
     def counts_B(self, differs_B: torch.Tensor) -> torch.Tensor:
         """The rows that count in the loss, bool [B], by the spec's choice of zero_variance.
@@ -187,7 +186,7 @@ class ComparedBatch:
                 where its scores are not all equal.
             metrics: Further ones.
         """
-        tokens, compared = self.tokens, self.compared
+        tokens, compared = self._tokens, self.compared
         differs_B = compared.differs_B if differs_B is None else differs_B
         differs_G = compared.rows.any_of(differs_B)
         found = _group_metrics(compared, differs_G) | (metrics or {})

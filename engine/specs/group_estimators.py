@@ -91,7 +91,7 @@ class ReinforcePlusPlusBaselineSpec(GroupAdvantageSpec):
 
 
 class PassAtKSpec(GroupAdvantageSpec):
-    """Pass@k: the best of k completions counts (arXiv 2505.15201; 2508.10751, section 2.3).
+    """Pass@k: the best of k completions counts (arXiv 2505.15201 and 2508.10751).
 
         advantage = k * (mean over sets of k members with the row of their best score
                          - mean over sets of k members without it of their best score)
@@ -146,7 +146,7 @@ class MaxRlSpec(PlainRewardSpec):
 
 
 class GdpoSpec(PlainRewardSpec):
-    """Several rewards, normalised apart (GDPO, arXiv 2601.05242, section 3).
+    """Several rewards, normalised apart (GDPO, arXiv 2601.05242).
 
         part = (reward of the source - mean of the group) / (std of the group + 1e-6)
         sum = weight * part + weight * part + ...
