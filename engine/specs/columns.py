@@ -1,7 +1,7 @@
 """Columns of experience: the kind and dtype of each, and which of them are read or made together.
 
-The comments of the protos promise the same to services of any make. A column that is not listed,
-e.g. of a client or of a single source of rewards, may have any kind and dtype.
+The comments of the protos promise the same to services of any make. Columns with the rewards of one
+source begin with `SOURCE_PREFIX`. Any other column, e.g. of a client, may have any kind and dtype.
 """
 
 from __future__ import annotations
