@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import PartSpec
 from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS
-from rolemesh.engine.specs.estimators import KlForm
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import (
     BradleyTerryLossSpec,
@@ -16,6 +15,7 @@ from rolemesh.engine.specs.preferences import (
     KtoLossSpec,
     SftLossSpec,
 )
+from rolemesh.engine.specs.shaped_rewards import KlForm
 
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm"]
 
