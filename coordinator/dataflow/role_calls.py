@@ -134,6 +134,8 @@ class StepContext:
     updates compute losses alone."""
     may_drop: frozenset[str] = frozenset()
     """Roles that judge and may leave rows out of the step."""
+    reward_columns: tuple[str, ...] = ()
+    """Columns with the rewards of one source each, which the reward role makes besides."""
     is_reference_base: bool = False
     """Whether the actor is the reference, with its adapter off."""
     policy_updates: list[CallFuture] = field(default_factory=list)

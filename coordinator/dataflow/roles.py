@@ -364,7 +364,9 @@ class _JudgingRole(_TrainedRole):
         self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
     ) -> ExperienceFuture:
         needs: tuple[str, ...] = TRAJECTORY_COLUMNS
-        produces: tuple[str, ...] = (column,)
+        # The parts of a cost have no reader, and would have the names of the reward's.
+        parts = self.context.reward_columns if self.role == RewardHandle.role else ()
+        produces: tuple[str, ...] = (column, *parts)
         if self.role in self.context.may_drop:
             # A row that is left out loses its mask, and so its part in every update.
             needs = (*needs, "prompt_ids", "loss_mask")

@@ -67,7 +67,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "reward/max": "Largest of these rewards.",
         "reward/standard_error": "Standard deviation (n - 1) / sqrt(rows).",
         "reward/dropped_rows": "Rows that left the step, since their reward failed.",
-        "reward/baseline_mean": "Mean reward of the greedy completions (`remax`).",
+        "reward/baseline_mean": "Mean of what rewards are compared with: the reward of the greedy "
+        "completions (`remax`), or the mean score of the steps before (`running_baseline`).",
         "accuracy/mean": "Share of rows whose reward reaches the full score of the source.",
         "accuracy/standard_error": "Standard error of `accuracy/mean`.",
         "pass@<k>": "Probability that one of k completions of a prompt is right: mean over "
@@ -113,9 +114,13 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "predicts exactly; 0: no better than the mean.",
         "groups/count": "Groups, i.e. prompts with their completions.",
         "groups/std": "Mean over groups of the standard deviation of a group's scores.",
-        "groups/all_equal": "Groups of two or more rows whose scores are all equal. They teach "
-        "nothing.",
+        "groups/all_equal": "Groups of two or more rows whose scores are all equal (`gdpo`: in "
+        "each of the rewards). They teach nothing.",
         "groups/of_one": "Groups with one row. There is nothing to compare it with.",
+        "groups/left_out": "Groups that the loss leaves out, since nothing tells their rows apart "
+        "(`zero_variance: left_out`).",
+        "groups/too_small": "Groups of k completions or fewer, whose advantages are 0 "
+        "(`pass_at_k`).",
         "overlong/fraction": "Share of rows that are punished for their length.",
         "overlong/punishment": "Mean punishment over all rows, as a reward.",
         "pairs/count": "Pairs that the completions made (`online_dpo`).",

@@ -59,6 +59,7 @@ _BY_NAME: Mapping[str, str] = {
     "contained": "reward",
     "cost_limit": "cost",
     "cut_share": "share",
+    "decay": "share",
     "dp": "ranks",
     "dropout": "share",
     "dual_clip": "ratio",
@@ -76,6 +77,7 @@ _BY_NAME: Mapping[str, str] = {
     "horizon": "trajectories",
     "importance_cap": "ratio",
     "initial_multiplier": "factor",
+    "k": "completions",
     "keep": "checkpoints",
     "kl_in_loss": "factor",
     "label": "index",
@@ -134,6 +136,7 @@ _BY_NAME: Mapping[str, str] = {
     "value": "reward",
     "weight": "factor",
     "weight_decay": "factor",
+    "weights": "factor",
 }
 
 

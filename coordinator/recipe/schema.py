@@ -20,6 +20,7 @@ from rolemesh.coordinator.recipe.algorithms import (
     SampledSpec,
 )
 from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.group_estimators import with_group_estimator
 from rolemesh.coordinator.recipe.importance import with_importance
 from rolemesh.coordinator.recipe.placement import REGISTERED, PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.plan_section import PlanSpec
@@ -50,6 +51,7 @@ from rolemesh.engine.specs import (
     may_drop_groups,
     named_sources,
 )
+from rolemesh.engine.specs.columns import source_column
 
 ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost", "rollout")
 """Every role that a recipe can have; the algorithm says which it needs."""
@@ -156,6 +158,16 @@ class Recipe(Spec):
         object.__setattr__(self, "algorithm", weighed)
         return self
 
+    @model_validator(mode="after")
+    def _weigh_rewards(self) -> Self:
+        """Fills in the weights of several rewards, where an estimator and not their sum takes them.
+
+        They stand once, in reward.source.
+        """
+        fitted = with_group_estimator(self.algorithm, self.reward)
+        object.__setattr__(self, "algorithm", fitted)
+        return self
+
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that have a section, and services by it."""
@@ -236,6 +248,12 @@ class Recipe(Spec):
         return frozenset(
             role for role, spec in judges.items() if spec and may_drop_groups(spec.source)
         )
+
+    @property
+    def reward_columns(self) -> tuple[str, ...]:
+        """Columns with the rewards of one source each, where the reward has several."""
+        sources = () if self.reward is None else named_sources(self.reward.source)
+        return tuple(source_column(str(one.name)) for one in sources) if len(sources) > 1 else ()
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:

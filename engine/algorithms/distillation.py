@@ -57,7 +57,7 @@ def reverse_kl_advantages(
     metrics = {
         "kl/teacher": kl / max(tokens.num_unmasked, 1),
         "kl/teacher_per_row": kl / max(tokens.num_rows, 1),
-        **advantage_metrics(advantages_N, tokens),
+        **advantage_metrics(advantages_N, tokens.mask_N),
     }
     if "rewards" in experience:
         metrics |= reward_metrics(read_rows(experience, "rewards", tokens), tokens)

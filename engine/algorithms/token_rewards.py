@@ -222,9 +222,9 @@ def estimate(
     return Experience(columns), {**earned.metrics, **metrics}
 
 
-def advantage_metrics(advantages_N: torch.Tensor, tokens: BatchTokens) -> dict[str, float]:
-    """Mean and deviation of advantages, floating [N], over unmasked tokens."""
-    mean, std = mean_and_std(advantages_N[tokens.mask_N])
+def advantage_metrics(advantages_N: torch.Tensor, mask_N: torch.Tensor) -> dict[str, float]:
+    """Mean and deviation of advantages, floating [N], over the tokens of a mask, bool [N]."""
+    mean, std = mean_and_std(advantages_N[mask_N])
     return {"advantages/mean": mean, "advantages/std": std}
 
 

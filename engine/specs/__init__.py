@@ -35,29 +35,27 @@ from rolemesh.engine.specs.environments import (
     ReasoningGymEnvironmentSpec as ReasoningGymEnvironmentSpec,
 )
 from rolemesh.engine.specs.environments import TurnEnvironmentSpec as TurnEnvironmentSpec
-from rolemesh.engine.specs.estimators import AdaptiveKlSpec as AdaptiveKlSpec
 from rolemesh.engine.specs.estimators import CriticEstimatorSpec as CriticEstimatorSpec
-from rolemesh.engine.specs.estimators import DrGrpoSpec as DrGrpoSpec
 from rolemesh.engine.specs.estimators import EstimatorSpec as EstimatorSpec
-from rolemesh.engine.specs.estimators import FixedKlSpec as FixedKlSpec
 from rolemesh.engine.specs.estimators import GaeSpec as GaeSpec
-from rolemesh.engine.specs.estimators import GroupEstimatorSpec as GroupEstimatorSpec
-from rolemesh.engine.specs.estimators import GrpoSpec as GrpoSpec
-from rolemesh.engine.specs.estimators import KlControllerSpec as KlControllerSpec
-from rolemesh.engine.specs.estimators import KlForm as KlForm
-from rolemesh.engine.specs.estimators import KlPenaltySpec as KlPenaltySpec
 from rolemesh.engine.specs.estimators import OnlineDpoSpec as OnlineDpoSpec
-from rolemesh.engine.specs.estimators import OverlongSpec as OverlongSpec
 from rolemesh.engine.specs.estimators import PythonEstimatorSpec as PythonEstimatorSpec
-from rolemesh.engine.specs.estimators import (
-    ReinforcePlusPlusBaselineSpec as ReinforcePlusPlusBaselineSpec,
-)
 from rolemesh.engine.specs.estimators import ReinforcePlusPlusSpec as ReinforcePlusPlusSpec
 from rolemesh.engine.specs.estimators import RemaxSpec as RemaxSpec
 from rolemesh.engine.specs.estimators import ReverseKlSpec as ReverseKlSpec
-from rolemesh.engine.specs.estimators import RlooSpec as RlooSpec
+from rolemesh.engine.specs.estimators import RunningBaselineSpec as RunningBaselineSpec
 from rolemesh.engine.specs.estimators import SafeRlhfSpec as SafeRlhfSpec
-from rolemesh.engine.specs.estimators import ShapedRewardSpec as ShapedRewardSpec
+from rolemesh.engine.specs.group_estimators import DrGrpoSpec as DrGrpoSpec
+from rolemesh.engine.specs.group_estimators import GdpoSpec as GdpoSpec
+from rolemesh.engine.specs.group_estimators import GroupAdvantageSpec as GroupAdvantageSpec
+from rolemesh.engine.specs.group_estimators import GroupEstimatorSpec as GroupEstimatorSpec
+from rolemesh.engine.specs.group_estimators import GrpoSpec as GrpoSpec
+from rolemesh.engine.specs.group_estimators import MaxRlSpec as MaxRlSpec
+from rolemesh.engine.specs.group_estimators import PassAtKSpec as PassAtKSpec
+from rolemesh.engine.specs.group_estimators import (
+    ReinforcePlusPlusBaselineSpec as ReinforcePlusPlusBaselineSpec,
+)
+from rolemesh.engine.specs.group_estimators import RlooSpec as RlooSpec
 from rolemesh.engine.specs.losses import AggregatedLossSpec as AggregatedLossSpec
 from rolemesh.engine.specs.losses import Aggregation as Aggregation
 from rolemesh.engine.specs.losses import CispoPolicyLossSpec as CispoPolicyLossSpec
@@ -130,3 +128,10 @@ from rolemesh.engine.specs.rollout import VllmSpec as VllmSpec
 from rolemesh.engine.specs.selection import PairedSpec as PairedSpec
 from rolemesh.engine.specs.selection import RewardSpreadSpec as RewardSpreadSpec
 from rolemesh.engine.specs.selection import SelectionSpec as SelectionSpec
+from rolemesh.engine.specs.shaped_rewards import AdaptiveKlSpec as AdaptiveKlSpec
+from rolemesh.engine.specs.shaped_rewards import FixedKlSpec as FixedKlSpec
+from rolemesh.engine.specs.shaped_rewards import KlControllerSpec as KlControllerSpec
+from rolemesh.engine.specs.shaped_rewards import KlForm as KlForm
+from rolemesh.engine.specs.shaped_rewards import KlPenaltySpec as KlPenaltySpec
+from rolemesh.engine.specs.shaped_rewards import OverlongSpec as OverlongSpec
+from rolemesh.engine.specs.shaped_rewards import ShapedRewardSpec as ShapedRewardSpec

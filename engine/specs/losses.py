@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.specs.base import PartSpec
 from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS, TEACHER_TOP, TEACHER_TOP_IDS
-from rolemesh.engine.specs.estimators import KlForm
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import (
     BradleyTerryLossSpec,
@@ -17,6 +16,7 @@ from rolemesh.engine.specs.preferences import (
     KtoLossSpec,
     SftLossSpec,
 )
+from rolemesh.engine.specs.shaped_rewards import KlForm
 
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm"]
 

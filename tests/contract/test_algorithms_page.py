@@ -17,6 +17,7 @@ from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES
 from rolemesh.coordinator.recipe import algorithms as algorithm_specs
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.engine.specs import EstimatorSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
@@ -57,6 +58,13 @@ def blocks(language: str) -> list[str]:
 
 def test_the_table_has_every_algorithm() -> None:
     assert ROWS.keys() == ALGORITHMS.keys()
+
+
+def test_the_table_of_estimators_has_each_of_them() -> None:
+    (table,) = re.findall(r"^\| `advantages\.type` .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    named = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    members = get_args(get_args(EstimatorSpec)[0])
+    assert sorted(named) == sorted(one.model_fields["type"].default for one in members)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -91,6 +91,25 @@ SAMPLED: Mapping[str, Mapping[str, Any]] = {
     "online_dpo": {"policy_loss": {"type": "dpo", "beta": 0.05}},
 }  # fmt: skip
 
+ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+    "maxrl": {"type": "maxrl"},
+    "pass_at_k": {"type": "pass_at_k", "k": 2},
+    "running_baseline": {"type": "running_baseline"},
+    "grpo without equal groups": {"type": "grpo", "zero_variance": "left_out"},
+}
+"""Beside those of the algorithms."""
+
+STEP = '''
+"""GRPO's step with another estimator."""
+
+
+def step(prompts, actor, reward):
+    rollouts = actor.generate(prompts)
+    rollouts |= reward.compute_reward(rollouts)
+    rollouts |= actor.compute_advantages(rollouts, "ESTIMATOR")
+    actor.update(rollouts)
+'''
+
 PREFERENCE: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"type": "dpo"},
     "cdpo": {"type": "dpo", "policy_loss": {"type": "dpo", "label_smoothing": 0.1}},
@@ -140,6 +159,54 @@ async def test_rewards_rise_to_the_optimum(
     assert rewards[0] < FIRST_LEVEL
     assert run.last("reward/mean", NUM_LAST) >= level
     assert max(run.curve("reward/max")) <= 1
+
+
+def with_estimator(advantages: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The section of an algorithm that is GRPO with another estimator."""
+    file = folder / "step.py"
+    file.write_text(STEP.replace("ESTIMATOR", advantages["type"]))
+    return {
+        "type": "custom",
+        "function": f"{file}:step",
+        "advantages": dict(advantages),
+        "policy_loss": {"type": "ppo_policy"},
+    }
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+async def test_rewards_rise_to_the_optimum_with_other_estimators(
+    name: str, seed: int, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    algorithm = with_estimator(ESTIMATORS[name], tmp_path)
+    recipe = sampled_recipe(task, algorithm, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
+    run = await learn(recipe, services, tmp_path / "run")
+    rewards = run.curve("reward/mean")
+    report(name, seed, rewards)
+    assert rewards[0] < FIRST_LEVEL
+    assert run.last("reward/mean", NUM_LAST) >= LEVEL
+
+
+async def test_gdpo_learns_both_of_two_rewards(
+    seed: int, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    """Letters earn something, and those that are liked earn something else, on another scale."""
+    row_length = len(tiny_tokenizer(VOCAB_SIZE)(prompt_text("a"))["input_ids"]) + WORD_LENGTH
+    judge = write_counting_classifier(
+        tmp_path / "liked", LIKED, vocab_size=VOCAB_SIZE, scale=100 * row_length / WORD_LENGTH
+    )
+    algorithm = with_estimator({"type": "gdpo"}, tmp_path)
+    recipe = sampled_recipe(task, algorithm, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
+    liked = {"type": "classifier", "model": model_of(judge)}
+    recipe["reward"] = [
+        {"source": {"type": "environment"}, "name": "letters"},
+        {"source": liked, "name": "liked", "weight": 0.5},
+    ]
+    run = await learn(recipe, services, tmp_path / "run")
+    for name, scale in (("letters", 1.0), ("liked", 100.0)):
+        curve = [value / scale for value in run.curve(f"reward/{name}/mean")]
+        report(f"gdpo {name}", seed, curve)
+        assert curve[0] < FIRST_LEVEL
+        assert sum(curve[-NUM_LAST:]) / NUM_LAST >= LEVEL
 
 
 async def safe_run(

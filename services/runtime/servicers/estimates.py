@@ -40,8 +40,8 @@ from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc
 class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """ComputeAdvantages and SelectGroups of TrainerService; `TrainerServicer` adds the rest.
 
-    Invariant: the estimator's controllers (weight of the KL, Lagrange multiplier) move once per
-    ComputeAdvantages, and are part of the trainer's checkpoint.
+    Invariant: the estimator's controllers (weight of the KL, Lagrange multiplier, running baseline)
+    move once per ComputeAdvantages, and are part of the trainer's checkpoint.
     """
 
     def __init__(self, role: ModelRole, runtime: Runtime) -> None:
