@@ -16,4 +16,5 @@ from rolemesh.engine.algorithms import policy_losses as policy_losses
 from rolemesh.engine.algorithms import preference_losses as preference_losses
 from rolemesh.engine.algorithms import reinforce as reinforce
 from rolemesh.engine.algorithms import running_baseline as running_baseline
+from rolemesh.engine.algorithms import teacher_advantages as teacher_advantages
 from rolemesh.engine.algorithms import value_losses as value_losses
