@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.layout.payload import ColumnMissingError, PayloadLayout, plan_payload
+from rolemesh.engine.layout.payload import (
+    WIDE_KINDS,
+    ColumnMissingError,
+    PayloadLayout,
+    plan_payload,
+)
 from rolemesh.engine.specs.columns import COLUMNS
 
 
@@ -38,7 +43,8 @@ class Column:
 
     Attributes:
         kind: how values relate to rows.
-        values: 1-D, contiguous, on the CPU or a device.
+        values: contiguous, on the CPU or a device: 1-D, or [values, K] where each value of a
+            SEQUENCE or COMPLETION column has K elements.
         offsets: int64 [B + 1] for every kind but ROW: row b owns
             values[offsets[b]:offsets[b + 1]]. None for ROW.
     """
@@ -48,9 +54,11 @@ class Column:
     offsets: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.values.dim() != 1:
+        most = 2 if self.kind.value in WIDE_KINDS else 1
+        if not 1 <= self.values.dim() <= most:
             raise ValueError(
-                f"column values have {self.values.dim()} dimensions: pack them into one"
+                f"values of a {self.kind.value} column have {self.values.dim()} dimensions: pack "
+                "them into one" + (", or two where each has several elements" if most > 1 else "")
             )
         if (self.kind is ColumnKind.ROW) != (self.offsets is None):
             raise ValueError(f"a {self.kind.value} column and its offsets do not go together")
@@ -70,6 +78,11 @@ class Column:
     def num_rows(self) -> int:
         """Rows in the column."""
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def width(self) -> int:
+        """Elements of each value."""
+        return 1 if self.values.dim() == 1 else self.values.shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +125,7 @@ class Column:
     @staticmethod
     def concat(columns: Sequence[Column]) -> Column:
         """Stacks the rows of columns of one kind and dtype."""
-        kinds = {(column.kind, column.values.dtype) for column in columns}
+        kinds = {(column.kind, column.values.dtype, column.width) for column in columns}
         if len(kinds) != 1:
             raise ValueError(
                 f"columns of different kinds cannot be stacked: {sorted(map(str, kinds))}"
@@ -306,7 +319,7 @@ def _planned(
     columns = []
     for name, column in batch.columns.items():
         dtype = str(column.values.dtype).removeprefix("torch.")
-        columns.append((name, column.kind.value, dtype, num_values(column)))
+        columns.append((name, column.kind.value, dtype, column.width, num_values(column)))
     return plan_payload(num_rows, columns)
 
 
@@ -337,13 +350,13 @@ def selected_arrays(
         offsets = offsets_of(column.lengths()[index])
         if placed.offsets_at is not None:
             yield placed.offsets_at, offsets
-        edges = placed.values_at + offsets * column.values.itemsize
+        edges = placed.values_at + offsets * column.width * column.values.itemsize
         first = max(0, int(torch.searchsorted(edges, start, right=True)) - 1)
         last = min(len(rows), int(torch.searchsorted(edges, stop)))
         while first < last:
             reached = int(torch.searchsorted(edges, edges[first] + window_bytes, right=True)) - 1
             until = min(max(reached, first + 1), last)
-            yield int(edges[first]), column.select(index[first:until]).values
+            yield int(edges[first]), column.select(index[first:until]).values.flatten()
             first = until
 
 
@@ -360,7 +373,7 @@ def write_payload(batch: Experience, layout: PayloadLayout, buffer: memoryview) 
 
 
 def _write(target: torch.Tensor, at: int, values: torch.Tensor) -> None:
-    source = values.detach().cpu().contiguous().view(torch.uint8)
+    source = values.detach().cpu().contiguous().flatten().view(torch.uint8)
     target[at : at + source.numel()].copy_(source)
 
 
@@ -385,5 +398,7 @@ def read_payload(layout: PayloadLayout, payload: torch.Tensor) -> Experience:
             payload[at : at + length].view(dtype)
             for (at, length), dtype in zip(layout.extents(placed), dtypes, strict=False)
         )
+        if placed.width > 1:
+            values = values.view(placed.num_values, placed.width)
         columns[placed.name] = Column(ColumnKind(placed.kind), values, *offsets)
     return Experience(columns)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rolemesh.coordinator.algorithms.dapo import dapo
 from rolemesh.coordinator.algorithms.dpo import dpo
 from rolemesh.coordinator.algorithms.kto import kto
+from rolemesh.coordinator.algorithms.on_policy_distillation import on_policy_distillation
 from rolemesh.coordinator.algorithms.online_dpo import online_dpo
 from rolemesh.coordinator.algorithms.policy_gradient import policy_gradient
 from rolemesh.coordinator.algorithms.ppo import ppo
@@ -33,7 +34,10 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     **dict.fromkeys(POLICY_GRADIENTS, policy_gradient),
     **{
         algorithm.__name__: algorithm
-        for algorithm in (ppo, safe_rlhf, dapo, remax, online_dpo, dpo, kto, sft, reward_model)
+        for algorithm in (
+            *(ppo, safe_rlhf, dapo, remax, on_policy_distillation, online_dpo),
+            *(dpo, kto, sft, reward_model),
+        )
     },
 }
 """By `algorithm.type` of the recipe."""
@@ -44,6 +48,7 @@ ENTRY_POINTS = "rolemesh.algorithms"
 
 _MAKERS: Mapping[str, str] = {
     "reference_logprobs": "reference",
+    "teacher_logprobs": "teacher",
     "values": "critic",
     "rewards": "reward",
     "costs": "cost",
@@ -58,6 +63,11 @@ class Roles:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     """Those whose parameter may be None: used where the recipe has them."""
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.required, *self.optional)
 
 
 def roles_of(algorithm: Algorithm) -> Roles:
@@ -113,12 +123,22 @@ def roles_in(recipe: Recipe) -> tuple[str, ...]:
         return recipe.roles
     wanted = roles_of(algorithm_of(recipe))
     for role in wanted.required:
-        recipe.section(role)
-    # Without a service, where another role does its work.
-    used = [role for role in (*wanted.required, *wanted.optional) if role in recipe.roles]
+        recipe.section(_played_by(role, recipe))
+    # Without a service, where the actor does its work.
+    asked = dict.fromkeys(_played_by(role, recipe) for role in wanted.every)
+    used = [role for role in asked if role in recipe.roles]
     if "actor" in used and recipe.rollout is not None:
         used.append("rollout")
     return tuple(used)
+
+
+def _played_by(role: str, recipe: Recipe) -> str:
+    """The role itself; of a reference that the recipe does not have, its teacher.
+
+    The KL is then taken to the teacher, and pulls where it would hold.
+    """
+    is_teacher = role == "reference" and recipe.reference is None and recipe.teacher is not None
+    return "teacher" if is_teacher else role
 
 
 def unused_roles(recipe: Recipe) -> tuple[str, ...]:
@@ -171,9 +191,7 @@ def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext)
     is_own = isinstance(context.algorithm, CustomSpec)
     name = algorithm.__name__ if is_own else context.parts.fields["type"]
     handles = {
-        role: ROLE_HANDLES[role](context)
-        for role in (*wanted.required, *wanted.optional)
-        if context.services_of(role)
+        role: ROLE_HANDLES[role](context) for role in wanted.every if context.services_of(role)
     }
     try:
         algorithm(prompts, **handles)

@@ -11,7 +11,7 @@ from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.pool_memory import RoleFound
 from rolemesh.engine.specs import OwnFunctionSpec, RewardSpec, VllmSpec
 
-_KINDS = {"actor": "policy", "reference": "policy", "critic": "critic"}
+_KINDS = {"actor": "policy", "reference": "policy", "teacher": "policy", "critic": "critic"}
 _LOSSES = {"actor": "policy_loss", "critic": "value_loss", "reward": "reward_loss"}
 _STAND_IN = {"actor": {"type": "ppo_policy"}, "critic": {"type": "ppo_value"}}
 """Losses for memory alone, where the recipe's is a function of the user, or there is none."""

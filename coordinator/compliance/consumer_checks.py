@@ -25,7 +25,7 @@ from rolemesh.coordinator.compliance.subject import (
 from rolemesh.rpc.errors import DeadlineError, RolemeshError
 
 consumer_check = partial(
-    check, roles=(*REWARD_ROLES, "reference", "critic", "actor"), serves=Serves.RUNS
+    check, roles=(*REWARD_ROLES, "reference", "teacher", "critic", "actor"), serves=Serves.RUNS
 )
 
 NO_SERVER = "127.0.0.1:1"

@@ -9,10 +9,10 @@ from rolemesh.v1 import experience_pb2, tensor_pb2
 
 REWARD_ROLES = ("reward", "cost")
 SAMPLING_ROLES = ("rollout", "actor")
-LOGPROB_ROLES = ("reference", "actor")
-MODEL_ROLES = ("reference", "critic", "actor", "rollout")
+LOGPROB_ROLES = ("reference", "teacher", "actor")
+MODEL_ROLES = ("reference", "teacher", "critic", "actor", "rollout")
 """Roles that need WorkerService."""
-ALL_ROLES = (*REWARD_ROLES, "reference", "critic", *SAMPLING_ROLES)
+ALL_ROLES = (*REWARD_ROLES, "reference", "teacher", "critic", *SAMPLING_ROLES)
 
 
 def column_schema(name: str) -> experience_pb2.ColumnSchema:

@@ -26,7 +26,7 @@ from rolemesh.coordinator.compliance.subject import (
 )
 from rolemesh.v1 import experience_pb2, tensor_pb2
 
-scoring_check = partial(check, roles=("reference", "critic", "actor"))
+scoring_check = partial(check, roles=("reference", "teacher", "critic", "actor"))
 
 TOLERANCE_OF_SPREAD = 0.1
 """Largest difference between two computations of one number, as a part of the standard deviation of

@@ -46,6 +46,7 @@ REQUIRED_SERVICES: Mapping[str, tuple[str, ...]] = {
         "rolemesh.v1.WeightsService",
     ),
     "reference": ("rolemesh.v1.ExperienceService", "rolemesh.v1.LogprobService"),
+    "teacher": ("rolemesh.v1.ExperienceService", "rolemesh.v1.LogprobService"),
     "reward": ("rolemesh.v1.RewardService",),
     "cost": ("rolemesh.v1.RewardService",),
     "rollout": ("rolemesh.v1.ExperienceService", "rolemesh.v1.RolloutService"),

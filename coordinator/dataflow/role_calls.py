@@ -147,7 +147,11 @@ class StepContext:
         """Services of the role that take part; none where it has none."""
         if role == "reference" and self.is_reference_base:
             role = "actor"
-        return [name for name, known in self.connections.items() if known.role == role]
+        found = [name for name, known in self.connections.items() if known.role == role]
+        if role == "reference" and not found:
+            # The KL is taken to the teacher then.
+            return self.services_of("teacher")
+        return found
 
     @property
     def parts(self) -> AlgorithmParts:

@@ -16,7 +16,12 @@ from rolemesh.coordinator.dataflow.futures import (
     NodeKind,
 )
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, RoleHandle, StepContext
-from rolemesh.engine.specs import LossSpec, OwnFunctionSpec, SftLossSpec
+from rolemesh.engine.specs import (
+    DistillationLossSpec,
+    LossSpec,
+    OwnFunctionSpec,
+    SftLossSpec,
+)
 from rolemesh.engine.specs.columns import (
     DATA_COLUMNS,
     ENVIRONMENT_REWARDS,
@@ -25,6 +30,7 @@ from rolemesh.engine.specs.columns import (
     PAIR_COLUMNS,
     PROXIMAL_LOGPROBS,
     ROLLOUT_COLUMNS,
+    TEACHER_LOGPROBS,
     TRAJECTORY_COLUMNS,
 )
 from rolemesh.rpc.references import concat_references
@@ -47,6 +53,7 @@ __all__ = [
     "ReferenceHandle",
     "RewardHandle",
     "StepContext",
+    "TeacherHandle",
 ]
 
 _Key = operation_pb2.OperationKey
@@ -310,18 +317,38 @@ class ReferenceHandle(RoleHandle):
         return _compute_logprobs(self, experience, "reference_logprobs", of_base=self._is_base)
 
 
+class TeacherHandle(RoleHandle):
+    """The frozen policy that the trained one is drawn to."""
+
+    role = "teacher"
+
+    def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
+        """The teacher's log-prob of every completion token, at the loss's temperature.
+
+        Where the policy loss compares distributions, also what the teacher finds likeliest there.
+        """
+        loss = self.context.parts.policy_loss
+        top_k = loss.top_k if isinstance(loss, DistillationLossSpec) else 0
+        return _compute_logprobs(self, experience, TEACHER_LOGPROBS, top_k=top_k)
+
+
 def _compute_logprobs(
-    handle: RoleHandle, experience: ExperienceFuture, column: str, *, of_base: bool = False
+    handle: RoleHandle,
+    experience: ExperienceFuture,
+    column: str,
+    *,
+    of_base: bool = False,
+    top_k: int = 0,
 ) -> ExperienceFuture:
     temperature = handle.context.parts.policy_loss.logprob_temperature
     return handle.infer(
         # Named apart from what an actor scores with its adapter.
         "compute_reference_logprobs" if of_base else "compute_logprobs",
         lambda client, key, ref, told: client.compute_logprobs(
-            key, ref, column, temperature=temperature, without_adapter=of_base
+            key, ref, column, temperature=temperature, without_adapter=of_base, top_k=top_k
         ).result(told),
         experience.select(INPUT_COLUMNS),
-        (column,),
+        (column, *((f"{column}_top_ids", f"{column}_top") if top_k else ())),
     )
 
 
@@ -389,6 +416,13 @@ class CostHandle(_JudgingRole):
 
 ROLE_HANDLES: Mapping[str, type[RoleHandle]] = {
     handle.role: handle
-    for handle in (ActorHandle, CriticHandle, ReferenceHandle, RewardHandle, CostHandle)
+    for handle in (
+        ActorHandle,
+        CriticHandle,
+        ReferenceHandle,
+        TeacherHandle,
+        RewardHandle,
+        CostHandle,
+    )
 }
 """By the name under which an algorithm asks for a role."""

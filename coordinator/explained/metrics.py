@@ -103,6 +103,9 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "mean of log pi - log pi_ref with `kl_form: k1`.",
         "kl/per_row": "The same, summed over a completion: nats a row. The adaptive "
         "controller holds this one.",
+        "kl/teacher": "KL of the policy to the teacher on the sampled tokens, nats a token: "
+        "mean of log pi - log pi_teacher with the log-probs of the sampler.",
+        "kl/teacher_per_row": "The same, summed over a completion: nats a row.",
         "kl/coefficient": "Weight of the KL in the reward in this step.",
         "advantages/mean": "Mean over the unmasked tokens, before any scaling over the batch.",
         "advantages/std": "Standard deviation of the same.",
@@ -160,6 +163,11 @@ METRICS: Mapping[str, Mapping[str, str]] = {
     "Updates from given data": {
         "nll": "Mean over tokens of -log-prob of the given completion, nats (`sft`). exp of "
         "it is the perplexity.",
+        "distillation_loss": "Divergence of the policy from the teacher over the tokens that the "
+        "teacher tells apart and all others together, in nats.",
+        "teacher_mass": "Share of the teacher's distribution that those tokens hold. Far below 1, "
+        "raise `top_k`.",
+        "policy_mass": "Share of the policy's distribution that those tokens hold.",
         "preference_accuracy": "Share of pairs whose chosen row has the greater reward, before "
         "they are trained on; a tie counts as a half, which is what a guess would get. For "
         "`kto` the share of judged rows whose reward is on their side of beta "

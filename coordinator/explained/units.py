@@ -100,6 +100,7 @@ _BY_NAME: Mapping[str, str] = {
     "min_delta": "metric",
     "min_learning_rate": "rate",
     "minimum": "reward",
+    "mixture": "share",
     "most_roll_backs": "times",
     "most_skips": "steps",
     "multiplier_rate": "rate",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, Union, cast,
 from pydantic import BaseModel, Field
 
 from rolemesh.engine.specs import (
+    DistillationLossSpec,
     EstimatorSpec,
     GaeSpec,
     GroupEstimatorSpec,
@@ -87,9 +88,15 @@ def estimator_choice(first: type[ShapedRewardSpec]) -> Any:
     return _choice(first, filter(fits, _members(EstimatorSpec)))
 
 
-def policy_loss_choice(first: type[PolicyTermsSpec]) -> Any:
-    """Annotation of a field that takes this policy loss, any other of ours, or one of your own."""
-    return _choice(first, (one for one in _members(LossSpec) if issubclass(one, PolicyTermsSpec)))
+def policy_loss_choice(first: type[PolicyTermsSpec], *more: type[PartSpec]) -> Any:
+    """Annotation of a field that takes this policy loss, any other of ours, or one of your own.
+
+    Args:
+        first: The one that is meant where a recipe gives no type.
+        more: Losses of another kind that it takes besides.
+    """
+    policy = (one for one in _members(LossSpec) if issubclass(one, PolicyTermsSpec))
+    return _choice(first, (*policy, *more))
 
 
 def _members(union: Any) -> tuple[type[PartSpec], ...]:
@@ -108,10 +115,12 @@ def _choice(first: type[PartSpec], others: Iterable[type[PartSpec]]) -> Any:
 if TYPE_CHECKING:
     AnyGroupEstimatorSpec = GroupEstimatorSpec
     AnyPolicyLossSpec = PolicyTermsSpec
+    AnyDistillingLossSpec = PolicyTermsSpec | DistillationLossSpec
 else:
     # Made of EstimatorSpec and LossSpec, so that what is new there is taken at once.
     AnyGroupEstimatorSpec = estimator_choice(GrpoSpec)
     AnyPolicyLossSpec = policy_loss_choice(PpoPolicyLossSpec)
+    AnyDistillingLossSpec = policy_loss_choice(PpoPolicyLossSpec, DistillationLossSpec)
 
 
 def long_forms(section: type[BaseModel], data: Any) -> Any:

@@ -12,6 +12,7 @@ from pydantic import Field, create_model, model_validator
 
 from rolemesh.coordinator.recipe.algorithm_parts import (
     AlgorithmParts,
+    AnyDistillingLossSpec,
     AnyGroupEstimatorSpec,
     AnyPolicyLossSpec,
     GaeOrOwnSpec,
@@ -39,6 +40,7 @@ from rolemesh.engine.specs import (
     PpoValueLossSpec,
     ReinforcePolicyLossSpec,
     RemaxSpec,
+    ReverseKlSpec,
     RewardSpreadSpec,
     SafeRlhfSpec,
     SamplingSpec,
@@ -46,6 +48,7 @@ from rolemesh.engine.specs import (
     SftLossSpec,
     ShapedRewardSpec,
     Spec,
+    TemperedLossSpec,
 )
 
 
@@ -117,11 +120,11 @@ class SampledSpec(AlgorithmSection):
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         loss = self.parts.fields.get("policy_loss")
-        if isinstance(loss, PolicyTermsSpec) and "temperature" not in loss.model_fields_set:
+        if isinstance(loss, TemperedLossSpec) and "temperature" not in loss.model_fields_set:
             loss = loss.model_copy(update={"temperature": self.sampling.temperature})
             # The section is frozen for its users, who get it after this.
             object.__setattr__(self, "policy_loss", loss)
-        if isinstance(loss, PolicyTermsSpec) and loss.temperature != self.sampling.temperature:
+        if isinstance(loss, TemperedLossSpec) and loss.temperature != self.sampling.temperature:
             raise ValueError(
                 f"policy_loss.temperature is {loss.temperature} but "
                 f"sampling.temperature is {self.sampling.temperature}: leave the first one out, or "
@@ -272,6 +275,20 @@ class RemaxAlgorithmSpec(SampledSpec):
     """The loss of the policy."""
 
 
+class OnPolicyDistillationSpec(SampledSpec):
+    """On-policy distillation: a teacher scores the policy's own tokens (arXiv 2306.13649).
+
+    With a policy loss over sampled tokens the teacher is the reward ("On-Policy Distillation",
+    Thinking Machines Lab, 2025); with the loss "distillation" whole distributions are compared.
+    """
+
+    type: Literal["on_policy_distillation"] = "on_policy_distillation"
+    advantages: ReverseKlSpec = ReverseKlSpec()
+    """The teacher's say of each token that was sampled."""
+    policy_loss: AnyDistillingLossSpec = PpoPolicyLossSpec()
+    """The loss of the policy."""
+
+
 class OnlineDpoAlgorithmSpec(_GroupSpec):
     """DPO on pairs of the policy's own completions (arXiv 2402.04792)."""
 
@@ -390,6 +407,7 @@ AlgorithmSpec = Annotated[
     | AnyPolicyGradientSpec
     | DapoSpec
     | RemaxAlgorithmSpec
+    | OnPolicyDistillationSpec
     | OnlineDpoAlgorithmSpec
     | DpoSpec
     | KtoSpec

@@ -47,12 +47,13 @@ from rolemesh.engine.specs import (
     RolloutSpec,
     SamplingSpec,
     Spec,
+    TeacherSpec,
     may_drop_groups,
     named_sources,
 )
 from rolemesh.engine.specs.columns import source_column
 
-ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
+ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost", "rollout")
 """Every role that a recipe can have; the algorithm says which it needs."""
 
 
@@ -84,6 +85,7 @@ class Recipe(Spec):
     actor: ActorSpec | None = None
     critic: CriticSpec | None = None
     reference: ReferenceSpec | None = None
+    teacher: TeacherSpec | None = None
     reward: RewardSpec | None = None
     cost: CostSpec | None = None
     rollout: RolloutRoleSpec | None = None

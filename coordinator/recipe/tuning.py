@@ -187,7 +187,7 @@ def _scorer(recipe: Any) -> str:
     sources = [one.source for judge in judges for one in named_sources(judge.source)]
     if any(isinstance(source, ClassifierRewardSpec) for source in sources):
         return "the classifier of a reward"
-    return next((role for role in ("reference", "critic") if role in recipe.roles), "")
+    return next((role for role in ("reference", "teacher", "critic") if role in recipe.roles), "")
 
 
 def _check_value(recipe: Any, name: str, value: JsonValue) -> None:

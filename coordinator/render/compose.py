@@ -20,7 +20,7 @@ from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_b
 from rolemesh.coordinator.render.placement import device_ids
 from rolemesh.engine.specs import named_in
 
-_OPTIONAL_ROLES = ("cost", "rollout")
+_OPTIONAL_ROLES = ("teacher", "cost", "rollout")
 """Roles that docker-compose.yml starts only with a profile."""
 
 _GRANTED_BY = {

@@ -11,6 +11,7 @@ _LAYOUTS = {
     "actor": "actor.train",
     "critic": "critic.train",
     "reference": "reference.layout",
+    "teacher": "teacher.layout",
     "rollout": "rollout.layout",
     "reward": "reward.layout",
     "cost": "cost.layout",

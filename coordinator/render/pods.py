@@ -12,6 +12,7 @@ ROLE_USERS = {
     "actor": 10001,
     "critic": 10001,
     "reference": 10001,
+    "teacher": 10001,
     "rollout": 10001,
     "reward": 10002,
     "cost": 10003,

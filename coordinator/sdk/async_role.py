@@ -136,10 +136,13 @@ class AsyncRole(WeightCalls):
         temperature: float = 1.0,
         with_entropy: bool = False,
         without_adapter: bool = False,
+        top_k: int = 0,
     ) -> Experience:
         """Log-prob of every completion token under its policy, as the column of that name.
 
-        Without its adapter the base alone scores: the reference of a policy that trains one.
+        Without its adapter the base alone scores: the reference of a policy that trains one. With
+        top_k also the likeliest tokens at each place, int32 of that width, as the column
+        `<column>_top_ids`, and their log-probs as `<column>_top`.
         """
         result = await self._call(
             self._client.compute_logprobs,
@@ -149,6 +152,7 @@ class AsyncRole(WeightCalls):
             temperature=temperature,
             with_entropy=with_entropy,
             without_adapter=without_adapter,
+            top_k=top_k,
         )
         return _experience(result)
 

@@ -166,10 +166,13 @@ class Role:
         temperature: float = 1.0,
         with_entropy: bool = False,
         without_adapter: bool = False,
+        top_k: int = 0,
     ) -> Experience:
         """Log-prob of every completion token under its policy, as the column of that name.
 
-        Without its adapter the base alone scores: the reference of a policy that trains one.
+        Without its adapter the base alone scores: the reference of a policy that trains one. With
+        top_k also the likeliest tokens at each place, int32 of that width, as the column
+        `<column>_top_ids`, and their log-probs as `<column>_top`.
         """
         return self._loop.run(
             self._role.compute_logprobs(
@@ -178,6 +181,7 @@ class Role:
                 temperature=temperature,
                 with_entropy=with_entropy,
                 without_adapter=without_adapter,
+                top_k=top_k,
             )
         )
 

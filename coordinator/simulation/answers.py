@@ -60,7 +60,8 @@ def columns_of(role: str, method: str, request: Any, estimator: tuple[str, ...])
             is_pair = request.kind != data_pb2.READ_KIND_DEMONSTRATION
             return (*DATA_COLUMNS, *PAIR_COLUMNS) if is_pair else DATA_COLUMNS
         case "ComputeLogprobs":
-            return (request.column,)
+            top = ("_top_ids", "_top") if request.top_k else ()
+            return (request.column, *(f"{request.column}{name}" for name in top))
         case "ComputeValues":
             return ("values",)
         case "ComputeReward":

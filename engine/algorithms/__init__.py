@@ -6,6 +6,7 @@ Importing any part of it registers every estimator and every loss with its spec:
 
 from rolemesh.engine.algorithms import critic_advantages as critic_advantages
 from rolemesh.engine.algorithms import decoupled_advantages as decoupled_advantages
+from rolemesh.engine.algorithms import distillation as distillation
 from rolemesh.engine.algorithms import group_advantages as group_advantages
 from rolemesh.engine.algorithms import kto as kto
 from rolemesh.engine.algorithms import online_pairs as online_pairs
@@ -15,4 +16,5 @@ from rolemesh.engine.algorithms import policy_losses as policy_losses
 from rolemesh.engine.algorithms import preference_losses as preference_losses
 from rolemesh.engine.algorithms import reinforce as reinforce
 from rolemesh.engine.algorithms import running_baseline as running_baseline
+from rolemesh.engine.algorithms import teacher_advantages as teacher_advantages
 from rolemesh.engine.algorithms import value_losses as value_losses

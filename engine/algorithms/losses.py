@@ -40,6 +40,8 @@ class ModelOutputs:
     """float [N], log-probs of the completion tokens."""
     entropy_N: torch.Tensor | None = None
     """float [N], entropy of the distribution that each token was drawn from, in nats."""
+    choices_NK: torch.Tensor | None = None
+    """float [N, K], log-probs of the ids in the column that the loss names as its `choices`."""
     values_N: torch.Tensor | None = None
     """float [N], values of the states before each token."""
     scores_B: torch.Tensor | None = None
@@ -55,6 +57,8 @@ class Loss(ABC, Generic[S]):
     """Whether its value depends on entropy."""
     reports_entropy = False
     """Whether entropy is one of its metrics, where there is one."""
+    choices: str | None = None
+    """Column of K ids at the place of each token whose log-probs it needs, too; None: of none."""
     origin = ""
     """End of messages about its numbers, where the user's code made them; else empty."""
 
@@ -171,19 +175,24 @@ class UnmaskedReader:
         self._index_M = mask_N.nonzero().flatten()
 
     def output(self, name: str, output_N: torch.Tensor | None) -> torch.Tensor:
-        """Reads a model output: float32 [M], or float64 if it came so."""
+        """Reads a model output, [N] or [N, K]: float32 [M] or [M, K], or float64 if it came so."""
         if output_N is None:
             raise ValueError(f"{name} is None: the loss needs this output of the model")
-        if output_N.shape != (self._num_tokens,):
+        dims = 2 if name.endswith("K") else 1
+        if output_N.shape[:1] != (self._num_tokens,) or output_N.dim() != dims:
             raise ValueError(
                 f"{name} has shape {tuple(output_N.shape)}, but the batch has "
-                f"{self._num_tokens} completion tokens: give one number a token"
+                f"{self._num_tokens} completion tokens: give "
+                f"{'one number' if dims == 1 else 'K numbers'} a token"
             )
         output_M = output_N.index_select(0, sent(self._index_M, output_N.device))
         return output_M if output_M.dtype == torch.float64 else output_M.float()
 
     def column(self, name: str, *, like: torch.Tensor) -> torch.Tensor:
-        """Reads a column: [M], with the type and device of `like`, without gradient."""
+        """Reads a column: [M], or [M, K] where a token has K elements, without gradient.
+
+        It gets the type and device of `like`.
+        """
         values_N = completion_values(self._batch, name)
         values_M = values_N.detach().index_select(0, self._index_M)
         return sent(values_M.to(like.dtype), like.device)

@@ -207,11 +207,12 @@ class _Subject:
 
     def _score(self, batch: Experience) -> None:
         rank_model = self._rank_model
+        given = {"temperature": 1.0} if self._work.kind == "policy" else {}
         rank_model.run(
             rank_model.micro_batches(batch),
             lambda _number, _outputs: None,
             trains=False,
-            arguments={"temperature": 1.0} if self._work.kind == "policy" else {},
+            arguments=lambda _: given,
             done=lambda _number: None,
         )
 

@@ -27,6 +27,12 @@ ITEM_BYTES = {
 ROW = "row"
 """The kind of a column with one value a row. Columns of every other kind carry offsets."""
 
+WIDE_KINDS = ("sequence", "completion")
+"""Kinds whose values may have several elements each."""
+
+MAX_WIDTH = 1024
+"""Most elements of a value. A bound on what a few bytes of a header can ask for."""
+
 OFFSET_BYTES = 8
 """Offsets are int64."""
 
@@ -61,6 +67,13 @@ class ColumnLayout:
     """Byte offset of the packed values."""
     offsets_at: int | None
     """Byte offset of the int64 [rows + 1] offsets, None for ROW."""
+    width: int = 1
+    """Elements of each value, which lie one behind the other."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        return self.num_values * self.width * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +85,8 @@ class PayloadLayout:
     ValueError.
 
     Example: two rows of float32 rewards and a text of 5 bytes in all are
-    `plan_payload(2, [("rewards", "row", "float32", 2), ("text", "text", "uint8", 5)])`: rewards at
-    byte 0, the offsets of the text at 64, its bytes at 128, and 192 bytes in all.
+    `plan_payload(2, [("rewards", "row", "float32", 1, 2), ("text", "text", "uint8", 1, 5)])`:
+    rewards at byte 0, the offsets of the text at 64, its bytes at 128, and 192 bytes in all.
     """
 
     num_rows: int
@@ -82,6 +95,12 @@ class PayloadLayout:
 
     def __post_init__(self) -> None:
         for column in self.columns:
+            most = MAX_WIDTH if column.kind in WIDE_KINDS else 1
+            if not 1 <= column.width <= most:
+                raise ValueError(
+                    f"column {column.name!r} of kind {column.kind} has a width of {column.width}: "
+                    f"give 1 to {most}"
+                )
             for at, length in self.extents(column):
                 if length < 0 or at < 0 or at % ALIGNMENT_BYTES or at + length > self.num_bytes:
                     raise ValueError(
@@ -123,23 +142,23 @@ class PayloadLayout:
 
     def extents(self, column: ColumnLayout) -> Iterator[tuple[int, int]]:
         """First byte and number of bytes of a column's values, then of its offsets if any."""
-        yield column.values_at, column.num_values * ITEM_BYTES[column.dtype]
+        yield column.values_at, column.num_bytes
         if column.offsets_at is not None:
             yield column.offsets_at, (self.num_rows + 1) * OFFSET_BYTES
 
 
-def plan_payload(num_rows: int, columns: Iterable[tuple[str, str, str, int]]) -> PayloadLayout:
+def plan_payload(num_rows: int, columns: Iterable[tuple[str, str, str, int, int]]) -> PayloadLayout:
     """Lays columns out one after another, each array on a boundary, offsets before values.
 
     Args:
         num_rows: Of every column.
-        columns: Name, kind, element type and number of values of each.
+        columns: Name, kind, element type, elements of a value and number of values of each.
 
     Raises:
         ValueError: An element type that may not travel; names the column.
     """
     placed, at = [], 0
-    for name, kind, dtype, num_values in columns:
+    for name, kind, dtype, width, num_values in columns:
         if dtype not in ITEM_BYTES:
             raise ValueError(
                 f"column {name!r} has dtype {dtype}, which may not travel: use one of "
@@ -148,6 +167,6 @@ def plan_payload(num_rows: int, columns: Iterable[tuple[str, str, str, int]]) ->
         offsets_at = None
         if kind != ROW:
             offsets_at, at = at, aligned(at + (num_rows + 1) * OFFSET_BYTES)
-        placed.append(ColumnLayout(name, kind, dtype, num_values, at, offsets_at))
-        at = aligned(at + num_values * ITEM_BYTES[dtype])
+        placed.append(ColumnLayout(name, kind, dtype, num_values, at, offsets_at, width))
+        at = aligned(at + placed[-1].num_bytes)
     return PayloadLayout(num_rows, tuple(placed), at)

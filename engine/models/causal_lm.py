@@ -1,11 +1,12 @@
 """A causal language model on Hugging Face transformers that scores completions.
 
-Shape letters: S packed tokens, N completion tokens, U distinct ones, D width, V vocabulary.
+Shape letters: S packed tokens, N completion tokens, U distinct ones, D width, V vocabulary, K ids
+at each place beside the token.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,12 +16,28 @@ from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
 from rolemesh.engine.models.rounding import rounded
+from rolemesh.engine.models.top_logprobs import top_logprobs
 from rolemesh.engine.packing.packed_rows import PackedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import first_vocabulary_row
 from rolemesh.engine.specs import ModelSpec, Numerics
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TokenScores(NamedTuple):
+    """What a language model says of completion tokens; a tuple, since FSDP looks into those."""
+
+    logprobs_N: torch.Tensor
+    """float32 [N], natural log."""
+    entropy_N: torch.Tensor | None = None
+    """float32 [N], in nats."""
+    choices_NK: torch.Tensor | None = None
+    """float32 [N, K], log-probs of the ids that were asked for."""
+    top_ids_NK: torch.Tensor | None = None
+    """int64 [N, K], the likeliest tokens, the likeliest first."""
+    top_NK: torch.Tensor | None = None
+    """float32 [N, K], their log-probs."""
 
 
 class CausalLm(Decoder):
@@ -33,7 +50,7 @@ class CausalLm(Decoder):
         model = CausalLm(ModelSpec(path=folder), device="cpu")
         rows = pack_rows(batch, model.device)
         hidden_1SD = model.stage_forward(rows, None)  # the logits are never computed
-        logprobs_N, entropy_N = model.finish(hidden_1SD, rows, temperature=1.0, with_entropy=True)
+        logprobs_N = model.finish(hidden_1SD, rows, temperature=1.0).logprobs_N
     """
 
     def __init__(
@@ -86,7 +103,9 @@ class CausalLm(Decoder):
         *,
         temperature: float,
         with_entropy: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        choices_NK: torch.Tensor | None = None,
+        top_k: int = 0,
+    ) -> TokenScores:
         """Scores the completion tokens from the last stage's result; equal on all its slices.
 
         Args:
@@ -94,9 +113,9 @@ class CausalLm(Decoder):
             rows: The rows it was computed from.
             temperature: Of the softmax, > 0.
             with_entropy: Whether the entropy is wanted too.
-
-        Returns:
-            Log-probs, float32 [N], natural log; entropy, float32 [N], in nats, or None.
+            choices_NK: int64 [N, K], further ids to score at the place of each token; None: none.
+            top_k: How many of the likeliest tokens are wanted at each place, without gradients;
+                not together with an entropy or choices.
 
         Raises:
             ValueError: This is not the last stage.
@@ -110,18 +129,32 @@ class CausalLm(Decoder):
             compute_dtype = torch.float32
             if not self.is_rounded:
                 vocabulary_VD = rounded(vocabulary_VD)
+        hidden_UD = hidden_UD.to(torch.promote_types(vocabulary_VD.dtype, torch.float32))
+        how: dict[str, Any] = {
+            "temperature": temperature,
+            "chunk_tokens": self.spec.logprob_chunk_tokens,
+            "compute_dtype": compute_dtype,
+            "group": tp,
+            "first_row": 0 if self.shape is None else first_vocabulary_row(self.shape, tp),
+        }
+        if top_k:
+            found = top_logprobs(hidden_UD, vocabulary_VD, rows.targets_U, top_k, **how)
+            logprobs_N, ids_NK, top_NK = map(rows.of_rows, found)
+            return TokenScores(logprobs_N, top_ids_NK=ids_NK, top_NK=top_NK)
+        if choices_NK is not None:
+            # The ids belong to rows: those that share a token need not have the same.
+            hidden_UD, targets_N = rows.of_rows(hidden_UD), rows.of_rows(rows.targets_U)
+            targets_NJ = torch.cat([targets_N[:, None], choices_NK], 1)
+            logprobs_NJ, entropy_N = token_logprobs(
+                hidden_UD, vocabulary_VD, targets_NJ, with_entropy=with_entropy, **how
+            )
+            return TokenScores(logprobs_NJ[:, 0], entropy_N, logprobs_NJ[:, 1:])
         logprobs_U, entropy_U = token_logprobs(
-            hidden_UD.to(torch.promote_types(vocabulary_VD.dtype, torch.float32)),
-            vocabulary_VD,
-            rows.targets_U,
-            temperature=temperature,
-            chunk_tokens=self.spec.logprob_chunk_tokens,
-            compute_dtype=compute_dtype,
-            with_entropy=with_entropy,
-            group=tp,
-            first_row=0 if self.shape is None else first_vocabulary_row(self.shape, tp),
+            hidden_UD, vocabulary_VD, rows.targets_U, with_entropy=with_entropy, **how
         )
-        return rows.of_rows(logprobs_U), None if entropy_U is None else rows.of_rows(entropy_U)
+        return TokenScores(
+            rows.of_rows(logprobs_U), None if entropy_U is None else rows.of_rows(entropy_U)
+        )
 
 
 def _check_head(lm: Any, spec: ModelSpec) -> None:

@@ -123,7 +123,7 @@ class Classifier:
                 keep(number, self._model(micro_batch.packed))
                 done(number)
         else:
-            self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
+            self._rank_model.run(passes, keep, trains=False, arguments=lambda _: {}, done=done)
         return _in_order(found, groups)
 
     def fault(self, row: Sequence[int]) -> str | None:

@@ -9,7 +9,7 @@ Where `kernels/choice.py` says so, Triton's kernels compute the same (`kernels/l
 There no logits exist at all; the backward pass goes by blocks of the vocabulary, so that each part
 of its gradient is written once.
 
-Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary.
+Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary, J ids to score at each place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCK_COLUMNS = 128
 def token_logprobs(
     hidden_ND: torch.Tensor,
     vocabulary_VD: torch.Tensor,
-    targets_N: torch.Tensor,
+    targets: torch.Tensor,
     *,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
@@ -57,7 +57,7 @@ def token_logprobs(
             of a group.
         vocabulary_VD: float32 (or float64) [V, D], the output embedding, or this rank's rows of it
             (there may be none).
-        targets_N: int64 [N], token ids.
+        targets: int64 [N], token ids, or [N, J], several at each place.
         temperature: Divides the logits, > 0.
         chunk_tokens: Most rows of logits that exist at a time, or as many numbers in blocks of
             another shape; None: as many as suit the device.
@@ -67,9 +67,10 @@ def token_logprobs(
         first_row: Token id of the first row of vocabulary_VD.
 
     Returns:
-        Log-probs, float [N], natural log; and the entropy, float [N], in nats, or None; equal on
-        all ranks of a group. Both send gradients to hidden (the whole gradient: the backward pass
-        sums the shares of the group's slices, in one all-reduce of [N, D]) and vocabulary.
+        Log-probs, float of the shape of the targets, natural log; and the entropy, float [N], in
+        nats, or None; equal on all ranks of a group. Both send gradients to hidden (the whole
+        gradient: the backward pass sums the shares of the group's slices, in one all-reduce of
+        [N, D]) and vocabulary.
 
     Example: hidden [[0, 0]] scores every token of a vocabulary of 4 with -log 4 = -1.386, and
     has entropy 1.386.
@@ -79,22 +80,28 @@ def token_logprobs(
     rows = (
         VocabularySlice(group, first_row, len(vocabulary_VD)) if group and group.size > 1 else None
     )
-    is_fused = triton_serves(hidden_ND.device) and vocabulary_VD.dtype != torch.float64
+    # The kernels score one id a place.
+    is_fused = (
+        triton_serves(hidden_ND.device)
+        and vocabulary_VD.dtype != torch.float64
+        and targets.dim() == 1
+    )
     compute: Any = _FusedLogprobs if is_fused else _ChunkedLogprobs
-    logprobs_N, entropy_N = compute.apply(
+    logprobs_NJ, entropy_N = compute.apply(
         hidden_ND,
         vocabulary_VD,
-        targets_N,
+        targets if targets.dim() == 2 else targets[:, None],
         temperature,
-        chunk_tokens or _chunk_tokens(vocabulary_VD),
+        chunk_tokens or default_chunk_tokens(vocabulary_VD),
         compute_dtype,
         with_entropy,
         rows,
     )
-    return logprobs_N, (entropy_N if with_entropy else None)
+    return logprobs_NJ.reshape(targets.shape), (entropy_N if with_entropy else None)
 
 
-def _chunk_tokens(vocabulary_VD: torch.Tensor) -> int:
+def default_chunk_tokens(vocabulary_VD: torch.Tensor) -> int:
+    """Rows of logits that exist at a time where the recipe gives no number."""
     if kind_of(vocabulary_VD.device) == "cpu":
         return CPU_CHUNK_TOKENS
     return max(1, GPU_CHUNK_ELEMENTS // max(1, len(vocabulary_VD)))
@@ -114,7 +121,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_ND: torch.Tensor,
         vocabulary_VD: torch.Tensor,
-        targets_N: torch.Tensor,
+        targets_NJ: torch.Tensor,
         temperature: float,
         chunk_tokens: int,
         compute_dtype: torch.dtype,
@@ -123,25 +130,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         project = Projection(vocabulary_VD, compute_dtype, temperature)
         with project.without_autocast():
-            logprobs_N, lse_N, entropy_N = _scores(
-                project, hidden_ND, targets_N, chunk_tokens, with_entropy, vocabulary
+            logprobs_NJ, lse_N, entropy_N = _scores(
+                project, hidden_ND, targets_NJ, chunk_tokens, with_entropy, vocabulary
             )
-        ctx.save_for_backward(hidden_ND, vocabulary_VD, targets_N, lse_N, entropy_N)
+        ctx.save_for_backward(hidden_ND, vocabulary_VD, targets_NJ, lse_N, entropy_N)
         ctx.arguments = (temperature, chunk_tokens, compute_dtype, vocabulary)
         # What no loss reads gets None: the gradient of an entropy costs passes over the logits.
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        return logprobs_NJ, entropy_N
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+        ctx: Any, grad_logprobs_NJ: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, vocabulary_VD, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        hidden_ND, vocabulary_VD, targets_NJ, lse_N, entropy_N = ctx.saved_tensors
         temperature, chunk_tokens, compute_dtype, vocabulary = ctx.arguments
-        if grad_logprobs_N is None:
-            grad_logprobs_N = torch.zeros_like(lse_N)
+        if grad_logprobs_NJ is None:
+            grad_logprobs_NJ = lse_N.new_zeros(targets_NJ.shape)
         project = Projection(vocabulary_VD, compute_dtype, temperature)
         need_hidden, need_vocabulary = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
@@ -156,7 +163,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for chunk in _chunks(len(hidden_ND), chunk_tokens):
                 logits_CV = project(hidden_ND[chunk])
                 lse_C1 = lse_N[chunk, None]
-                grad_C1 = grad_logprobs_N[chunk, None]
+                grad_CJ = grad_logprobs_NJ[chunk]
+                grad_C1 = grad_CJ.sum(1, keepdim=True)
                 if grad_entropy_N is not None:
                     logits_CV.sub_(lse_C1)  # log-probs of the whole vocabulary
                     probs_CV = logits_CV.exp()
@@ -167,9 +175,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 else:
                     grad_CV = logits_CV.sub_(lse_C1).exp_().mul_(grad_C1).neg_()
                 if vocabulary is None:
-                    grad_CV.scatter_add_(1, targets_N[chunk, None], grad_C1)
+                    grad_CV.scatter_add_(1, targets_NJ[chunk], grad_CJ)
                 else:
-                    vocabulary.add_at_targets(grad_CV, targets_N[chunk], grad_C1)
+                    vocabulary.add_at_targets(grad_CV, targets_NJ[chunk], grad_CJ)
                 grad_CV = project.to_compute(grad_CV.div_(temperature))
                 if grad_hidden_ND is not None:
                     grad_hidden_ND[chunk] = project.product(grad_CV, project.vocabulary_VD)
@@ -192,7 +200,7 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_ND: torch.Tensor,
         vocabulary_VD: torch.Tensor,
-        targets_N: torch.Tensor,
+        targets_N1: torch.Tensor,
         temperature: float,
         chunk_tokens: int,
         compute_dtype: torch.dtype,
@@ -205,30 +213,31 @@ class _FusedLogprobs(torch.autograd.Function):
         sums_3N, largest_N = partial_sums(
             project.to_compute(hidden_ND).contiguous(),
             project.vocabulary_VD.contiguous(),
-            targets_N,
+            targets_N1[:, 0],
             temperature=temperature,
             first_row=0 if vocabulary is None else vocabulary.first_row,
         )
-        logprobs_N, lse_N, entropy_N = scores_of_sums(
+        logprobs_N1, lse_N, entropy_N = scores_of_sums(
             sums_3N, largest_N, None if vocabulary is None else vocabulary.group
         )
-        ctx.save_for_backward(hidden_ND, vocabulary_VD, targets_N, lse_N, entropy_N)
+        ctx.save_for_backward(hidden_ND, vocabulary_VD, targets_N1, lse_N, entropy_N)
         ctx.arguments = (temperature, chunk_tokens, compute_dtype, vocabulary)
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        return logprobs_N1, entropy_N
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+        ctx: Any, grad_logprobs_N1: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         from rolemesh.engine.kernels.linear_logprobs import logit_gradients
 
-        hidden_ND, vocabulary_VD, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        hidden_ND, vocabulary_VD, targets_N1, lse_N, entropy_N = ctx.saved_tensors
         temperature, chunk_tokens, compute_dtype, vocabulary = ctx.arguments
-        if grad_logprobs_N is None:
-            grad_logprobs_N = torch.zeros_like(lse_N)
+        grad_logprobs_N = (
+            torch.zeros_like(lse_N) if grad_logprobs_N1 is None else grad_logprobs_N1[:, 0]
+        )
         project = Projection(vocabulary_VD, compute_dtype, temperature)
         factor_ND = project.to_compute(hidden_ND).contiguous()
         rows_VD = project.vocabulary_VD.contiguous()
@@ -242,7 +251,7 @@ class _FusedLogprobs(torch.autograd.Function):
                 grad_NW = logit_gradients(
                     factor_ND,
                     rows_VD[block],
-                    targets_N,
+                    targets_N1[:, 0],
                     lse_N,
                     grad_logprobs_N,
                     None if grad_entropy_N is None else entropy_N,
@@ -274,33 +283,33 @@ def _blocks(num_rows: int, max_elements: int, num_tokens: int) -> list[slice]:
 def _scores(
     project: Projection,
     hidden_ND: torch.Tensor,
-    targets_N: torch.Tensor,
+    targets_NJ: torch.Tensor,
     chunk_tokens: int,
     with_entropy: bool,
     vocabulary: VocabularySlice | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs [N], log-sum-exp [N] and entropy [N] ([0] where not wanted)."""
-    logprobs_N = hidden_ND.new_empty(len(hidden_ND), dtype=project.accumulate_dtype)
+    """Log-probs [N, J], log-sum-exp [N] and entropy [N] ([0] where not wanted)."""
+    lse_N = hidden_ND.new_empty(len(hidden_ND), dtype=project.accumulate_dtype)
     if vocabulary is not None:
-        sums_3N = logprobs_N.new_empty(3, len(hidden_ND))
+        largest_N = torch.empty_like(lse_N)
+        sums_SN = lse_N.new_empty(2 + targets_NJ.shape[1], len(hidden_ND))
         for chunk in _chunks(len(hidden_ND), chunk_tokens):
-            sums_3N[:, chunk], logprobs_N[chunk] = vocabulary.sums(
-                project(hidden_ND[chunk]), targets_N[chunk]
+            sums_SN[:, chunk], largest_N[chunk] = vocabulary.sums(
+                project(hidden_ND[chunk]), targets_NJ[chunk]
             )
-        logprobs_N, lse_N, entropy_N = scores_of_sums(sums_3N, logprobs_N, vocabulary.group)
-        return logprobs_N, lse_N, entropy_N if with_entropy else entropy_N[:0]
-    lse_N = torch.empty_like(logprobs_N)
-    entropy_N = torch.empty_like(logprobs_N if with_entropy else logprobs_N[:0])
+        logprobs_NJ, lse_N, entropy_N = scores_of_sums(sums_SN, largest_N, vocabulary.group)
+        return logprobs_NJ, lse_N, entropy_N if with_entropy else entropy_N[:0]
+    logprobs_NJ = lse_N.new_empty(targets_NJ.shape)
+    entropy_N = torch.empty_like(lse_N if with_entropy else lse_N[:0])
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
         logits_CV = project(hidden_ND[chunk])
-        targets_C1 = targets_N[chunk, None]
-        target_C = logits_CV.gather(1, targets_C1).squeeze(1)
+        target_CJ = logits_CV.gather(1, targets_NJ[chunk])
         probs_CV, lse_C = _softmax_and_lse(logits_CV)
         lse_N[chunk] = lse_C
-        logprobs_N[chunk] = target_C - lse_C
+        logprobs_NJ[chunk] = target_CJ - lse_C[:, None]
         if with_entropy:
             entropy_N[chunk] = lse_C - logits_CV.mul_(probs_CV).sum(1)
-    return logprobs_N, lse_N, entropy_N
+    return logprobs_NJ, lse_N, entropy_N
 
 
 def _softmax_and_lse(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

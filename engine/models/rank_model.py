@@ -125,7 +125,7 @@ class RankModel(nn.Module):
         at_the_end: LastStage,
         *,
         trains: bool,
-        arguments: dict[str, Any],
+        arguments: Callable[[MicroBatch], dict[str, Any]],
         done: Callable[[int], None],
     ) -> None:
         """Makes a pass over micro-batches.
@@ -134,7 +134,7 @@ class RankModel(nn.Module):
             passes: The micro-batches.
             at_the_end: Called on the last stage, for each.
             trains: Whether gradients are added to the parameters.
-            arguments: Of the model's `finish`.
+            arguments: Gives those of the model's `finish`, for a micro-batch.
             done: Called with a micro-batch's number when this rank is done with it.
         """
         has_begun = False
@@ -142,7 +142,9 @@ class RankModel(nn.Module):
         def forward(number: int, hidden_1SD: torch.Tensor | None) -> torch.Tensor | None:
             nonlocal has_begun
             has_begun = True
-            outputs = self(passes[number].packed, hidden_1SD, arguments)
+            one = passes[number]
+            given = arguments(one) if self.pipeline.is_last else {}
+            outputs = self(one.packed, hidden_1SD, given)
             if not self.pipeline.is_last:
                 hidden: torch.Tensor = outputs
                 return hidden
@@ -217,24 +219,25 @@ def with_fillers(
     return passes + [filler] * (number - len(passes))
 
 
-def check_in_vocabulary(tokens_S: torch.Tensor, config: Any) -> None:
+def check_in_vocabulary(tokens: torch.Tensor, config: Any, column: str = "tokens") -> None:
     """Raises ValueError for a token that the model has no embedding of.
 
     Asked before a pass: of a cut vocabulary each slice takes an unknown token for another slice's,
     and computes on; of stages, the first alone would notice, and leave the others waiting.
 
     Args:
-        tokens_S: Integers [S].
+        tokens: Integers.
         config: transformers config of the whole model.
+        column: Where they stand, for the error.
     """
-    if not len(tokens_S):
+    if not tokens.numel():
         return
     vocab_size = config.get_text_config().vocab_size
-    for token in (int(tokens_S.min()), int(tokens_S.max())):
+    for token in (int(tokens.min()), int(tokens.max())):
         if not 0 <= token < vocab_size:
             raise ValueError(
-                f"column 'tokens' has token {token}, but the model's vocabulary has {vocab_size}: "
-                "give rows of this model's tokenizer"
+                f"column {column!r} has token {token}, but the model's vocabulary has "
+                f"{vocab_size}: give rows of this model's tokenizer"
             )
 
 
@@ -248,6 +251,6 @@ def filler_rows(batch: Experience) -> Experience:
         elif column.kind is ColumnKind.ROW:
             columns[name] = Column(column.kind, values.new_zeros(1))
         else:
-            columns[name] = Column.ragged(column.kind, [values.new_zeros(0)], values.dtype)
+            columns[name] = Column(column.kind, values[:0], torch.zeros(2, dtype=torch.int64))
     columns["prompt_lengths"] = Column(ColumnKind.ROW, torch.ones(1, dtype=torch.int64))
     return Experience(columns)

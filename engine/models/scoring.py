@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, with_fillers
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.low_rank import adapters_off
@@ -25,6 +25,7 @@ def compute_logprobs(
     temperature: float,
     with_entropy: bool = False,
     without_adapter: bool = False,
+    top_k: int = 0,
     progress: Progress | None = None,
 ) -> Experience:
     """Scores the completion tokens of a batch.
@@ -38,29 +39,41 @@ def compute_logprobs(
         temperature: Of the softmax, > 0.
         with_entropy: Whether the entropy is wanted too.
         without_adapter: Whether the base alone scores.
+        top_k: How many of the likeliest tokens at each place are wanted; not with an entropy.
         progress: Called after each micro-batch.
 
     Returns:
-        On the CPU: column logprobs (float32, completion, natural log), and column entropy
-        (float32, completion, nats) on request. On the last pipeline stage, equal on all its
-        slices; other stages return no rows.
+        On the CPU: column logprobs (float32, completion, natural log), and on request column
+        entropy (float32, completion, nats), or columns top_ids (int32, completion, of width top_k)
+        and top (float32, the same: their log-probs, the likeliest first). On the last pipeline
+        stage, equal on all its slices; other stages return no rows.
 
     Raises:
-        ValueError: The temperature is not above 0, or the rows of this rank, or of another one,
-            cannot be used.
+        ValueError: The temperature is not above 0, top_k is more than the vocabulary or asked for
+            with an entropy, or the rows of this rank, or of another one, cannot be used.
     """
+    vocab_size = model.model.config.get_text_config().vocab_size
+    if not 0 <= top_k <= vocab_size or (top_k and with_entropy):
+        raise ValueError(
+            f"top_k is {top_k} and with_entropy {with_entropy}: give 0 to {vocab_size}, the size "
+            "of the vocabulary, and one of the two"
+        )
     if temperature <= 0:
         # Checked on all ranks: the last stage alone divides by it, and if it raised alone, the
         # other stages would wait for it in vain.
         raise ValueError(f"temperature is {temperature}: give a positive number")
-    names = ("logprobs", "entropy") if with_entropy else ("logprobs",)
-    arguments = {"temperature": temperature, "with_entropy": with_entropy}
+    arguments = {"temperature": temperature, "with_entropy": with_entropy, "top_k": top_k}
+    names = {"logprobs": "logprobs_N"}
+    if with_entropy:
+        names["entropy"] = "entropy_N"
+    if top_k:
+        names |= {"top_ids": "top_ids_NK", "top": "top_NK"}
     with adapters_off() if without_adapter else nullcontext():
         return _in_micro_batches(
             model,
             batch,
-            lambda outputs: dict(zip(names, outputs, strict=False)),
-            names,
+            lambda scores: {name: getattr(scores, field) for name, field in names.items()},
+            {name: top_k if name.startswith("top") else 1 for name in names},
             progress,
             arguments,
         )
@@ -85,7 +98,7 @@ def compute_values(
         ValueError: The rows of this rank, or of another one, cannot be used.
     """
     return _in_micro_batches(
-        model, batch, lambda values_N: {"values": values_N}, ("values",), progress, {}
+        model, batch, lambda values_N: {"values": values_N}, {"values": 1}, progress, {}
     )["values"]
 
 
@@ -97,36 +110,37 @@ def completion_lengths(batch: Experience) -> torch.Tensor:
 class Collector:
     """Gathers model outputs of micro-batches, and gives them back in the order of the batch."""
 
-    def __init__(self, names: tuple[str, ...], kind: ColumnKind = ColumnKind.COMPLETION) -> None:
-        """Collects columns of these names, of completions or of rows."""
+    def __init__(self, widths: Mapping[str, int], kind: ColumnKind = ColumnKind.COMPLETION) -> None:
+        """Collects columns of these names and widths, of completions or of rows."""
         self._kind = kind
-        self._outputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        self._widths = widths
+        self._outputs: dict[str, list[torch.Tensor]] = {name: [] for name in widths}
         self._lengths: list[int] = []
         self._rows = [torch.empty(0, dtype=torch.int64)]
 
-    def add(self, micro_batch: MicroBatch, outputs: dict[str, torch.Tensor]) -> None:
-        """Keeps outputs, float [N] (or [B]) each, where they are, as float32."""
+    def add(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Keeps outputs, [N], [N, width] or [B] each, where they are, as float32 or int32."""
         if not len(micro_batch.rows):
             return
         for name, output in outputs.items():
-            self._outputs[name].append(output.detach().float())
+            dtype = torch.float32 if output.is_floating_point() else torch.int32
+            self._outputs[name].append(output.detach().to(dtype))
         if self._kind is ColumnKind.COMPLETION:
             self._lengths += completion_lengths(micro_batch.part).tolist()
         self._rows.append(micro_batch.rows)
 
     def in_batch_order(self) -> Experience:
-        """The columns of all rows that were added, on the CPU, in one copy."""
-        parts = [part for parts in self._outputs.values() for part in parts]
-        whole = torch.cat(parts).cpu() if parts else torch.empty(0)
-        num_names = len(self._outputs)
-        columns = zip(self._outputs, whole.view(num_names, len(whole) // num_names), strict=True)
-        found = Experience({name: self._column(values) for name, values in columns})
+        """The columns of all rows that were added, on the CPU, in one copy for each."""
+        found = Experience({name: self._column(name) for name in self._widths})
         return found.select(torch.cat(self._rows).argsort())
 
-    def _column(self, values: torch.Tensor) -> Column:
+    def _column(self, name: str) -> Column:
+        parts, width = self._outputs[name], self._widths[name]
+        # Without parts the type is not known; nor does anyone read these rows.
+        values = torch.cat(parts).cpu() if parts else torch.empty((0, width)[: min(width, 2)])
         if self._kind is ColumnKind.ROW:
             return Column(self._kind, values)
-        return Column.ragged(self._kind, torch.split(values, self._lengths), torch.float32)
+        return Column(self._kind, values, offsets_of(torch.tensor(self._lengths)))
 
 
 class RowProgress:
@@ -153,7 +167,7 @@ def _in_micro_batches(
     model: RankModel,
     batch: Experience,
     named: Callable[[Any], dict[str, torch.Tensor]],
-    names: tuple[str, ...],
+    widths: Mapping[str, int],
     progress: Progress | None,
     arguments: dict[str, Any],
 ) -> Experience:
@@ -165,7 +179,7 @@ def _in_micro_batches(
 
     (inputs, passes), numbers = prepare_together(prepare, model.mesh.dp, model.device)
     passes = with_fillers(passes, inputs, max(numbers), model.device)
-    collector = Collector(names)
+    collector = Collector(widths)
 
     def collect(number: int, outputs: Any) -> None:
         collector.add(passes[number], named(outputs))
@@ -174,7 +188,7 @@ def _in_micro_batches(
         passes,
         collect,
         trains=False,
-        arguments=arguments,
-        done=RowProgress(progress, names[0], passes, batch.num_rows),
+        arguments=lambda _: arguments,
+        done=RowProgress(progress, next(iter(widths)), passes, batch.num_rows),
     )
     return collector.in_batch_order()

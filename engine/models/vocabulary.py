@@ -1,6 +1,7 @@
 """The vocabulary matrix as log-probs use it: its products, and the slice of it that a rank has.
 
-Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
+Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary rows of this rank, J ids of each
+token whose log-probs are wanted.
 """
 
 from __future__ import annotations
@@ -97,48 +98,49 @@ class VocabularySlice:
         self._num_rows = num_rows
 
     def sums(
-        self, logits_CV: torch.Tensor, targets_C: torch.Tensor
+        self, logits_CV: torch.Tensor, targets_CJ: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the slice contributes, with m its largest logit. Overwrites the logits.
 
         Returns:
-            [3, C]: sum exp(z - m); sum (z - m) exp(z - m); the target's logit, or 0 where another
-            slice has it. And m, [C].
+            [2 + J, C]: sum exp(z - m); sum (z - m) exp(z - m); each target's logit, or 0 where
+            another slice has it. And m, [C].
         """
         if not self._num_rows:
             lowest = torch.finfo(logits_CV.dtype).min
-            num_tokens = len(logits_CV)
-            return logits_CV.new_zeros(3, num_tokens), logits_CV.new_full((num_tokens,), lowest)
-        row_C1, is_own_C = self._rows(targets_C)
-        target_C = logits_CV.gather(1, row_C1).squeeze(1).mul_(is_own_C)
+            num_tokens, num_targets = targets_CJ.shape
+            nothing = logits_CV.new_zeros(2 + num_targets, num_tokens)
+            return nothing, logits_CV.new_full((num_tokens,), lowest)
+        row_CJ, is_own_CJ = self._rows(targets_CJ)
+        target_CJ = logits_CV.gather(1, row_CJ).mul_(is_own_CJ)
         largest_C = logits_CV.amax(1)
         shifted_CV = logits_CV.sub_(largest_C[:, None])
         exps_CV = shifted_CV.exp()
-        sums_3C = torch.stack([exps_CV.sum(1), shifted_CV.mul_(exps_CV).sum(1), target_C])
-        return sums_3C, largest_C
+        sums_2C = torch.stack([exps_CV.sum(1), shifted_CV.mul_(exps_CV).sum(1)])
+        return torch.cat([sums_2C, target_CJ.t()]), largest_C
 
     def add_at_targets(
-        self, grad_CV: torch.Tensor, targets_C: torch.Tensor, grad_C1: torch.Tensor
+        self, grad_CV: torch.Tensor, targets_CJ: torch.Tensor, grad_CJ: torch.Tensor
     ) -> None:
         """Adds a number to each target's entry, where this slice has it."""
         if self._num_rows:
-            row_C1, is_own_C = self._rows(targets_C)
-            grad_CV.scatter_add_(1, row_C1, grad_C1 * is_own_C[:, None])
+            row_CJ, is_own_CJ = self._rows(targets_CJ)
+            grad_CV.scatter_add_(1, row_CJ, grad_CJ * is_own_CJ)
 
-    def _rows(self, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of targets in this slice, int64 [C, 1], and which targets it has, bool [C]."""
-        row_C = targets_C - self.first_row
-        is_own_C = (row_C >= 0) & (row_C < self._num_rows)
-        return row_C.where(is_own_C, 0)[:, None], is_own_C
+    def _rows(self, targets_CJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of targets in this slice, int64 [C, J], and which targets it has, bool [C, J]."""
+        row_CJ = targets_CJ - self.first_row
+        is_own_CJ = (row_CJ >= 0) & (row_CJ < self._num_rows)
+        return row_CJ.where(is_own_CJ, 0), is_own_CJ
 
 
 def scores_of_sums(
-    sums_3N: torch.Tensor, largest_N: torch.Tensor, group: RankGroup | None
+    sums_SN: torch.Tensor, largest_N: torch.Tensor, group: RankGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs, log-sum-exp and entropy, [N] each, from the sums of all slices.
+    """Log-probs [N, J], log-sum-exp [N] and entropy [N], from the sums of all slices.
 
     Args:
-        sums_3N: Of this rank's slice; see `VocabularySlice.sums`.
+        sums_SN: Of this rank's slice, [2 + J, N]; see `VocabularySlice.sums`.
         largest_N: Its largest logits.
         group: Ranks that cut the vocabulary among them; None where it is whole.
     """
@@ -146,17 +148,13 @@ def scores_of_sums(
     if group is not None:
         highest_N = all_reduce(largest_N, group, dist.ReduceOp.MAX)
         below_N = largest_N - highest_N
-        exps_N, products_N, target_N = sums_3N
+        exps_N, products_N = sums_SN[:2]
         # Both sums as if the largest logit of all had been subtracted.
-        moved_3N = torch.stack(
-            [
-                below_N.exp() * exps_N,
-                below_N.exp() * (products_N + below_N * exps_N),
-                target_N,
-            ]
+        moved_2N = torch.stack(
+            [below_N.exp() * exps_N, below_N.exp() * (products_N + below_N * exps_N)]
         )
-        sums_3N = all_reduce(moved_3N, group)
-    exps_N, products_N, target_N = sums_3N
+        sums_SN = all_reduce(torch.cat([moved_2N, sums_SN[2:]]), group)
+    exps_N, products_N = sums_SN[:2]
     log_N = exps_N.log()
     lse_N = highest_N + log_N
-    return target_N - lse_N, lse_N, log_N - products_N / exps_N
+    return (sums_SN[2:] - lse_N).t(), lse_N, log_N - products_N / exps_N

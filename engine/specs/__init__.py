@@ -42,6 +42,7 @@ from rolemesh.engine.specs.estimators import OnlineDpoSpec as OnlineDpoSpec
 from rolemesh.engine.specs.estimators import PythonEstimatorSpec as PythonEstimatorSpec
 from rolemesh.engine.specs.estimators import ReinforcePlusPlusSpec as ReinforcePlusPlusSpec
 from rolemesh.engine.specs.estimators import RemaxSpec as RemaxSpec
+from rolemesh.engine.specs.estimators import ReverseKlSpec as ReverseKlSpec
 from rolemesh.engine.specs.estimators import RunningBaselineSpec as RunningBaselineSpec
 from rolemesh.engine.specs.estimators import SafeRlhfSpec as SafeRlhfSpec
 from rolemesh.engine.specs.group_estimators import DrGrpoSpec as DrGrpoSpec
@@ -58,6 +59,7 @@ from rolemesh.engine.specs.group_estimators import RlooSpec as RlooSpec
 from rolemesh.engine.specs.losses import AggregatedLossSpec as AggregatedLossSpec
 from rolemesh.engine.specs.losses import Aggregation as Aggregation
 from rolemesh.engine.specs.losses import CispoPolicyLossSpec as CispoPolicyLossSpec
+from rolemesh.engine.specs.losses import DistillationLossSpec as DistillationLossSpec
 from rolemesh.engine.specs.losses import GspoPolicyLossSpec as GspoPolicyLossSpec
 from rolemesh.engine.specs.losses import LossSpec as LossSpec
 from rolemesh.engine.specs.losses import PolicyTermsSpec as PolicyTermsSpec
@@ -65,6 +67,7 @@ from rolemesh.engine.specs.losses import PpoPolicyLossSpec as PpoPolicyLossSpec
 from rolemesh.engine.specs.losses import PpoValueLossSpec as PpoValueLossSpec
 from rolemesh.engine.specs.losses import PythonPolicyLossSpec as PythonPolicyLossSpec
 from rolemesh.engine.specs.losses import ReinforcePolicyLossSpec as ReinforcePolicyLossSpec
+from rolemesh.engine.specs.losses import TemperedLossSpec as TemperedLossSpec
 from rolemesh.engine.specs.models import ComputeDtype as ComputeDtype
 from rolemesh.engine.specs.models import GenerateSpec as GenerateSpec
 from rolemesh.engine.specs.models import LayoutSpec as LayoutSpec
@@ -116,6 +119,7 @@ from rolemesh.engine.specs.roles import ReferenceSpec as ReferenceSpec
 from rolemesh.engine.specs.roles import RewardSpec as RewardSpec
 from rolemesh.engine.specs.roles import RoleSpec as RoleSpec
 from rolemesh.engine.specs.roles import RolloutRoleSpec as RolloutRoleSpec
+from rolemesh.engine.specs.roles import TeacherSpec as TeacherSpec
 from rolemesh.engine.specs.rollout import HfSpec as HfSpec
 from rolemesh.engine.specs.rollout import RolloutSpec as RolloutSpec
 from rolemesh.engine.specs.rollout import SamplingSpec as SamplingSpec

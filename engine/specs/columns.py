@@ -16,7 +16,7 @@ class ColumnType(NamedTuple):
     kind: Literal["row", "sequence", "completion", "text"]
     """One value a row, one for each token of prompt and completion, one for each completion token,
     or the bytes of a text a row."""
-    dtype: Literal["int64", "float32", "bool", "uint8"]
+    dtype: Literal["int64", "int32", "float32", "bool", "uint8"]
 
 
 _TEXT = ColumnType("text", "uint8")
@@ -41,6 +41,10 @@ COLUMNS: Final[Mapping[str, ColumnType]] = {
     "values": ColumnType("completion", "float32"),
     "reference_logprobs": ColumnType("completion", "float32"),
     "proximal_logprobs": ColumnType("completion", "float32"),
+    "teacher_logprobs": ColumnType("completion", "float32"),
+    # These two have K elements a token.
+    "teacher_logprobs_top_ids": ColumnType("completion", "int32"),
+    "teacher_logprobs_top": ColumnType("completion", "float32"),
     "rewards": ColumnType("row", "float32"),
     "costs": ColumnType("row", "float32"),
     "is_judged": ColumnType("row", "bool"),
@@ -85,6 +89,15 @@ wanted, -1 for the rejected or unwanted, and 0 for a row that is neither."""
 
 PROXIMAL_LOGPROBS: Final = "proximal_logprobs"
 """Log-probs under the weights that a step begins with."""
+
+TEACHER_LOGPROBS: Final = "teacher_logprobs"
+"""The teacher's log-probs of the tokens that the policy sampled."""
+
+TEACHER_TOP_IDS: Final = "teacher_logprobs_top_ids"
+"""The tokens that the teacher finds likeliest at each place."""
+
+TEACHER_TOP: Final = "teacher_logprobs_top"
+"""The teacher's log-probs of these."""
 
 IS_JUDGED: Final = "is_judged"
 """False in the rows that no reward could be had for, which the step leaves out. A batch without the

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import EstimatorPartSpec
-from rolemesh.engine.specs.columns import PAIR_COLUMNS
+from rolemesh.engine.specs.columns import PAIR_COLUMNS, TEACHER_LOGPROBS
 from rolemesh.engine.specs.group_estimators import (
     DrGrpoSpec,
     GdpoSpec,
@@ -24,6 +24,36 @@ from rolemesh.engine.specs.group_estimators import (
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import KtoPointSpec
 from rolemesh.engine.specs.shaped_rewards import KlPenaltySpec, ShapedRewardSpec
+
+
+class ReverseKlSpec(EstimatorPartSpec):
+    """The teacher as a dense reward: minus the KL of each token to it (on-policy distillation).
+
+        A[t] = d[t] + gamma * A[t + 1],  d[t] = coefficient * (teacher logprob - sampler logprob)
+
+    whose mean over what the policy samples is -coefficient * KL(policy || teacher). With gamma 0
+    each token answers for itself alone, as in "On-Policy Distillation" (K. Lu and Thinking Machines
+    Lab, 2025); with gamma 1 for all that follows it as well, which is the whole gradient of the
+    sequence's KL (MiniLLM, arXiv 2306.08543, eq. 2).
+    """
+
+    type: Literal["reverse_kl"] = "reverse_kl"
+    coefficient: float = Field(default=1.0, gt=0)
+    """Weight of the KL."""
+    gamma: float = Field(default=0.0, ge=0, le=1)
+    """Factor by which what follows counts for a token."""
+
+    def columns(self) -> tuple[str, ...]:
+        """Log-probs of sampler and teacher, and the mask."""
+        return ("logprobs", TEACHER_LOGPROBS, "loss_mask")
+
+    def optional_columns(self) -> tuple[str, ...]:
+        """Rewards are reported where there are any; they train nothing."""
+        return ("rewards",)
+
+    def makes(self) -> tuple[str, ...]:
+        """Advantages."""
+        return ("advantages",)
 
 
 class CriticEstimatorSpec(KlPenaltySpec):
@@ -196,6 +226,7 @@ EstimatorSpec = Annotated[
     | ReinforcePlusPlusBaselineSpec
     | PythonEstimatorSpec
     | OnlineDpoSpec
+    | ReverseKlSpec
     | KtoPointSpec,
     Field(discriminator="type"),
 ]

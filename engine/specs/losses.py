@@ -6,8 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.specs.base import PartSpec
-from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS
+from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS, TEACHER_TOP, TEACHER_TOP_IDS
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import (
     BradleyTerryLossSpec,
@@ -38,15 +39,9 @@ class AggregatedLossSpec(PartSpec):
         return self
 
 
-class PolicyTermsSpec(AggregatedLossSpec):
-    """What policy losses share: entropy and KL beside the policy term, aggregated as it is."""
+class TemperedLossSpec(AggregatedLossSpec):
+    """What losses over a policy's distribution share: the temperature at which it is taken."""
 
-    entropy_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of an entropy bonus."""
-    kl_in_loss: float = Field(default=0.0, ge=0)
-    """Weight of a KL term to the reference in the loss."""
-    kl_form: KlForm = "k3"
-    """Estimator of the KL in the loss."""
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature at which log-probs are taken. An algorithm that samples takes that of
     sampling where a recipe leaves it out."""
@@ -55,6 +50,17 @@ class PolicyTermsSpec(AggregatedLossSpec):
     def logprob_temperature(self) -> float:
         """What `temperature` says."""
         return self.temperature
+
+
+class PolicyTermsSpec(TemperedLossSpec):
+    """What policy losses share: entropy and KL beside the policy term, aggregated as it is."""
+
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus."""
+    kl_in_loss: float = Field(default=0.0, ge=0)
+    """Weight of a KL term to the reference in the loss."""
+    kl_form: KlForm = "k3"
+    """Estimator of the KL in the loss."""
 
     def columns(self) -> tuple[str, ...]:
         """Log-probs of sampling, advantages and mask; the reference's where a KL is wanted."""
@@ -168,6 +174,42 @@ class PythonPolicyLossSpec(OwnFunctionSpec, PolicyTermsSpec):
         return (*super().columns(), *self.reads)
 
 
+class DistillationLossSpec(TemperedLossSpec):
+    """How far the policy's distribution is from the teacher's, at each token that was sampled.
+
+    Over the `top_k` tokens that the teacher finds likeliest, and all others together as one more
+    outcome; with P the teacher's distribution over these K + 1 outcomes and Q the policy's
+
+        forward_kl       KL(P || Q)           covers all that the teacher says
+        reverse_kl       KL(Q || P)           keeps to what the teacher says (arXiv 2306.08543)
+        jensen_shannon   m KL(P || M) + (1 - m) KL(Q || M) with M = m P + (1 - m) Q
+                                              (GKD, arXiv 2306.13649, section 3.1)
+
+    The gradient goes through Q at given tokens, as in GKD; that the policy chose them is left out.
+    """
+
+    type: Literal["distillation"] = "distillation"
+    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "reverse_kl"
+    """Which one; see above."""
+    mixture: float | None = Field(default=None, gt=0, lt=1)
+    """The teacher's share m of the mixture of jensen_shannon, which alone takes one; None: half."""
+    top_k: int = Field(default=32, ge=1, le=MAX_WIDTH)
+    """Tokens at each place that the teacher tells apart."""
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> Self:
+        if self.mixture is not None and self.divergence != "jensen_shannon":
+            raise ValueError(
+                f"mixture is {self.mixture} with divergence {self.divergence!r}, which mixes "
+                "nothing: leave it out, or take divergence 'jensen_shannon'"
+            )
+        return self
+
+    def columns(self) -> tuple[str, ...]:
+        """What the teacher finds likeliest, and the mask."""
+        return (TEACHER_TOP_IDS, TEACHER_TOP, "loss_mask")
+
+
 class PpoValueLossSpec(AggregatedLossSpec):
     """Clipped squared error of values (PPO as in arXiv 2006.05990, section 3.1)."""
 
@@ -186,6 +228,7 @@ LossSpec = Annotated[
     | CispoPolicyLossSpec
     | ReinforcePolicyLossSpec
     | PythonPolicyLossSpec
+    | DistillationLossSpec
     | PpoValueLossSpec
     | SftLossSpec
     | DpoLossSpec

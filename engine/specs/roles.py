@@ -209,6 +209,19 @@ class ReferenceSpec(RoleSpec):
         return HybridLayout(self.layout.layout())
 
 
+class TeacherSpec(RoleSpec):
+    """The teacher: a frozen policy that the trained one is drawn to."""
+
+    model: ModelSpec
+    """The policy, with the same vocabulary as the actor's."""
+    layout: LayoutSpec = LayoutSpec()
+    """How the model is spread over ranks."""
+
+    def rank_layout(self) -> HybridLayout:
+        """The layout as rank arithmetic."""
+        return HybridLayout(self.layout.layout())
+
+
 class RewardSpec(RoleSpec):
     """The reward role: judges trajectories, and learns to where it is given what that takes."""
 

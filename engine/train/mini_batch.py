@@ -12,11 +12,14 @@ import torch
 from rolemesh.engine.algorithms.aggregation import LossScale
 from rolemesh.engine.algorithms.losses import Loss, MetricShares, ModelOutputs, add_metrics
 from rolemesh.engine.algorithms.pairs import Pairs
+from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import ColumnKind, Experience
 from rolemesh.engine.models import scoring
+from rolemesh.engine.models.causal_lm import TokenScores
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
     RankModel,
+    check_in_vocabulary,
     filler_rows,
     with_fillers,
 )
@@ -81,6 +84,8 @@ def accumulate(
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, tuple[float, ...]]]:
         columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns, "loss_mask"))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
+        if loss.choices is not None:
+            check_in_vocabulary(part[loss.choices].values, rank_model.model.config, loss.choices)
         passes = rank_model.micro_batches(part, rows_per_unit)
         counts = LossScale.of(part)
         _try(loss, filler_rows(part), counts)
@@ -95,7 +100,7 @@ def accumulate(
     shares = MetricShares()
     failures: list[str] = []
     kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION
-    collector = scoring.Collector((loss.needs,), kind)
+    collector = scoring.Collector({loss.needs: 1}, kind)
 
     def close(number: int, outputs: Any) -> torch.Tensor:
         trained, found = _found(loss, outputs)
@@ -109,10 +114,17 @@ def accumulate(
         collector.add(passes[number], {loss.needs: trained})
         return share if weight == 1.0 else weight * share
 
-    arguments: dict[str, Any] = {}
-    if loss.needs == "logprobs":
+    def arguments(one: MicroBatch) -> dict[str, Any]:
+        if loss.needs != "logprobs":
+            return {}
         with_entropy = loss.needs_entropy or (loss.reports_entropy and reports_entropy)
-        arguments = {"temperature": temperature, "with_entropy": with_entropy}
+        given: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
+        if loss.choices is not None:
+            ids = one.part[loss.choices]
+            ids_NK = ids.values.view(len(ids.values), ids.width).long()
+            given["choices_NK"] = sent(ids_NK, device)
+        return given
+
     rank_model.run(
         passes,
         close,
@@ -138,7 +150,10 @@ def _try(loss: Loss[Any], no_tokens: Experience, scale: LossScale) -> None:
     What it refuses would otherwise be found in the middle of a pass, on the last stage alone.
     """
     nothing_N = torch.zeros(0)
-    outputs: Any = (nothing_N, nothing_N)
+    outputs: Any = TokenScores(nothing_N, nothing_N)
+    if loss.choices is not None:
+        width = no_tokens[loss.choices].width
+        outputs = outputs._replace(choices_NK=torch.zeros(0, width))
     if loss.needs != "logprobs":
         outputs = nothing_N if loss.needs == "values" else torch.zeros(no_tokens.num_rows)
     loss(_found(loss, outputs)[1], no_tokens, scale)
@@ -150,8 +165,12 @@ def _found(loss: Loss[Any], outputs: Any) -> tuple[torch.Tensor, ModelOutputs]:
         return outputs, ModelOutputs(values_N=outputs)
     if loss.needs == "scores":
         return outputs, ModelOutputs(scores_B=outputs)
-    logprobs_N, entropy_N = outputs
-    return logprobs_N, ModelOutputs(logprobs_N=logprobs_N, entropy_N=entropy_N)
+    found = ModelOutputs(
+        logprobs_N=outputs.logprobs_N,
+        entropy_N=outputs.entropy_N,
+        choices_NK=outputs.choices_NK,
+    )
+    return outputs.logprobs_N, found
 
 
 def _metrics_of_all(

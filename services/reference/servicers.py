@@ -1,4 +1,4 @@
-"""The reference: a frozen policy that scores tokens."""
+"""A frozen policy that scores tokens; the reference is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
-from rolemesh.engine.specs import ReferenceSpec
+from rolemesh.engine.specs import ReferenceSpec, TeacherSpec
 from rolemesh.services.runtime.calls.role import (
     InitializeResult,
     ProgressCallback,
@@ -22,11 +22,8 @@ from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
 from rolemesh.services.runtime.servicers.model_role import num_parameters
 
 
-class ReferenceRole(Role):
+class FrozenPolicyRole(Role):
     """Holds a policy that is never trained."""
-
-    name = "reference"
-    spec_class = ReferenceSpec
 
     def __init__(self) -> None:
         self._policy: RankModel | None = None
@@ -38,12 +35,17 @@ class ReferenceRole(Role):
         return self.initialized(self._policy)
 
     def initialize(
-        self, spec: ReferenceSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
+        self,
+        spec: ReferenceSpec | TeacherSpec,
+        run_seed: int,
+        progress: ProgressCallback,
+        mesh: RankMesh,
     ) -> InitializeResult:
         """Loads the policy; raises ValueError where the spec names none."""
         if spec.model is None:
             raise ValueError(
-                "model is missing: give the reference a model; one without is served by the actor"
+                f"model is missing: give the {self.name} a model; a reference without one is "
+                "served by the actor"
             )
         progress("load policy", 0, 1)
         model = CausalLm(
@@ -61,7 +63,7 @@ class ReferenceRole(Role):
         return add_servicers(server, LogprobServicer(self, runtime))
 
     def policy_version(self) -> int:
-        """A reference is not trained."""
+        """It is not trained."""
         return 0
 
     def sleep(self) -> int:
@@ -76,3 +78,10 @@ class ReferenceRole(Role):
         """Drops the weights."""
         self._policy = None
         self._sleep_memory = SleepMemory()
+
+
+class ReferenceRole(FrozenPolicyRole):
+    """Holds the policy that the trained one is kept near."""
+
+    name = "reference"
+    spec_class = ReferenceSpec

@@ -125,6 +125,40 @@ CASES: dict[str, Case] = {
          *GROUP_ORDER[2:]),
         {"actor.ComputeAdvantages": {*BASE, "rewards", "prompt_ids"}, "actor.Update": POLICY},
     ),
+    "on_policy_distillation": Case(
+        {"type": "on_policy_distillation", **SAMPLED},
+        ("actor", "teacher"),
+        ("actor.Generate", "teacher.ComputeLogprobs", "actor.ComputeAdvantages", "actor.Update"),
+        {
+            "actor.ComputeAdvantages": {"logprobs", "teacher_logprobs", "loss_mask"},
+            "actor.Update": POLICY,
+        },
+    ),
+    "on_policy_distillation of distributions": Case(
+        {
+            "type": "on_policy_distillation", **SAMPLED,
+            "policy_loss": {"type": "distillation", "top_k": 4},
+        },
+        ("actor", "teacher", "reward"),
+        ("actor.Generate", "teacher.ComputeLogprobs", "reward.ComputeReward",
+         "actor.ComputeAdvantages", "actor.Update"),
+        {
+            "actor.ComputeAdvantages": {"logprobs", "teacher_logprobs", "loss_mask", "rewards"},
+            "actor.Update": {*BASE, "teacher_logprobs_top_ids", "teacher_logprobs_top"},
+        },
+    ),
+    "ppo with a teacher": Case(
+        {"type": "ppo", **SAMPLED, **KL},
+        ("actor", "critic", "teacher", "reward"),
+        tuple(call.replace("reference.", "teacher.") for call in PPO_ORDER),
+        PPO_READS,
+    ),
+    "grpo with a teacher": Case(
+        {"type": "grpo", **SAMPLED, **KL},
+        ("actor", "teacher", "reward"),
+        tuple(call.replace("reference.", "teacher.") for call in KL_ORDER),
+        {"actor.ComputeAdvantages": {*BASE, "rewards", "logprobs", "reference_logprobs"}},
+    ),
     "online_dpo": Case(
         {"type": "online_dpo", **SAMPLED},
         ("actor", "reference", "reward"),

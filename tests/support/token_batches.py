@@ -24,7 +24,8 @@ def score(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropy of completion tokens, by a model of one stage."""
     hidden_1SD = model.stage_forward(rows, None)
-    return model.finish(hidden_1SD, rows, temperature=temperature, with_entropy=with_entropy)
+    scores = model.finish(hidden_1SD, rows, temperature=temperature, with_entropy=with_entropy)
+    return scores.logprobs_N, scores.entropy_N
 
 
 def token_batch(

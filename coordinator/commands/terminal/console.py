@@ -51,6 +51,7 @@ PHASES: tuple[tuple[str, str], ...] = (
     ("weight_sync", "sync"),
     ("values", "val"),
     ("reference", "ref"),
+    ("teacher", "teach"),
     ("proximal", "prox"),
     ("reward", "rew"),
     ("cost", "cost"),

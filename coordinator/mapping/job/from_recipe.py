@@ -176,7 +176,7 @@ def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -
     spec = models[0] if models else None
     model = Model.from_folder(
         section.model.path if spec is None else spec.path,
-        head="lm_head" if name in ("actor", "reference", "rollout") else "score",
+        head="lm_head" if name in ("actor", "reference", "teacher", "rollout") else "score",
         num_layers=None if spec is None else spec.num_layers,
         adapter=_adapter(recipe, spec),
     )

@@ -30,7 +30,7 @@ from rolemesh.rpc.errors import RolemeshError, UnavailableError
 GIVE_BACK_DEADLINE_S = 5.0
 """Longest wait at the end of a run until a service that outlives it has released the run."""
 
-_READ_ROLES = ("reference", "reward", "cost")
+_READ_ROLES = ("reference", "teacher", "reward", "cost")
 """Roles that keep nothing from call to call, unless they are trained. So do rollout services that
 sample the step which is made: what they have beside their models, the actor gives again."""
 

@@ -82,7 +82,7 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
             field=f"{role}.model.path",
             path=section.model.path,
             num_layers=None if is_rollout else section.model.num_layers,
-            head="lm_head" if role in ("actor", "reference") else None,
+            head="lm_head" if role in ("actor", "reference", "teacher") else None,
             # Those of a sampler come from the actor, unless it sends an adapter alone.
             has_weights=not is_rollout or trained.model.adapter is not None,
             has_tokenizer=is_rollout or role == "actor",

@@ -31,6 +31,7 @@ PHASE_OF_NODE: Mapping[str, str] = {
     "critic.compute_values": "values",
     "reference.compute_logprobs": "reference",
     "actor.compute_reference_logprobs": "reference",
+    "teacher.compute_logprobs": "teacher",
     "reward.compute_reward": "reward",
     "actor.compute_advantages": "advantages",
     "critic.update": "update_critic",

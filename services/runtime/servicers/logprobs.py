@@ -8,6 +8,7 @@ from typing import Protocol
 from google.protobuf.message import Message
 
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
@@ -40,6 +41,18 @@ class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServic
                     "the new column a name and a temperature above 0",
                     reason="SPEC_INVALID",
                 )
+            vocab_size = self._role.policy.model.config.get_text_config().vocab_size
+            if not 0 <= request.top_k <= min(MAX_WIDTH, vocab_size):
+                raise InvalidRequestError(
+                    f"top_k is {request.top_k}: give 0 to {min(MAX_WIDTH, vocab_size)}; the "
+                    f"vocabulary has {vocab_size} tokens",
+                    reason="SPEC_INVALID",
+                )
+            if request.top_k and request.with_entropy:
+                raise InvalidRequestError(
+                    f"top_k is {request.top_k} and with_entropy is true: ask for one of the two",
+                    reason="SPEC_INVALID",
+                )
             if request.without_adapter and not self._role.policy.model.adapter_targets:
                 raise InvalidRequestError(
                     "without_adapter is true, but this policy has no adapter: leave it out, or "
@@ -57,11 +70,13 @@ class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServic
                 temperature=request.temperature,
                 with_entropy=request.with_entropy,
                 without_adapter=request.without_adapter,
+                top_k=request.top_k,
                 progress=call.progress,
             )
-            columns = {request.column: scored["logprobs"]}
-            if request.with_entropy:
-                columns[f"{request.column}_entropy"] = scored["entropy"]
+            columns = {
+                request.column if name == "logprobs" else f"{request.column}_{name}": column
+                for name, column in scored.columns.items()
+            }
             return experience_pb2.ExperienceResult(
                 experience=self._runtime.publish(request.key, Experience(columns), share=share),
                 report=call.report({}, batch.num_tokens if share.counts else 0),

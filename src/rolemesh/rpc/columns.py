@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rolemesh.engine.layout.payload import ITEM_BYTES, plan_payload
+from rolemesh.engine.layout.payload import ITEM_BYTES, WIDE_KINDS, plan_payload
 from rolemesh.rpc.payload import header_of, layout_of, payload_chunks
 from rolemesh.rpc.payload_stream import PayloadMalformedError
 from rolemesh.rpc.tensors import NAMES
@@ -44,7 +44,8 @@ class ColumnData:
 
     Attributes:
         kind: How values relate to rows.
-        values: 1-D.
+        values: 1-D, or [values, K] where each value of a SEQUENCE or COMPLETION column has K
+            elements.
         offsets: int64 [rows + 1] for every kind but ROW: row b owns
             values[offsets[b]:offsets[b + 1]]. None for ROW.
 
@@ -56,9 +57,11 @@ class ColumnData:
     offsets: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        if self.values.ndim != 1:
+        most = 2 if self.kind.name.lower() in WIDE_KINDS else 1
+        if not 1 <= self.values.ndim <= most:
             raise ValueError(
-                f"column values have {self.values.ndim} dimensions: pack them into one"
+                f"values of a {self.kind.name} column have {self.values.ndim} dimensions: pack "
+                "them into one" + (", or two where each has several elements" if most > 1 else "")
             )
         if (self.kind is ColumnKind.ROW) != (self.offsets is None):
             raise ValueError(f"a {self.kind.name} column and its offsets do not go together")
@@ -78,6 +81,11 @@ class ColumnData:
     def num_rows(self) -> int:
         """Rows in the column."""
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def width(self) -> int:
+        """Elements of each value."""
+        return 1 if self.values.ndim == 1 else int(self.values.shape[1])
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Values in each row, int64 [rows]; 1 for a ROW column."""
@@ -140,7 +148,7 @@ class ColumnData:
         Raises:
             ValueError: There are none, or they differ.
         """
-        kinds = {(column.kind, column.values.dtype) for column in columns}
+        kinds = {(column.kind, column.values.dtype, column.width) for column in columns}
         if len(kinds) != 1:
             raise ValueError(
                 f"columns of different kinds cannot be stacked: {sorted(map(str, kinds))}"
@@ -214,7 +222,13 @@ def encode(columns: Columns) -> tuple[experience_pb2.PayloadHeader, Iterator[byt
     layout = plan_payload(
         columns.num_rows,
         (
-            (name, column.kind.name.lower(), column.values.dtype.name, len(column.values))
+            (
+                name,
+                column.kind.name.lower(),
+                column.values.dtype.name,
+                column.width,
+                len(column.values),
+            )
             for name, column in columns.items()
         ),
     )
@@ -228,7 +242,7 @@ def encode(columns: Columns) -> tuple[experience_pb2.PayloadHeader, Iterator[byt
 def _bytes_of(values: Array) -> memoryview:
     """The elements, little-endian."""
     ordered = values.astype(values.dtype.newbyteorder("<"), copy=False)
-    return np.ascontiguousarray(ordered).view(np.uint8).data
+    return np.ascontiguousarray(ordered).reshape(-1).view(np.uint8).data
 
 
 def decode(
@@ -252,12 +266,14 @@ def decode(
         offsets = None
         if column.HasField("offsets_at"):
             offsets = np.frombuffer(payload, "<i8", header.num_rows + 1, column.offsets_at)
+        width = column.schema.width or 1
+        values = read_values(
+            payload, column.schema.dtype, column.num_values * width, column.values_at
+        )
+        if width > 1:
+            values = values.reshape(column.num_values, width)
         try:
-            columns[name] = ColumnData(
-                ColumnKind(column.schema.kind),
-                read_values(payload, column.schema.dtype, column.num_values, column.values_at),
-                offsets,
-            )
+            columns[name] = ColumnData(ColumnKind(column.schema.kind), values, offsets)
         except ValueError as error:
             raise PayloadMalformedError(f"column {name!r}: {error}") from error
     return Columns(columns)
@@ -266,22 +282,22 @@ def decode(
 def read_values(
     payload: bytes | bytearray | memoryview,
     dtype: tensor_pb2.DataType.ValueType,
-    num_values: int,
+    num_elements: int,
     at: int,
 ) -> Array:
-    """Elements of a payload as an array, [num_values]: a view, or of bfloat16 a float32 copy.
+    """Elements of a payload as an array, [num_elements]: a view, or of bfloat16 a float32 copy.
 
     Args:
         payload: Bytes that reach as far as is asked.
         dtype: One of those that may travel.
-        num_values: How many.
+        num_elements: How many.
         at: Offset of the first one in bytes.
     """
     if dtype == tensor_pb2.DATA_TYPE_BFLOAT16:
         # A bfloat16 is the upper half of the float32 of the same value.
-        halves = np.frombuffer(payload, "<u2", num_values, at)
+        halves = np.frombuffer(payload, "<u2", num_elements, at)
         return (halves.astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(payload, np.dtype(NAMES[dtype]).newbyteorder("<"), num_values, at)
+    return np.frombuffer(payload, np.dtype(NAMES[dtype]).newbyteorder("<"), num_elements, at)
 
 
 def _ragged(kind: ColumnKind, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> ColumnData:

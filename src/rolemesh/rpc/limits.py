@@ -14,6 +14,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.v1 import experience_pb2
 
@@ -194,6 +195,8 @@ _NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "Shard.num_rows": (0, MAX_ROWS),
         "PayloadHeader.num_rows": (0, MAX_ROWS),
         "GetKeyRequest.wait_ms": (0, MAX_KEY_WAIT_MS),
+        "ColumnSchema.width": (0, MAX_WIDTH),
+        "ComputeLogprobsRequest.top_k": (0, MAX_WIDTH),
     }
 )
 """Least and greatest value of numbers by which memory or time is taken before they are compared

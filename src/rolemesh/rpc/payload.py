@@ -35,6 +35,8 @@ def header_of(layout: PayloadLayout) -> experience_pb2.PayloadHeader:
                     name=column.name,
                     kind=_KIND_NUMBERS[column.kind],
                     dtype=data_type_of(column.dtype),
+                    # 0, which is 1, for what older readers know.
+                    width=column.width if column.width > 1 else 0,
                 ),
                 offsets_at=column.offsets_at,
                 values_at=column.values_at,
@@ -46,7 +48,7 @@ def header_of(layout: PayloadLayout) -> experience_pb2.PayloadHeader:
 
 
 def schemas_of(layout: PayloadLayout) -> list[experience_pb2.ColumnSchema]:
-    """Name, kind and dtype of each column."""
+    """Name, kind, dtype and width of each column."""
     return [column.schema for column in header_of(layout).columns]
 
 
@@ -58,19 +60,7 @@ def layout_of(header: experience_pb2.PayloadHeader) -> PayloadLayout:
             boundary or beyond num_bytes, counts that do not fit, or a name twice.
     """
     try:
-        return PayloadLayout(
-            header.num_rows,
-            tuple(
-                ColumnLayout(
-                    *_described(column.schema),
-                    column.num_values,
-                    column.values_at,
-                    column.offsets_at if column.HasField("offsets_at") else None,
-                )
-                for column in header.columns
-            ),
-            header.num_bytes,
-        )
+        return PayloadLayout(header.num_rows, tuple(map(_placed, header.columns)), header.num_bytes)
     except ValueError as error:
         raise PayloadMalformedError(str(error)) from error
 
@@ -84,10 +74,16 @@ def layout_without_rows(schemas: Iterable[experience_pb2.ColumnSchema]) -> Paylo
     return plan_payload(0, ((*_described(schema), 0) for schema in schemas))
 
 
-def _described(schema: experience_pb2.ColumnSchema) -> tuple[str, str, str]:
-    """Name, kind and dtype."""
+def _placed(column: experience_pb2.PayloadColumn) -> ColumnLayout:
+    name, kind, dtype, width = _described(column.schema)
+    offsets_at = column.offsets_at if column.HasField("offsets_at") else None
+    return ColumnLayout(name, kind, dtype, column.num_values, column.values_at, offsets_at, width)
+
+
+def _described(schema: experience_pb2.ColumnSchema) -> tuple[str, str, str, int]:
+    """Name, kind, dtype and width."""
     try:
-        return schema.name, _KINDS[schema.kind], NAMES[schema.dtype]
+        return schema.name, _KINDS[schema.kind], NAMES[schema.dtype], schema.width or 1
     except KeyError:
         raise ValueError(
             f"column {schema.name!r} has kind {schema.kind} and dtype {schema.dtype}, "

@@ -226,6 +226,7 @@ class ServiceClient(StateClient):
         temperature: float = 1.0,
         with_entropy: bool = False,
         without_adapter: bool = False,
+        top_k: int = 0,
     ) -> _Made:
         """Computes the log-prob of every completion token into the column of that name."""
         request = logprob_pb2.ComputeLogprobsRequest(
@@ -235,6 +236,7 @@ class ServiceClient(StateClient):
             temperature=temperature,
             with_entropy=with_entropy,
             without_adapter=without_adapter,
+            top_k=top_k,
         )
         return self._followed(self._logprob.ComputeLogprobs, request)
 

@@ -253,7 +253,9 @@ class PayloadColumn(_message.Message):
     values_at: _builtins.int
     """Byte offset of the packed values, a multiple of 64."""
     num_values: _builtins.int
-    """Number of values (elements, not bytes)."""
+    """Number of values, each of `schema.width` elements (not bytes). Offsets count
+    values.
+    """
     @_builtins.property
     def schema(self) -> Global___ColumnSchema:
         """Name, kind and dtype."""
@@ -565,22 +567,29 @@ class ColumnSchema(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name, e.g. "tokens" or "logprobs"; lower_snake, at most 64 characters."""
     kind: Global___ColumnKind.ValueType
     """How values relate to rows."""
     dtype: _tensor_pb2.DataType.ValueType
     """Element type; DATA_TYPE_UINT8 for text."""
+    width: _builtins.int
+    """Elements of each value, >= 1, at most 1,024; 0 means 1. Above 1 only for
+    COLUMN_KIND_SEQUENCE and COLUMN_KIND_COMPLETION, e.g. the k likeliest tokens
+    at each place: the elements of a value lie one behind the other.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         kind: Global___ColumnKind.ValueType = ...,
         dtype: _tensor_pb2.DataType.ValueType = ...,
+        width: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "kind", b"kind", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "kind", b"kind", "name", b"name", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,7 @@ class ComputeLogprobsRequest(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     WITH_ENTROPY_FIELD_NUMBER: _builtins.int
     WITHOUT_ADAPTER_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
     column: _builtins.str
     """Name of the new column, e.g. "reference_logprobs"."""
     temperature: _builtins.float
@@ -38,6 +39,10 @@ class ComputeLogprobsRequest(_message.Message):
     """Whether the entropy is wanted too."""
     without_adapter: _builtins.bool
     """Whether the base alone scores, without the adapter that is trained on it."""
+    top_k: _builtins.int
+    """How many of the likeliest tokens are wanted at each place, 0 to 1,024 and at
+    most the size of the vocabulary; 0: none. Not together with `with_entropy`.
+    """
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -55,10 +60,11 @@ class ComputeLogprobsRequest(_message.Message):
         temperature: _builtins.float = ...,
         with_entropy: _builtins.bool = ...,
         without_adapter: _builtins.bool = ...,
+        top_k: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "experience", b"experience", "key", b"key", "temperature", b"temperature", "with_entropy", b"with_entropy", "without_adapter", b"without_adapter"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "experience", b"experience", "key", b"key", "temperature", b"temperature", "top_k", b"top_k", "with_entropy", b"with_entropy", "without_adapter", b"without_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

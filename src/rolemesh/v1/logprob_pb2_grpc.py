@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LogprobServiceStub(object):
-    """Scores given tokens under a policy. Served by reference and actor.
+    """Scores given tokens under a policy. Served by reference, teacher and actor.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class LogprobServiceStub(object):
 
 
 class LogprobServiceServicer(object):
-    """Scores given tokens under a policy. Served by reference and actor.
+    """Scores given tokens under a policy. Served by reference, teacher and actor.
     """
 
     def ComputeLogprobs(self, request, context):
@@ -51,14 +51,17 @@ class LogprobServiceServicer(object):
 
         Needs the columns tokens and prompt_lengths. The result has one column,
         named `column`: float32, completion, natural log at `temperature`; with
-        `with_entropy` also `<column>_entropy`, float32, completion, nats.
+        `with_entropy` also `<column>_entropy`, float32, completion, nats. With
+        `top_k` above 0 also the k likeliest tokens at the place of each completion
+        token, the likeliest first: `<column>_top_ids`, int32, completion, of width k,
+        and `<column>_top`, float32, completion, of width k: their log-probs.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
-        INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, or the model has
-        no adapter that could be left out.
+        INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, the model has no
+        adapter that could be left out, or a vocabulary of fewer than top_k tokens.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
         """
@@ -83,7 +86,7 @@ def add_LogprobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LogprobService(object):
-    """Scores given tokens under a policy. Served by reference and actor.
+    """Scores given tokens under a policy. Served by reference, teacher and actor.
     """
 
     @staticmethod

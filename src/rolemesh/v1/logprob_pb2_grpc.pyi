@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LogprobServiceStub:
-    """Scores given tokens under a policy. Served by reference and actor."""
+    """Scores given tokens under a policy. Served by reference, teacher and actor."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,21 +38,24 @@ class LogprobServiceStub:
 
     Needs the columns tokens and prompt_lengths. The result has one column,
     named `column`: float32, completion, natural log at `temperature`; with
-    `with_entropy` also `<column>_entropy`, float32, completion, nats.
+    `with_entropy` also `<column>_entropy`, float32, completion, nats. With
+    `top_k` above 0 also the k likeliest tokens at the place of each completion
+    token, the likeliest first: `<column>_top_ids`, int32, completion, of width k,
+    and `<column>_top`, float32, completion, of width k: their log-probs.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
-      INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, or the model has
-        no adapter that could be left out.
+      INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, the model has no
+        adapter that could be left out, or a vocabulary of fewer than top_k tokens.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
     """
 
 @_typing.type_check_only
 class LogprobServiceAsyncStub(LogprobServiceStub):
-    """Scores given tokens under a policy. Served by reference and actor."""
+    """Scores given tokens under a policy. Served by reference, teacher and actor."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ComputeLogprobs: _aio.UnaryStreamMultiCallable[_logprob_pb2.ComputeLogprobsRequest, _logprob_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
@@ -60,20 +63,23 @@ class LogprobServiceAsyncStub(LogprobServiceStub):
 
     Needs the columns tokens and prompt_lengths. The result has one column,
     named `column`: float32, completion, natural log at `temperature`; with
-    `with_entropy` also `<column>_entropy`, float32, completion, nats.
+    `with_entropy` also `<column>_entropy`, float32, completion, nats. With
+    `top_k` above 0 also the k likeliest tokens at the place of each completion
+    token, the likeliest first: `<column>_top_ids`, int32, completion, of width k,
+    and `<column>_top`, float32, completion, of width k: their log-probs.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
-      INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, or the model has
-        no adapter that could be left out.
+      INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, the model has no
+        adapter that could be left out, or a vocabulary of fewer than top_k tokens.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
     """
 
 class LogprobServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Scores given tokens under a policy. Served by reference and actor."""
+    """Scores given tokens under a policy. Served by reference, teacher and actor."""
 
     @_abc_1.abstractmethod
     def ComputeLogprobs(
@@ -85,14 +91,17 @@ class LogprobServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Needs the columns tokens and prompt_lengths. The result has one column,
         named `column`: float32, completion, natural log at `temperature`; with
-        `with_entropy` also `<column>_entropy`, float32, completion, nats.
+        `with_entropy` also `<column>_entropy`, float32, completion, nats. With
+        `top_k` above 0 also the k likeliest tokens at the place of each completion
+        token, the likeliest first: `<column>_top_ids`, int32, completion, of width k,
+        and `<column>_top`, float32, completion, of width k: their log-probs.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
-          INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, or the model has
-            no adapter that could be left out.
+          INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, the model has no
+            adapter that could be left out, or a vocabulary of fewer than top_k tokens.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
           UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
         """

@@ -206,7 +206,7 @@ def test_columns_of_different_row_counts_are_refused() -> None:
         (torch.zeros(3), torch.tensor([0, 4, 2, 3]), "offsets decrease"),
         (torch.zeros(3), torch.tensor([0, 3], dtype=torch.int32), "must be int64"),
         (torch.zeros(3), None, "do not go together"),
-        (torch.zeros(1, 3), torch.tensor([0, 3]), "2 dimensions"),
+        (torch.zeros(1, 3, 2), torch.tensor([0, 1]), "3 dimensions"),
     ],
 )
 def test_offsets_that_do_not_fit_their_values_are_refused(

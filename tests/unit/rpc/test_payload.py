@@ -34,7 +34,7 @@ def test_chunks_are_full_but_for_the_last_whatever_comes_in() -> None:
 
 
 def test_arrays_are_sent_in_the_order_in_which_they_lie_with_zeros_between() -> None:
-    layout = plan_payload(1, [("text", "text", "uint8", 3), ("rewards", "row", "float32", 1)])
+    layout = plan_payload(1, [("text", "text", "uint8", 1, 3), ("rewards", "row", "float32", 1, 1)])
     offsets, values = bytes(range(1, 17)), b"abc"
     arrays = {
         "text": [memoryview(values), memoryview(offsets)],
@@ -45,7 +45,7 @@ def test_arrays_are_sent_in_the_order_in_which_they_lie_with_zeros_between() -> 
 
 
 def test_parts_of_a_payload_are_its_bytes_wherever_they_are_cut() -> None:
-    layout = plan_payload(1, [("text", "text", "uint8", 3), ("rewards", "row", "float32", 1)])
+    layout = plan_payload(1, [("text", "text", "uint8", 1, 3), ("rewards", "row", "float32", 1, 1)])
     arrays = {
         "text": [memoryview(b"abc"), memoryview(bytes(range(1, 17)))],
         "rewards": [memoryview(b"wxyz")],

@@ -116,9 +116,9 @@ def test_roles_are_read_from_the_signature() -> None:
 
 
 def test_a_parameter_that_is_no_role_is_named() -> None:
-    def odd(prompts: object, teacher: object) -> None: ...
+    def odd(prompts: object, tutor: object) -> None: ...
 
-    with pytest.raises(ValueError, match="odd: 'teacher' is no role"):
+    with pytest.raises(ValueError, match="odd: 'tutor' is no role"):
         roles_of(odd)
 
 

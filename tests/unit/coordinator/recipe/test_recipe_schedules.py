@@ -101,13 +101,13 @@ APART = {"roles": ROLES, "pools": split_pools(ROLES)}
             {**APART, "services": {"rollout": {"replicas": 2, "address": "h:1"}}},
             "address and replicas are given: give one of them",
         ),
-        ({"pools": {"all": {"roles": [*PPO_ROLES, "teacher"]}}}, "pools: no role 'teacher'"),
+        ({"pools": {"all": {"roles": [*PPO_ROLES, "tutor"]}}}, "pools: no role 'tutor'"),
         ({"pools": {"some": {"roles": ["actor"]}}}, "role 'critic' stands in 0 pools"),
         (
             {"pools": {"a": {"roles": list(PPO_ROLES)}, "b": {"roles": ["actor"]}}},
             "role 'actor' stands in 2 pools",
         ),
-        ({"services": {"teacher": {}}}, "services.teacher: no such role"),
+        ({"services": {"tutor": {}}}, "services.tutor: no such role"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_field_value_and_remedy(

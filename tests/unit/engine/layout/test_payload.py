@@ -15,7 +15,7 @@ from rolemesh.engine.layout.payload import (
     plan_payload,
 )
 
-TWO_ROWS = plan_payload(2, [("rewards", "row", "float32", 2), ("text", "text", "uint8", 5)])
+TWO_ROWS = plan_payload(2, [("rewards", "row", "float32", 1, 2), ("text", "text", "uint8", 1, 5)])
 
 
 def test_arrays_stand_one_after_another_on_boundaries() -> None:
@@ -37,7 +37,7 @@ def test_sizes_are_rounded_up_to_a_boundary() -> None:
 
 def test_an_element_type_that_may_not_travel_is_refused_by_column() -> None:
     with pytest.raises(ValueError, match=r"'a' has dtype uint16, .*'uint8'"):
-        plan_payload(1, [("a", "row", "uint16", 1)])
+        plan_payload(1, [("a", "row", "uint16", 1, 1)])
 
 
 @pytest.mark.parametrize(("values_at", "num_values"), [(0, 5), (64, 1), (4, 1), (-64, 1), (0, -1)])
