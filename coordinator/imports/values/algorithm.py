@@ -247,8 +247,14 @@ def openrlhf_off_policy(source: Source) -> dict[str, Any] | None:
     prefix = "algo.advantage.is_correction_"
     level, bounds = source.text(f"{prefix}level"), source.numbers(f"{prefix}threshold")
     mode = source.text(f"{prefix}mode")
-    is_on = level not in (None, "off") or source.flag(f"{prefix}enable")
-    if not is_on or not bounds:
+    if level in (None, "off"):
+        # Earlier versions had a switch and a kind in the place of level and mode.
+        if not source.flag(f"{prefix}enable"):
+            return None
+        kind = source.text(f"{prefix}type")
+        level = "seq" if kind == "seq-mask-tis" else "token"
+        mode = "mask" if kind == "icepop" else "clip"
+    if not bounds:
         return None
     low, high = (bounds if len(bounds) > 1 else [0.0, *bounds])[:2]
     if level == "seq":
