@@ -70,7 +70,8 @@ class _TrainedRole(RoleHandle):
         pretraining: ExperienceFuture | None = None,
     ) -> CallFuture:
         algorithm = self.context.algorithm
-        reads = experience.select((*INPUT_COLUMNS, *loss.columns()))
+        needs = (*INPUT_COLUMNS, *loss.columns())
+        reads = experience.select(needs, uses=loss.optional_columns())
         if self.context.is_evaluation:
             return self._compute_loss(reads, loss)
         self.context.trained_on.append(experience)

@@ -150,11 +150,29 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "(`cispo`: whose weight is bounded).",
         "clip_fraction_low": "Share of tokens below the lower clip.",
         "dual_clip_fraction": "Share of tokens that `dual_clip` bounds.",
-        "importance_weight_mean": "Mean of min(ratio, `importance_cap`).",
-        "importance_capped_fraction": "Share of tokens whose ratio is above the cap.",
+        "importance_weight_mean": "Mean weight of a token by `algorithm.off_policy`, before "
+        "`normalize` divides by it.",
+        "importance_capped_fraction": "Share of tokens whose ratio, or that of their row, is "
+        "above the cap.",
+        "importance_masked_fraction": "Share of tokens that the correction masks: they, or their "
+        "rows, lie outside of its bounds.",
         "sampler_logprob_diff_mean": "Mean of |log-prob of the trainer - log-prob of the "
         "sampler| in the first mini-batch, nats a token. With equal weights it is rounding.",
         "sampler_logprob_diff_max": "Largest such difference.",
+        "sampler_ratio_mean": "Mean over tokens of rho = exp(log-prob at the start of the update "
+        "- log-prob when sampled), in the first mini-batch as all of the following. 1 but for "
+        "the draw.",
+        "sampler_kl_k1": "KL of the policy that sampled to the trainer at the start of the "
+        "update: mean of -log rho, nats a token; may be negative.",
+        "sampler_kl_k3": "The same KL as mean of rho - 1 - log rho: never negative, and less noisy "
+        "where it is small.",
+        "sampler_chi_square": "Chi-square divergence of the trainer from the policy that sampled: "
+        "mean of rho^2 - 1. It is the variance of untruncated weights.",
+        "effective_sample_fraction": "Effective sample size of weights rho, for each token: "
+        "(mean rho)^2 / mean of rho^2. 1: all tokens count alike.",
+        "age/<versions>/fraction": "Share of tokens that weights of this age sampled, in versions "
+        "(optimizer steps) behind the start of the update; 4 stands for 4 and more.",
+        "age/<versions>/sampler_kl_k3": "`sampler_kl_k3` of these tokens alone, nats a token.",
         "value_loss": "Loss of the critic: 0.5 (values - returns)^2, clipped.",
         "value_clip_fraction": "Share of tokens at which the value clip counts.",
         "values_mean": "Mean value in the update.",

@@ -22,6 +22,12 @@ _BY_SUFFIX: Mapping[str, str] = {
 }
 
 _BY_SECTION: Mapping[str, str] = {
+    "TokenTruncationSpec.cap": "ratio",
+    "SequenceTruncationSpec.cap": "ratio",
+    "MaskingSpec.low": "ratio",
+    "MaskingSpec.high": "ratio",
+    "GeometricRejectionSpec.low": "ratio",
+    "GeometricRejectionSpec.high": "ratio",
     "GradNormSpec.above": "L2 norm",
     "KlSpec.above": "nats a token",
     "MismatchSpec.above": "nats a token",
@@ -75,7 +81,6 @@ _BY_NAME: Mapping[str, str] = {
     "growth": "ratio",
     "held_out_size": "prompts",
     "horizon": "trajectories",
-    "importance_cap": "ratio",
     "initial_multiplier": "factor",
     "k": "completions",
     "keep": "checkpoints",

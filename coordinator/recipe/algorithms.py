@@ -33,6 +33,7 @@ from rolemesh.engine.specs import (
     KtoPointSpec,
     LossSpec,
     Names,
+    OffPolicySpec,
     OnlineDpoSpec,
     OwnFunctionSpec,
     PolicyTermsSpec,
@@ -105,6 +106,10 @@ class SampledSpec(AlgorithmSection):
     before the step."""
 
     sampling: SamplingSpec = SamplingSpec()
+    off_policy: OffPolicySpec | None = None
+    """How the policy loss is corrected for samples of older weights, or of a sampler that rounds
+    otherwise; null: not at all. Left out it is null, but with run.numerics "fast" token_truncation
+    for losses that do not correct themselves."""
 
     @property
     def rows_per_unit(self) -> int:
@@ -116,6 +121,28 @@ class SampledSpec(AlgorithmSection):
     def rows_per_prompt(self) -> int | None:
         """The completions of a prompt."""
         return self.sampling.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _check_off_policy(self) -> Self:
+        loss = self.parts.fields.get("policy_loss")
+        if not isinstance(loss, PolicyTermsSpec):
+            if self.off_policy is not None:
+                named = "not given" if loss is None else repr(getattr(loss, "type", None))
+                raise ValueError(
+                    f"off_policy is {self.off_policy.type!r}, but policy_loss is {named}, which "
+                    "compares with no log-probs of sampling: take off_policy out"
+                )
+            return self
+        if loss.off_policy not in (None, self.off_policy):
+            raise ValueError(
+                f"policy_loss.off_policy is {loss.off_policy.type!r}, but a recipe says it for all "
+                "losses in algorithm.off_policy: move it there"
+            )
+        if loss.off_policy != self.off_policy:
+            # It travels within the loss. The section is frozen for its users, who get it after.
+            loss = loss.model_copy(update={"off_policy": self.off_policy})
+            object.__setattr__(self, "policy_loss", loss)
+        return self
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:

@@ -21,7 +21,7 @@ from rolemesh.coordinator.recipe.algorithms import (
 )
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.group_estimators import with_group_estimator
-from rolemesh.coordinator.recipe.importance import with_importance
+from rolemesh.coordinator.recipe.off_policy import with_off_policy
 from rolemesh.coordinator.recipe.placement import REGISTERED, PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.plan_section import PlanSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
@@ -147,15 +147,15 @@ class Recipe(Spec):
         return {**data, "run": {"steps": 1, "prompts_per_step": 1, **run}} if run else data
 
     @model_validator(mode="after")
-    def _weigh_tokens(self) -> Self:
-        """Fills in the importance weights that fast numerics need, where the loss leaves them out.
+    def _correct_policy(self) -> Self:
+        """Fills in the correction that fast numerics need, where the recipe leaves it out.
 
         Trainer and sampler round apart, by 0.02 in a log-prob. Each token's loss is weighted by
         its truncated importance ratio, as libraries do (arXiv 2505.24298, section 5.2).
         """
-        weighed = with_importance(self.algorithm, self.run.numerics, self.run.prompts_per_step)
+        corrected = with_off_policy(self.algorithm, self.run.numerics, self.run.prompts_per_step)
         # The recipe is frozen for its users, who get it after this.
-        object.__setattr__(self, "algorithm", weighed)
+        object.__setattr__(self, "algorithm", corrected)
         return self
 
     @model_validator(mode="after")

@@ -36,6 +36,9 @@ class LossScale:
     """Rows with preference 1; where there are pair_ids those of pairs only, so one a pair."""
     num_unwanted: float = 0.0
     """Rows with preference -1, counted alike."""
+    weight_sum: float = 0.0
+    """Sum over the unmasked tokens of their weights by a correction, where these are divided by
+    their mean (`Loss.scale_of` counts it)."""
 
     @staticmethod
     def of(batch: Experience) -> LossScale:
@@ -64,6 +67,7 @@ class LossScale:
             num_rows=sum(part.num_rows for part in parts),
             num_wanted=sum(part.num_wanted for part in parts),
             num_unwanted=sum(part.num_unwanted for part in parts),
+            weight_sum=sum(part.weight_sum for part in parts),
         )
 
     @property

@@ -78,6 +78,12 @@ from rolemesh.engine.specs.named import Named as Named
 from rolemesh.engine.specs.named import NamedKind as NamedKind
 from rolemesh.engine.specs.named import Names as Names
 from rolemesh.engine.specs.named import named_in as named_in
+from rolemesh.engine.specs.off_policy import CorrectionSpec as CorrectionSpec
+from rolemesh.engine.specs.off_policy import GeometricRejectionSpec as GeometricRejectionSpec
+from rolemesh.engine.specs.off_policy import MaskingSpec as MaskingSpec
+from rolemesh.engine.specs.off_policy import OffPolicySpec as OffPolicySpec
+from rolemesh.engine.specs.off_policy import SequenceTruncationSpec as SequenceTruncationSpec
+from rolemesh.engine.specs.off_policy import TokenTruncationSpec as TokenTruncationSpec
 from rolemesh.engine.specs.outside_rewards import DropGroupSpec as DropGroupSpec
 from rolemesh.engine.specs.outside_rewards import EndpointRewardSpec as EndpointRewardSpec
 from rolemesh.engine.specs.outside_rewards import FailSpec as FailSpec

@@ -82,12 +82,14 @@ def accumulate(
     mesh, device = rank_model.mesh, rank_model.device
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, tuple[float, ...]]]:
-        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns, "loss_mask"))
+        extra = loss.optional_columns
+        extra = extra if all(name in batch for name in extra) else ()
+        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns, "loss_mask", *extra))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
         if loss.choices is not None:
             check_in_vocabulary(part[loss.choices].values, rank_model.model.config, loss.choices)
         passes = rank_model.micro_batches(part, rows_per_unit)
-        counts = LossScale.of(part)
+        counts = loss.scale_of(part)
         _try(loss, filler_rows(part), counts)
         if "pair_ids" in loss.columns:
             for micro_batch in passes:
@@ -141,7 +143,7 @@ def accumulate(
     }
     metrics = _metrics_of_all(totals, mesh, device, is_broken=bool(failures))
     _check_finite(metrics, loss, failures, mesh, device, trains=trains)
-    return metrics, collector.in_batch_order()
+    return loss.finished(metrics), collector.in_batch_order()
 
 
 def _try(loss: Loss[Any], no_tokens: Experience, scale: LossScale) -> None:

@@ -19,7 +19,7 @@ from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
 SAMPLED = {"sampling": {"samples_per_prompt": 2}, "mini_batch_rows": 4}
 KL = {"advantages": {"kl_in_reward": {"type": "fixed"}}}
 BASE = {"tokens", "prompt_lengths", "loss_mask"}
-POLICY = {*BASE, "logprobs", "advantages"}
+POLICY = {*BASE, "logprobs", "advantages", "policy_versions"}
 GROUP_ORDER = (
     "actor.Generate", "reward.ComputeReward", "actor.ComputeAdvantages", "actor.Update",
 )  # fmt: skip
@@ -102,7 +102,7 @@ CASES: dict[str, Case] = {
     },
     "grpo with other parts": group("grpo", advantages="rloo", policy_loss="cispo"),
     "grpo with a cap": Case(
-        {"type": "grpo", **SAMPLED, "policy_loss": {"importance_cap": 2.0}},
+        {"type": "grpo", **SAMPLED, "off_policy": {"type": "token_truncation", "cap": 2.0}},
         ("actor", "reward"),
         # The update asks for them, but they need the rollouts alone.
         (*GROUP_ORDER[:2], "actor.ComputeLogprobs", *GROUP_ORDER[2:]),

@@ -27,10 +27,21 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
+from rolemesh.engine.specs import (
+    MaskingSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PpoPolicyLossSpec,
+    PpoValueLossSpec,
+)
 from rolemesh.engine.train.trainer import Trainer
 
-POLICY_LOSS = PpoPolicyLossSpec(entropy_coefficient=0.01, kl_in_loss=0.1)
+POLICY_LOSS = PpoPolicyLossSpec(
+    entropy_coefficient=0.01,
+    kl_in_loss=0.1,
+    # The mean of its weights is that of all ranks.
+    off_policy=MaskingSpec(low=0.7, high=1.4, normalize="batch"),
+)
 VALUE_LOSS = PpoValueLossSpec()
 LAYERS = 3
 """Not a multiple of two stages."""

@@ -226,11 +226,24 @@ def policy_job(folder: Path, loss: LossSpec) -> Job:
 
 
 def near_policy(batch: Experience, scored: Column, seed: int = 0) -> Experience:
-    """A batch whose old log-probs are near the trainer's, so that some ratios are clipped."""
+    """A batch whose old log-probs are near the trainer's, so that some ratios are clipped.
+
+    Its tokens were sampled by weights of three versions.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def moved(scale: float) -> Column:
         noise_N = scale * torch.randn(len(scored.values), generator=generator)
         return Column(ColumnKind.COMPLETION, scored.values + noise_N, scored.offsets)
 
-    return batch | Experience({"logprobs": moved(0.3), "reference_logprobs": moved(0.5)})
+    versions = Column(
+        ColumnKind.COMPLETION, -(torch.arange(len(scored.values)) % 3), scored.offsets
+    )
+    return batch | Experience(
+        {
+            "logprobs": moved(0.3),
+            "reference_logprobs": moved(0.5),
+            "proximal_logprobs": moved(0.2),
+            "policy_versions": versions,
+        }
+    )

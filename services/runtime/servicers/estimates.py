@@ -157,11 +157,8 @@ def _columns_of(spec: PartSpec, ref: experience_pb2.ExperienceRef) -> list[str]:
     And always which rows are judged, where the batch says so.
     """
     there = names_of(ref)
-    optional, used = (
-        (spec.optional_columns(), spec.used_columns())
-        if isinstance(spec, EstimatorPartSpec)
-        else ((), ())
-    )
+    optional = spec.optional_columns()
+    used = spec.used_columns() if isinstance(spec, EstimatorPartSpec) else ()
     read = (
         *spec.columns(),
         *(optional if set(optional) <= set(there) else ()),

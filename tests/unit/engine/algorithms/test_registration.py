@@ -71,7 +71,10 @@ def every_column() -> Experience:
     numbers = [torch.linspace(-1, -0.5, n) for n in lengths]
     columns = {
         name: Column.ragged(ColumnKind.COMPLETION, numbers, torch.float32)
-        for name in ("logprobs", "reference_logprobs", "proximal_logprobs", "values")
+        for name in (
+            *("logprobs", "reference_logprobs", "proximal_logprobs", "teacher_logprobs"),
+            "values",
+        )
     }
     masks = [[True] * n for n in lengths]
     columns["loss_mask"] = Column.ragged(ColumnKind.COMPLETION, masks, torch.bool)
