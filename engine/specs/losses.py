@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,12 +10,6 @@ from rolemesh.engine.specs.base import PartSpec
 from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS
 from rolemesh.engine.specs.estimators import KlForm
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
-from rolemesh.engine.specs.preferences import (
-    BradleyTerryLossSpec,
-    DpoLossSpec,
-    KtoLossSpec,
-    SftLossSpec,
-)
 
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm"]
 
@@ -178,19 +172,3 @@ class PpoValueLossSpec(AggregatedLossSpec):
     def columns(self) -> tuple[str, ...]:
         """Values of the estimate, returns and mask."""
         return ("values", "returns", "loss_mask")
-
-
-LossSpec = Annotated[
-    PpoPolicyLossSpec
-    | GspoPolicyLossSpec
-    | CispoPolicyLossSpec
-    | ReinforcePolicyLossSpec
-    | PythonPolicyLossSpec
-    | PpoValueLossSpec
-    | SftLossSpec
-    | DpoLossSpec
-    | KtoLossSpec
-    | BradleyTerryLossSpec,
-    Field(discriminator="type"),
-]
-"""Every loss: those above, and those on given data (`specs.preferences`)."""

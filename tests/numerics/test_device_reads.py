@@ -19,7 +19,10 @@ from rolemesh.engine.specs import (
     BradleyTerryLossSpec,
     CispoPolicyLossSpec,
     ClassifierRewardSpec,
+    ClipCovPolicyLossSpec,
     DpoLossSpec,
+    DppoPolicyLossSpec,
+    GmpoPolicyLossSpec,
     GspoPolicyLossSpec,
     KtoLossSpec,
     LossSpec,
@@ -27,7 +30,9 @@ from rolemesh.engine.specs import (
     OptimizerSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
+    SapoPolicyLossSpec,
     SftLossSpec,
+    VespoPolicyLossSpec,
 )
 from rolemesh.engine.train.trainer import Trainer
 
@@ -38,6 +43,11 @@ LOSSES: dict[str, LossSpec] = {
     "ppo by rows": PpoPolicyLossSpec(aggregation="seq_mean_token_mean"),
     "gspo": GspoPolicyLossSpec(),
     "cispo": CispoPolicyLossSpec(),
+    "dppo": DppoPolicyLossSpec(divergence="kl"),
+    "sapo": SapoPolicyLossSpec(),
+    "gmpo": GmpoPolicyLossSpec(),
+    "vespo": VespoPolicyLossSpec(),
+    "clip-cov": ClipCovPolicyLossSpec(covariance_share=0.2, covariance_low=0.0),
     "values": PpoValueLossSpec(),
     "sft": SftLossSpec(),
     "dpo": DpoLossSpec(log_ratio="mean"),

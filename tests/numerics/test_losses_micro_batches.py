@@ -18,10 +18,17 @@ from rolemesh.engine.experience import offsets_of
 from rolemesh.engine.specs import (
     AggregatedLossSpec,
     CispoPolicyLossSpec,
+    ClipCovPolicyLossSpec,
+    DppoPolicyLossSpec,
+    GmpoPolicyLossSpec,
     GspoPolicyLossSpec,
+    KlCovPolicyLossSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
     ReinforcePolicyLossSpec,
+    SapoPolicyLossSpec,
+    ToprPolicyLossSpec,
+    VespoPolicyLossSpec,
 )
 
 NORM = {"aggregation": "seq_sum_norm", "norm_length": 10}
@@ -39,6 +46,15 @@ SPECS = {
     "cispo": CispoPolicyLossSpec(clip_high=0.5),
     "reinforce": ReinforcePolicyLossSpec(importance_cap=1.5),
     "reinforce_seq_sum_norm": ReinforcePolicyLossSpec(**NORM),
+    "dppo": DppoPolicyLossSpec(divergence_low=0.5, divergence_high=0.5),
+    "dppo_kl": DppoPolicyLossSpec(divergence="kl", kl_in_loss=0.1),
+    "sapo": SapoPolicyLossSpec(),
+    "gmpo": GmpoPolicyLossSpec(entropy_coefficient=0.1),
+    "gmpo_token_mean": GmpoPolicyLossSpec(aggregation="token_mean"),
+    "vespo": VespoPolicyLossSpec(),
+    "topr": ToprPolicyLossSpec(),
+    "clip_cov": ClipCovPolicyLossSpec(covariance_share=0.2, covariance_low=0.0),
+    "kl_cov": KlCovPolicyLossSpec(covariance_share=0.2),
     "value_token_mean": PpoValueLossSpec(),
     "value_seq_mean_token_sum": PpoValueLossSpec(aggregation="seq_mean_token_sum"),
     "value_seq_mean_token_mean": PpoValueLossSpec(aggregation="seq_mean_token_mean"),
@@ -68,7 +84,8 @@ def accumulate(
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient by a shared parameter of all tokens' outputs, metrics."""
     experience = batch.experience(dtype)
-    scale, loss = LossScale.of(experience), make_loss(spec)
+    loss = make_loss(spec)
+    scale = loss.completed(LossScale.of(experience), experience, lambda facts: [facts])
     parameter = batch.packed("new", dtype).requires_grad_()
     entropy_parameter = batch.packed("entropy", dtype).requires_grad_()
     offsets = offsets_of(torch.tensor([len(mask) for mask in batch.masks])).tolist()
