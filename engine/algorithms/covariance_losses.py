@@ -44,8 +44,8 @@ _COVARIANCES, _IS_CHOSEN = "covariances", "is_chosen"
 class CovariancePolicyLoss(PolicyLoss[S]):
     """A policy loss that treats the tokens of the highest scores in its own way.
 
-    They are covariance_share of the mini-batch's tokens, rounded up. Tokens of equal scores are
-    chosen together, so that there may be a few more.
+    They are covariance_share of the mini-batch's tokens, rounded up, or as many as have a score.
+    Tokens of equal scores are chosen together, so that there may be a few more.
     """
 
     @abstractmethod
@@ -160,14 +160,16 @@ class KlCovPolicyLoss(CovariancePolicyLoss[KlCovPolicyLossSpec]):
 
         -ratio A + penalty_coefficient |logprob - old logprob| at the chosen tokens
 
-    and -ratio A at all others. The chosen ones are those with the highest covariance.
+    and -ratio A at all others. The chosen ones are those with the highest covariance, as far as it
+    is positive: no other token drives the entropy down.
     """
 
     def scores(
         self, covariances_M: torch.Tensor, keys_M: torch.Tensor, counts_B: torch.Tensor
     ) -> torch.Tensor:
-        """The covariances; see the base."""
-        return covariances_M
+        """The covariances that are positive; see the base."""
+        # Without this, all tokens would be chosen where all advantages are equal.
+        return torch.where(covariances_M > 0, covariances_M, -math.inf)
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """See the class."""

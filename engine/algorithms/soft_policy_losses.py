@@ -48,7 +48,6 @@ class DppoPolicyLoss(PolicyLoss[DppoPolicyLossSpec]):
         advantages_M = tokens.advantages_M
         too_high_M = (advantages_M > 0) & (now_M > sampled_M) & (divergence_M > high)
         too_low_M = (advantages_M < 0) & (now_M < sampled_M) & (divergence_M > low)
-        # By selection: the gradient of a product with 0 would be NaN for an infinite advantage.
         losses_M = torch.where(too_high_M | too_low_M, 0.0, -ratio_M * advantages_M)
         metrics = {
             "clip_fraction_high": too_high_M,
@@ -181,8 +180,8 @@ def binary_kl(logprobs_M: torch.Tensor, sampled_M: torch.Tensor) -> torch.Tensor
     # By expm1: 1 - exp(logprob) has no digits left where the token is nearly certain.
     others_M = (-torch.expm1(logprobs_M)).clamp_min(torch.finfo(logprobs_M.dtype).tiny)
     others_sampled_M = (-torch.expm1(sampled_M)).clamp_min(0.0)
-    of_others_M = torch.special.xlogy(others_sampled_M, others_sampled_M / others_M)
-    return sampled_M.exp() * (sampled_M - logprobs_M) + of_others_M
+    of_others_M: torch.Tensor = torch.special.xlogy(others_sampled_M, others_sampled_M / others_M)
+    return of_others_M + sampled_M.exp() * (sampled_M - logprobs_M)
 
 
 def _row_log_ratios(tokens: PolicyTokens) -> torch.Tensor:

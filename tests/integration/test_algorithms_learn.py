@@ -31,6 +31,7 @@ from support.learning_tasks import (
     prompt_text,
     sampled_recipe,
     word_logprobs,
+    write_group_algorithm,
     write_task,
 )
 from support.tiny_models import tiny_tokenizer
@@ -95,6 +96,18 @@ SAMPLED: Mapping[str, Mapping[str, Any]] = {
     "online_dpo": {"policy_loss": {"type": "dpo", "beta": 0.05}},
 }  # fmt: skip
 
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "dppo": {},
+    "sapo": {},
+    "gmpo": {},
+    "vespo": {},
+    "topr": {},
+    # Mini-batches have at most 96 tokens: a share of 2e-4 is one of them.
+    "clip_cov": {},
+    "kl_cov": {},
+}
+"""Losses that are no algorithm's default, with what they are given beside their `type`."""
+
 PREFERENCE: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"type": "dpo"},
     "cdpo": {"type": "dpo", "policy_loss": {"type": "dpo", "label_smoothing": 0.1}},
@@ -144,6 +157,30 @@ async def test_rewards_rise_to_the_optimum(
     assert rewards[0] < FIRST_LEVEL
     assert run.last("reward/mean", NUM_LAST) >= level
     assert max(run.curve("reward/max")) <= 1
+
+
+@pytest.mark.parametrize("name", LOSSES)
+async def test_rewards_rise_by_each_other_loss(
+    name: str, seed: int, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    """As in GRPO, but for the loss."""
+    recipe = sampled_recipe(
+        task,
+        {
+            "type": "custom",
+            "function": f"{write_group_algorithm(tmp_path)}:group_step",
+            "advantages": {"type": "grpo"},
+            "policy_loss": {"type": name, **LOSSES[name]},
+        },
+        seed=seed,
+        steps=STEPS,
+        worth={LETTERS: 1.0},
+    )
+    run = await learn(recipe, services, tmp_path / "run")
+    rewards = run.curve("reward/mean")
+    report(name, seed, rewards)
+    assert rewards[0] < FIRST_LEVEL
+    assert run.last("reward/mean", NUM_LAST) >= LEVEL
 
 
 async def safe_run(

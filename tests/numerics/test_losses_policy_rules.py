@@ -206,7 +206,7 @@ def unclipped(**fields: float) -> ClipCovPolicyLossSpec:
     return ClipCovPolicyLossSpec(clip_low=0.99, clip_high=1e9, **fields)
 
 
-@pytest.mark.parametrize(("share", "number"), [(1e-6, 1), (0.05, 2), (0.5, 14), (1.0, 27)])
+@pytest.mark.parametrize(("share", "number"), [(1e-6, 1), (0.05, 2), (0.3, 9), (1.0, 19)])
 def test_kl_cov_penalises_the_share_with_the_highest_covariance(share: float, number: int) -> None:
     batch = random_batch([[True] * 9, [True] * 3, [], [True] * 15], RANGES, 3)
     spec = KlCovPolicyLossSpec(covariance_share=share, penalty_coefficient=0.7)
@@ -220,6 +220,13 @@ def test_kl_cov_penalises_the_share_with_the_highest_covariance(share: float, nu
         pull = math.copysign(0.7, batch.columns["new"][b][t] - batch.columns["logprobs"][b][t])
         assert found == pytest.approx(bare + pull * ((b, t) in expected))
     assert metrics["covariance_chosen_fraction"] == pytest.approx(number / 27)
+
+
+def test_equal_advantages_choose_no_token() -> None:
+    batch = rows([[-2.0, -1.0], [-0.5]], [[-1.5, -1.2], [-0.4]], [[0.0, 0.0], [0.0]])
+    gradient, metrics = run(batch, KlCovPolicyLossSpec(covariance_share=0.5))
+    assert gradient == [0.0, 0.0, 0.0]
+    assert metrics["covariance_chosen_fraction"] == 0.0
 
 
 def test_the_metric_is_the_covariance_of_log_prob_and_advantage() -> None:

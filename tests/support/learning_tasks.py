@@ -45,6 +45,24 @@ class Letters(Environment):
         return Observation(reward=earned / self._length, done=True)
 '''
 
+GROUP_ALGORITHM = '''
+"""GRPO's step, for any loss."""
+
+
+def group_step(prompts, actor, reward):
+    rollouts = actor.generate(prompts)
+    rollouts |= reward.compute_reward(rollouts)
+    rollouts |= actor.compute_advantages(rollouts, "grpo")
+    actor.update(rollouts)
+'''
+
+
+def write_group_algorithm(folder: Path) -> Path:
+    """A file with the algorithm `group_step`, which takes its loss from the recipe."""
+    path = folder / "group_algorithm.py"
+    path.write_text(GROUP_ALGORITHM)
+    return path
+
 
 def write_task(folder: Path, seed: int) -> Path:
     """A model, prompts and the environment: what all tasks start from."""

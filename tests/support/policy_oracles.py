@@ -203,6 +203,8 @@ def chosen_tokens(batch: RaggedBatch, spec: CovariancePolicyLossSpec) -> set[tup
             for (b, t), covariance in scored.items()
             if spec.covariance_low <= covariance <= spec.covariance_high
         }
+    else:
+        scored = {place: covariance for place, covariance in scored.items() if covariance > 0}
     highest = sorted(scored, key=scored.__getitem__, reverse=True)
     return set(highest[: math.ceil(spec.covariance_share * len(kept))])
 
