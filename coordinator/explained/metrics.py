@@ -147,9 +147,17 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "approx_kl": "KL of the policy that sampled to the policy now: mean of "
         "exp(r) - 1 - r, with r = log-prob now - log-prob then; nats a token.",
         "clip_fraction_high": "Share of tokens above the upper clip, whose gradient is gone "
-        "(`cispo`: whose weight is bounded).",
+        "(`cispo`: whose weight is bounded; `dppo`: that the divergence masks).",
         "clip_fraction_low": "Share of tokens below the lower clip.",
         "dual_clip_fraction": "Share of tokens that `dual_clip` bounds.",
+        "token_weight_mean": "Mean of the factor by which the loss scales the gradient of a token, "
+        "1 where the policy is still the one that sampled (`sapo`, `vespo`, `topr`).",
+        "divergence": "Mean divergence of a token of the policy that sampled and the policy now, "
+        "with which `dppo` compares its thresholds.",
+        "covariance": "Covariance of log-prob when sampled and advantage. The higher, the faster "
+        "the entropy falls (`clip_cov`, `kl_cov`).",
+        "covariance_chosen_fraction": "Share of tokens whose gradient `clip_cov` takes, or that "
+        "`kl_cov` penalises.",
         "importance_weight_mean": "Mean weight of a token by `algorithm.off_policy`, before "
         "`normalize` divides by it.",
         "importance_capped_fraction": "Share of tokens whose ratio, or that of their row, is "

@@ -133,6 +133,12 @@ class SampledSpec(AlgorithmSection):
                     "compares with no log-probs of sampling: take off_policy out"
                 )
             return self
+        if self.off_policy is not None and loss.compares_with_sampler:
+            name = type(loss).model_fields["type"].default
+            raise ValueError(
+                f"off_policy is {self.off_policy.type!r}, but policy_loss is {name!r}, which "
+                "weighs rows by their ratio to the weights that sampled itself: take off_policy out"
+            )
         if loss.off_policy not in (None, self.off_policy):
             raise ValueError(
                 f"policy_loss.off_policy is {loss.off_policy.type!r}, but a recipe says it for all "

@@ -12,17 +12,28 @@ from dataclasses import dataclass
 
 from rolemesh.engine.specs import (
     CispoPolicyLossSpec,
+    ClipCovPolicyLossSpec,
+    DppoPolicyLossSpec,
     DrGrpoSpec,
+    GdpoSpec,
+    GmpoPolicyLossSpec,
     GroupEstimatorSpec,
     GrpoSpec,
     GspoPolicyLossSpec,
+    KlCovPolicyLossSpec,
+    MaxRlSpec,
+    PassAtKSpec,
     PolicyTermsSpec,
     PpoPolicyLossSpec,
     ReinforcePlusPlusBaselineSpec,
     ReinforcePlusPlusSpec,
     ReinforcePolicyLossSpec,
     RlooSpec,
+    RunningBaselineSpec,
+    SapoPolicyLossSpec,
     ShapedRewardSpec,
+    ToprPolicyLossSpec,
+    VespoPolicyLossSpec,
 )
 
 
@@ -91,6 +102,72 @@ POLICY_GRADIENTS: Mapping[str, PolicyGradient] = {
         ReinforcePlusPlusBaselineSpec(),
         PpoPolicyLossSpec(),
         samples_per_prompt=8,
+    ),
+    "dppo": PolicyGradient(
+        "Masks by divergence instead of clipped ratios (DPPO, arXiv 2602.04879).",
+        GrpoSpec(),
+        DppoPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "sapo": PolicyGradient(
+        "A soft gate in place of the clip (SAPO, arXiv 2511.20347).",
+        GrpoSpec(),
+        SapoPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "gmpo": PolicyGradient(
+        "The geometric mean of a completion's ratios (GMPO, arXiv 2507.20673).",
+        GrpoSpec(),
+        GmpoPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "vespo": PolicyGradient(
+        "Soft weights of whole completions, for old data (VESPO, arXiv 2602.10693).",
+        GrpoSpec(),
+        VespoPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "topr": PolicyGradient(
+        "REINFORCE in which wrong completions fade (TOPR, arXiv 2503.14286).",
+        GrpoSpec(),
+        ToprPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "clip_cov": PolicyGradient(
+        "Some tokens that drain entropy lose their gradient (Clip-Cov, arXiv 2505.22617).",
+        GrpoSpec(),
+        ClipCovPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "kl_cov": PolicyGradient(
+        "Tokens that drain entropy the most are penalised (KL-Cov, arXiv 2505.22617).",
+        GrpoSpec(),
+        KlCovPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "gdpo": PolicyGradient(
+        "Several rewards, normalised apart (GDPO, arXiv 2601.05242).",
+        GdpoSpec(),
+        PpoPolicyLossSpec(aggregation="seq_mean_token_mean"),
+        samples_per_prompt=8,
+    ),
+    "maxrl": PolicyGradient(
+        "Maximum likelihood of being right (MaxRL, arXiv 2602.02710).",
+        MaxRlSpec(),
+        PpoPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "pass_at_k": PolicyGradient(
+        "The best of k completions counts (arXiv 2505.15201).",
+        PassAtKSpec(),
+        PpoPolicyLossSpec(),
+        samples_per_prompt=8,
+    ),
+    "reinforce": PolicyGradient(
+        "REINFORCE with a running mean of rewards as baseline (Williams, 1992).",
+        RunningBaselineSpec(),
+        ReinforcePolicyLossSpec(),
+        samples_per_prompt=1,
     ),
 }
 """By `algorithm.type` of the recipe."""

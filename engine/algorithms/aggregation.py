@@ -9,6 +9,7 @@ Shape letters: B rows, N packed completion tokens, M those of them with loss mas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,6 +40,13 @@ class LossScale:
     weight_sum: float = 0.0
     """Sum over the unmasked tokens of their weights by a correction, where these are divided by
     their mean (`Loss.scale_of` counts it)."""
+    mean_logprob: float = 0.0
+    """Of the unmasked tokens, when sampled; 0 unless the loss completes it (`Loss.completed`)."""
+    mean_advantage: float = 0.0
+    """The same of their advantages."""
+    least_score: float = math.inf
+    """A loss that treats some tokens of the mini-batch in another way scores them: those of this
+    score and above are the ones. Infinite unless the loss completes it."""
 
     @staticmethod
     def of(batch: Experience) -> LossScale:

@@ -79,6 +79,25 @@ class Loss(ABC, Generic[S]):
         """Metrics of a whole mini-batch, of those that its shares add up to."""
         return metrics
 
+    def completed(
+        self, scale: LossScale, part: Experience, gather: Callable[[Any], list[Any]]
+    ) -> LossScale:
+        """Adds what the loss must know of a whole mini-batch, beside its counts.
+
+        For losses whose rule for a token depends on the others, e.g. on their mean. All ranks
+        call it before the passes of a mini-batch, each with its own part.
+
+        Args:
+            scale: Counts over the whole mini-batch.
+            part: This rank's rows, with `columns`.
+            gather: Hands each rank's facts (JSON-able) to every rank, in the order of ranks. A loss
+                that calls it does so on every rank, equally often.
+
+        Returns:
+            The scale, equal on all ranks; as it was, for a loss that needs no more.
+        """
+        return scale
+
     @abstractmethod
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale

@@ -9,6 +9,7 @@ from rolemesh.engine.specs.agents import AgentSpec as AgentSpec
 from rolemesh.engine.specs.agents import HttpAgentSpec as HttpAgentSpec
 from rolemesh.engine.specs.agents import ProgramAgentSpec as ProgramAgentSpec
 from rolemesh.engine.specs.agents import PythonAgentSpec as PythonAgentSpec
+from rolemesh.engine.specs.any_loss import LossSpec as LossSpec
 from rolemesh.engine.specs.base import EstimatorPartSpec as EstimatorPartSpec
 from rolemesh.engine.specs.base import PartSpec as PartSpec
 from rolemesh.engine.specs.base import Spec as Spec
@@ -61,7 +62,6 @@ from rolemesh.engine.specs.losses import Aggregation as Aggregation
 from rolemesh.engine.specs.losses import CispoPolicyLossSpec as CispoPolicyLossSpec
 from rolemesh.engine.specs.losses import DistillationLossSpec as DistillationLossSpec
 from rolemesh.engine.specs.losses import GspoPolicyLossSpec as GspoPolicyLossSpec
-from rolemesh.engine.specs.losses import LossSpec as LossSpec
 from rolemesh.engine.specs.losses import PolicyTermsSpec as PolicyTermsSpec
 from rolemesh.engine.specs.losses import PpoPolicyLossSpec as PpoPolicyLossSpec
 from rolemesh.engine.specs.losses import PpoValueLossSpec as PpoValueLossSpec
@@ -100,6 +100,14 @@ from rolemesh.engine.specs.outside_rewards import SlimeRewardSpec as SlimeReward
 from rolemesh.engine.specs.outside_rewards import outside_source as outside_source
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec as OwnFunctionSpec
 from rolemesh.engine.specs.own_functions import python_form as python_form
+from rolemesh.engine.specs.policy_losses import ClipCovPolicyLossSpec as ClipCovPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import CovariancePolicyLossSpec as CovariancePolicyLossSpec
+from rolemesh.engine.specs.policy_losses import DppoPolicyLossSpec as DppoPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import GmpoPolicyLossSpec as GmpoPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import KlCovPolicyLossSpec as KlCovPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import SapoPolicyLossSpec as SapoPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import ToprPolicyLossSpec as ToprPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import VespoPolicyLossSpec as VespoPolicyLossSpec
 from rolemesh.engine.specs.preferences import BradleyTerryLossSpec as BradleyTerryLossSpec
 from rolemesh.engine.specs.preferences import DpoLossSpec as DpoLossSpec
 from rolemesh.engine.specs.preferences import KtoLossSpec as KtoLossSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,12 +12,6 @@ from rolemesh.engine.specs.base import PartSpec
 from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS, TEACHER_TOP, TEACHER_TOP_IDS
 from rolemesh.engine.specs.off_policy import OffPolicySpec
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
-from rolemesh.engine.specs.preferences import (
-    BradleyTerryLossSpec,
-    DpoLossSpec,
-    KtoLossSpec,
-    SftLossSpec,
-)
 from rolemesh.engine.specs.shaped_rewards import KlForm
 
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm"]
@@ -63,6 +57,9 @@ class PolicyTermsSpec(TemperedLossSpec):
     corrects_itself: ClassVar[bool] = False
     """Whether the loss weighs tokens by their ratio to the weights that sampled, or a function of
     the user decides on that: then neither a recipe nor fast numerics ask for a correction."""
+    compares_with_sampler: ClassVar[bool] = False
+    """Whether its own weights always are ratios to the weights that sampled: a correction would
+    count them twice, and is refused."""
     weighs_now: ClassVar[bool] = False
     """Whether a correction weighs by the policy of each pass: that of a loss without ratios."""
 
@@ -250,20 +247,3 @@ class PpoValueLossSpec(AggregatedLossSpec):
     def columns(self) -> tuple[str, ...]:
         """Values of the estimate, returns and mask."""
         return ("values", "returns", "loss_mask")
-
-
-LossSpec = Annotated[
-    PpoPolicyLossSpec
-    | GspoPolicyLossSpec
-    | CispoPolicyLossSpec
-    | ReinforcePolicyLossSpec
-    | PythonPolicyLossSpec
-    | DistillationLossSpec
-    | PpoValueLossSpec
-    | SftLossSpec
-    | DpoLossSpec
-    | KtoLossSpec
-    | BradleyTerryLossSpec,
-    Field(discriminator="type"),
-]
-"""Every loss: those above, and those on given data (`specs.preferences`)."""

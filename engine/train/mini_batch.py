@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ def accumulate(
 
     (part, passes), facts = prepare_together(prepare, mesh.dp, device)
     passes = with_fillers(passes, part, max(number for number, _ in facts), device)
-    scale = LossScale.total(LossScale(*counts) for _, counts in facts)
+    counts = LossScale.total(LossScale(*counts) for _, counts in facts)
+    scale = loss.completed(counts, part, partial(gather_facts, group=mesh.dp, device=device))
     shares = MetricShares()
     failures: list[str] = []
     kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION

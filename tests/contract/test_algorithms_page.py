@@ -17,7 +17,7 @@ from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES
 from rolemesh.coordinator.recipe import algorithms as algorithm_specs
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
-from rolemesh.engine.specs import EstimatorSpec
+from rolemesh.engine.specs import EstimatorSpec, LossSpec, OwnFunctionSpec, PolicyTermsSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
@@ -27,6 +27,15 @@ ROWS = {
     if line.count("|") == 7 and line.startswith("| `") and "algorithm.type" not in line
     for cells in [[cell.strip() for cell in line[1:-1].split("|")]]
 }
+
+
+LOSS_ROWS = {
+    cells[0].strip("`"): cells
+    for line in PAGE.split("\n## Policy losses\n")[1].split("\n## ")[0].splitlines()
+    if line.startswith("| `") and "policy_loss.type" not in line
+    for cells in [[cell.strip() for cell in line[1:-1].split("|")]]
+}
+"""Of the table of policy losses."""
 
 
 def names_in(cell: str) -> list[str]:
@@ -85,6 +94,20 @@ def test_a_row_names_the_recipes_of_its_algorithm(name: str) -> None:
         stem for stem, path in recipes.items() if load_recipe([path]).algorithm.type == name
     }
     assert set(names_in(ROWS[name][5])) == of_algorithm
+
+
+def test_the_table_of_losses_has_every_policy_loss_and_its_defaults() -> None:
+    specs = {
+        spec.model_fields["type"].default: spec
+        for spec in get_args(get_args(LossSpec)[0])
+        if issubclass(spec, PolicyTermsSpec) and not issubclass(spec, OwnFunctionSpec)
+    }
+    assert LOSS_ROWS.keys() == specs.keys()
+    for name, (_, _, _, defaults) in LOSS_ROWS.items():
+        said = re.findall(r"`(\w+)` ([\w.]+)", defaults)
+        assert said
+        for field, default in said:
+            assert str(specs[name].model_fields[field].default) == default, (name, field)
 
 
 def test_the_sections_of_the_page_are_valid() -> None:

@@ -80,35 +80,20 @@ NUM_LAST_COSTS = 20
 
 SAMPLED: Mapping[str, Mapping[str, Any]] = {
     "ppo": {},
-    **{name: {} for name in POLICY_GRADIENTS},
+    # Several rewards have a test of their own.
+    **{name: {} for name in POLICY_GRADIENTS if name != "gdpo"},
     "dr_grpo": {
         "policy_loss": {
             "type": "ppo_policy", "aggregation": "seq_sum_norm", "norm_length": WORD_LENGTH,
         },
     },
+    "pass_at_k": {"advantages": {"k": 2}},
+    "grpo without equal groups": {"advantages": {"type": "grpo", "zero_variance": "left_out"}},
     "dapo": {},
     "remax": {},
     "online_dpo": {"policy_loss": {"type": "dpo", "beta": 0.05}},
 }  # fmt: skip
 
-ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
-    "maxrl": {"type": "maxrl"},
-    "pass_at_k": {"type": "pass_at_k", "k": 2},
-    "running_baseline": {"type": "running_baseline"},
-    "grpo without equal groups": {"type": "grpo", "zero_variance": "left_out"},
-}
-"""Beside those of the algorithms."""
-
-STEP = '''
-"""GRPO's step with another estimator."""
-
-
-def step(prompts, actor, reward):
-    rollouts = actor.generate(prompts)
-    rollouts |= reward.compute_reward(rollouts)
-    rollouts |= actor.compute_advantages(rollouts, "ESTIMATOR")
-    actor.update(rollouts)
-'''
 
 PREFERENCE: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"type": "dpo"},
@@ -137,8 +122,8 @@ def task(seed: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_algorithm_is_left_out() -> None:
-    others = {"safe_rlhf", "dpo", "kto", "sft", "reward_model"}
-    assert SAMPLED.keys() | others == ALGORITHMS.keys()
+    others = {"gdpo", "safe_rlhf", "on_policy_distillation", "dpo", "kto", "sft", "reward_model"}
+    assert {name.partition(" ")[0] for name in SAMPLED} | others == ALGORITHMS.keys()
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -148,7 +133,7 @@ async def test_rewards_rise_to_the_optimum(
     steps, level = (DAPO_STEPS, DAPO_LEVEL) if name == "dapo" else (STEPS, LEVEL)
     recipe = sampled_recipe(
         task,
-        {"type": name, **SAMPLED[name]},
+        {"type": name.partition(" ")[0], **SAMPLED[name]},
         seed=seed,
         steps=steps,
         worth={LETTERS: 1.0},
@@ -161,31 +146,6 @@ async def test_rewards_rise_to_the_optimum(
     assert max(run.curve("reward/max")) <= 1
 
 
-def with_estimator(advantages: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The section of an algorithm that is GRPO with another estimator."""
-    file = folder / "step.py"
-    file.write_text(STEP.replace("ESTIMATOR", advantages["type"]))
-    return {
-        "type": "custom",
-        "function": f"{file}:step",
-        "advantages": dict(advantages),
-        "policy_loss": {"type": "ppo_policy"},
-    }
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-async def test_rewards_rise_to_the_optimum_with_other_estimators(
-    name: str, seed: int, task: Path, services: dict[str, str], tmp_path: Path
-) -> None:
-    algorithm = with_estimator(ESTIMATORS[name], tmp_path)
-    recipe = sampled_recipe(task, algorithm, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
-    run = await learn(recipe, services, tmp_path / "run")
-    rewards = run.curve("reward/mean")
-    report(name, seed, rewards)
-    assert rewards[0] < FIRST_LEVEL
-    assert run.last("reward/mean", NUM_LAST) >= LEVEL
-
-
 async def test_gdpo_learns_both_of_two_rewards(
     seed: int, task: Path, services: dict[str, str], tmp_path: Path
 ) -> None:
@@ -194,8 +154,7 @@ async def test_gdpo_learns_both_of_two_rewards(
     judge = write_counting_classifier(
         tmp_path / "liked", LIKED, vocab_size=VOCAB_SIZE, scale=100 * row_length / WORD_LENGTH
     )
-    algorithm = with_estimator({"type": "gdpo"}, tmp_path)
-    recipe = sampled_recipe(task, algorithm, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
+    recipe = sampled_recipe(task, {"type": "gdpo"}, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
     liked = {"type": "classifier", "model": model_of(judge)}
     recipe["reward"] = [
         {"source": {"type": "environment"}, "name": "letters"},
@@ -207,6 +166,29 @@ async def test_gdpo_learns_both_of_two_rewards(
         report(f"gdpo {name}", seed, curve)
         assert curve[0] < FIRST_LEVEL
         assert sum(curve[-NUM_LAST:]) / NUM_LAST >= LEVEL
+
+
+@pytest.mark.parametrize("loss", ["ppo_policy", "distillation"])
+async def test_a_policy_learns_from_a_teacher_alone(
+    loss: str, seed: int, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    """The teacher is what GRPO made of the same model. The reward is told and trains nothing."""
+    recipe = sampled_recipe(task, {"type": "grpo"}, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
+    teacher = await learn(recipe, services, tmp_path / "teacher")
+    recipe = sampled_recipe(
+        task,
+        {"type": "on_policy_distillation", "policy_loss": {"type": loss}},
+        seed=seed,
+        steps=STEPS,
+        worth={LETTERS: 1.0},
+    )
+    recipe["teacher"] = {"model": model_of(teacher.model)}
+    run = await learn(recipe, services, tmp_path / "run")
+    rewards, gaps = run.curve("reward/mean"), run.curve("kl/teacher")
+    report(f"on_policy_distillation {loss}", seed, rewards)
+    assert rewards[0] < FIRST_LEVEL
+    assert run.last("reward/mean", NUM_LAST) >= LEVEL
+    assert run.last("kl/teacher", NUM_LAST) < gaps[0] / 4
 
 
 async def safe_run(

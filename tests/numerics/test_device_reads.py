@@ -19,7 +19,10 @@ from rolemesh.engine.specs import (
     BradleyTerryLossSpec,
     CispoPolicyLossSpec,
     ClassifierRewardSpec,
+    ClipCovPolicyLossSpec,
     DpoLossSpec,
+    DppoPolicyLossSpec,
+    GmpoPolicyLossSpec,
     GspoPolicyLossSpec,
     KtoLossSpec,
     LossSpec,
@@ -28,8 +31,10 @@ from rolemesh.engine.specs import (
     OptimizerSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
+    SapoPolicyLossSpec,
     SftLossSpec,
     TokenTruncationSpec,
+    VespoPolicyLossSpec,
 )
 from rolemesh.engine.train.trainer import Trainer
 
@@ -40,6 +45,11 @@ LOSSES: dict[str, LossSpec] = {
     "ppo by rows": PpoPolicyLossSpec(aggregation="seq_mean_token_mean"),
     "gspo": GspoPolicyLossSpec(off_policy=MaskingSpec(level="sequence", normalize="batch")),
     "cispo": CispoPolicyLossSpec(),
+    "dppo": DppoPolicyLossSpec(divergence="kl"),
+    "sapo": SapoPolicyLossSpec(),
+    "gmpo": GmpoPolicyLossSpec(),
+    "vespo": VespoPolicyLossSpec(),
+    "clip-cov": ClipCovPolicyLossSpec(covariance_share=0.2, covariance_low=0.0),
     "values": PpoValueLossSpec(),
     "sft": SftLossSpec(),
     "dpo": DpoLossSpec(log_ratio="mean"),

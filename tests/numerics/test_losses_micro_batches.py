@@ -18,14 +18,21 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_o
 from rolemesh.engine.specs import (
     AggregatedLossSpec,
     CispoPolicyLossSpec,
+    ClipCovPolicyLossSpec,
+    DppoPolicyLossSpec,
     GeometricRejectionSpec,
+    GmpoPolicyLossSpec,
     GspoPolicyLossSpec,
+    KlCovPolicyLossSpec,
     MaskingSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
     ReinforcePolicyLossSpec,
+    SapoPolicyLossSpec,
     SequenceTruncationSpec,
     TokenTruncationSpec,
+    ToprPolicyLossSpec,
+    VespoPolicyLossSpec,
 )
 
 NORM = {"aggregation": "seq_sum_norm", "norm_length": 10}
@@ -57,6 +64,15 @@ SPECS = {
         off_policy=TokenTruncationSpec(cap=1.5, normalize="batch")
     ),
     "reinforce_seq_sum_norm": ReinforcePolicyLossSpec(**NORM),
+    "dppo": DppoPolicyLossSpec(divergence_low=0.5, divergence_high=0.5),
+    "dppo_kl": DppoPolicyLossSpec(divergence="kl", kl_in_loss=0.1),
+    "sapo": SapoPolicyLossSpec(),
+    "gmpo": GmpoPolicyLossSpec(entropy_coefficient=0.1),
+    "gmpo_token_mean": GmpoPolicyLossSpec(aggregation="token_mean"),
+    "vespo": VespoPolicyLossSpec(),
+    "topr": ToprPolicyLossSpec(),
+    "clip_cov": ClipCovPolicyLossSpec(covariance_share=0.2, covariance_low=0.0),
+    "kl_cov": KlCovPolicyLossSpec(covariance_share=0.2),
     "value_token_mean": PpoValueLossSpec(),
     "value_seq_mean_token_sum": PpoValueLossSpec(aggregation="seq_mean_token_sum"),
     "value_seq_mean_token_mean": PpoValueLossSpec(aggregation="seq_mean_token_mean"),
@@ -94,6 +110,7 @@ def accumulate(
     # As ranks do: each counts its own rows.
     parts = (experience.require(loss.columns).select(torch.tensor(rows)) for rows in cut)
     scale = LossScale.total(loss.scale_of(part) for part in parts)
+    scale = loss.completed(scale, experience, lambda facts: [facts])
     parameter = batch.packed("new", dtype).requires_grad_()
     entropy_parameter = batch.packed("entropy", dtype).requires_grad_()
     offsets = offsets_of(torch.tensor([len(mask) for mask in batch.masks])).tolist()

@@ -1,4 +1,7 @@
-"""GSPO, CISPO, REINFORCE and corrected losses: value and gradient against loops over tokens."""
+"""Policy losses: value and gradient against loops over tokens.
+
+What only the losses of 2025 and 2026 promise is in test_losses_policy_rules.py.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,22 @@ from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import (
     Aggregation,
     CispoPolicyLossSpec,
+    ClipCovPolicyLossSpec,
+    DppoPolicyLossSpec,
     GeometricRejectionSpec,
+    GmpoPolicyLossSpec,
     GspoPolicyLossSpec,
+    KlCovPolicyLossSpec,
     MaskingSpec,
     OffPolicySpec,
     PolicyTermsSpec,
     PpoPolicyLossSpec,
     ReinforcePolicyLossSpec,
+    SapoPolicyLossSpec,
     SequenceTruncationSpec,
     TokenTruncationSpec,
+    ToprPolicyLossSpec,
+    VespoPolicyLossSpec,
 )
 
 GRADIENT_TOLERANCE = 1e-8
@@ -83,6 +93,22 @@ SPECS: dict[str, PolicyTermsSpec] = {
     "reinforce_capped_kl": ReinforcePolicyLossSpec(
         off_policy=TokenTruncationSpec(cap=1.2), kl_in_loss=0.1, kl_form="k2"
     ),
+    "dppo_tv": DppoPolicyLossSpec(),
+    "dppo_kl": DppoPolicyLossSpec(divergence="kl", kl_in_loss=0.1, entropy_coefficient=0.02),
+    "dppo_one_sided": DppoPolicyLossSpec(divergence_low=0.05, divergence_high=0.9),
+    "sapo": SapoPolicyLossSpec(),
+    "sapo_steep": SapoPolicyLossSpec(gate_positive=3.0, gate_negative=5.0, kl_in_loss=0.1),
+    "gmpo": GmpoPolicyLossSpec(),
+    "gmpo_narrow": GmpoPolicyLossSpec(clip_low=0.1, clip_high=0.2, entropy_coefficient=0.1),
+    "vespo": VespoPolicyLossSpec(),
+    "vespo_flat": VespoPolicyLossSpec(power_positive=1.0, power_negative=1.0, kl_in_loss=0.1),
+    "topr": ToprPolicyLossSpec(),
+    "clip_cov": ClipCovPolicyLossSpec(covariance_share=0.1, covariance_low=0.2),
+    "clip_cov_all": ClipCovPolicyLossSpec(
+        covariance_share=1.0, covariance_low=-0.1, covariance_high=0.3, kl_in_loss=0.1
+    ),
+    "kl_cov": KlCovPolicyLossSpec(covariance_share=0.2),
+    "kl_cov_one": KlCovPolicyLossSpec(penalty_coefficient=0.3, entropy_coefficient=0.1),
     **{
         f"{name}_{mode}": spec.model_copy(
             update={
@@ -95,6 +121,9 @@ SPECS: dict[str, PolicyTermsSpec] = {
             ("gspo_wide", WIDE),
             ("cispo", CispoPolicyLossSpec()),
             ("reinforce", ReinforcePolicyLossSpec()),
+            ("gmpo", GmpoPolicyLossSpec()),
+            ("vespo", VespoPolicyLossSpec()),
+            ("kl_cov", KlCovPolicyLossSpec(covariance_share=0.2)),
         )
     },
 }
@@ -119,7 +148,8 @@ def run(
     experience = batch.experience(dtype)
     outputs = ModelOutputs(logprobs_N=new, entropy_N=batch.packed("entropy", dtype))
     made = make_loss(spec)
-    loss, metrics = made(outputs, experience, made.scale_of(experience))
+    scale = made.completed(made.scale_of(experience), experience, lambda facts: [facts])
+    loss, metrics = made(outputs, experience, scale)
     loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     numbers = {name: float(number.detach()) for name, number in metrics.items()}
@@ -483,6 +513,8 @@ def test_on_policy_all_losses_have_the_gradient_of_reinforce() -> None:
     batch.columns["proximal_logprobs"] = batch.columns["logprobs"]
     expected = run(batch, ReinforcePolicyLossSpec(aggregation="token_mean"))[1]
     for spec in SPECS.values():
+        if isinstance(spec, ClipCovPolicyLossSpec):
+            continue  # takes the gradient of some tokens, on-policy too
         bare = spec.model_copy(
             update={
                 "aggregation": "token_mean",
