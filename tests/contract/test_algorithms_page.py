@@ -114,7 +114,7 @@ def test_the_sections_of_the_page_are_valid() -> None:
     adapter: Any = TypeAdapter(algorithm_specs.AlgorithmSpec)
     kinds = [adapter.validate_python(yaml.safe_load(text)["algorithm"]).type
              for text in blocks("yaml")]  # fmt: skip
-    assert kinds == ["dr_grpo", "dapo", "custom"]
+    assert kinds == ["dr_grpo", "dapo", "grpo", "custom"]
 
 
 def test_the_handles_of_the_page_exist() -> None:

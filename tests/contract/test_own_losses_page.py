@@ -117,4 +117,6 @@ def test_what_fits_where_is_as_the_page_says() -> None:
             if field in section.model_fields and takes(section, **{**needed, field: own}):
                 names.add(name)
     assert fitting["advantages"] == {*POLICY_GRADIENTS, "dapo", "ppo"}
-    assert fitting["policy_loss"] == {*fitting["advantages"], "safe_rlhf", "remax"}
+    assert fitting["policy_loss"] == {
+        *(*fitting["advantages"], "safe_rlhf", "remax", "on_policy_distillation")
+    }

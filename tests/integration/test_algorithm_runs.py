@@ -49,7 +49,9 @@ def group(name: str, *, with_reference: bool = False, **section: Any) -> Case:
     roles = ("actor", "reference", "reward") if with_reference else ("actor", "reward")
     judged = {*BASE, "rewards", "prompt_ids"}
     if with_reference:
-        section = {**KL, **section}
+        given = section.get("advantages", {})
+        if isinstance(given, dict):
+            section = {**section, "advantages": {**KL["advantages"], **given}}
         judged |= {"logprobs", "reference_logprobs"}
     return Case(
         {"type": name, **SAMPLED, **section},
@@ -60,10 +62,14 @@ def group(name: str, *, with_reference: bool = False, **section: Any) -> Case:
             "actor.Update": POLICY,
             "reward.ComputeReward": {"completion_text", "answer", "metadata", "prompt_text"},
         },
+        rows_per_unit=section.get("sampling", SAMPLED["sampling"])["samples_per_prompt"],
     )
 
 
-NEEDED = {"dr_grpo": {"policy_loss": {"aggregation": "seq_sum_norm", "norm_length": 8}}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"policy_loss": {"aggregation": "seq_sum_norm", "norm_length": 8}},
+    "pass_at_k": {"advantages": {"k": 2}, "sampling": {"samples_per_prompt": 4}},
+}
 """What a recipe has to give of algorithms that have no default for it."""
 PPO_ORDER = (
     "actor.Generate", "critic.ComputeValues", "reference.ComputeLogprobs", "reward.ComputeReward",
@@ -95,11 +101,26 @@ CASES: dict[str, Case] = {
         (SAFE_ORDER[0], "actor.ReadBatch", *SAFE_ORDER[1:]),
         SAFE_READS,
     ),
-    **{name: group(name, **NEEDED.get(name, {})) for name in POLICY_GRADIENTS},
+    **{
+        name: group(name, **NEEDED.get(name, {})) for name in POLICY_GRADIENTS if name != "gdpo"
+    },
     **{
         f"{name} with reference": group(name, with_reference=True, **NEEDED.get(name, {}))
         for name in POLICY_GRADIENTS
+        # These take rewards as they came.
+        if name not in ("gdpo", "maxrl")
     },
+    "gdpo": Case(
+        {"type": "gdpo", **SAMPLED},
+        ("actor", "reward"),
+        GROUP_ORDER,
+        {"actor.ComputeAdvantages": {*BASE, "rewards", "reward/a", "reward/b", "prompt_ids"}},
+        reward={
+            "source": [
+                {"source": {"type": "arithmetic"}, "name": name} for name in ("a", "b")
+            ]
+        },
+    ),
     "grpo with other parts": group("grpo", advantages="rloo", policy_loss="cispo"),
     "grpo with a cap": Case(
         {"type": "grpo", **SAMPLED, "off_policy": {"type": "token_truncation", "cap": 2.0}},
@@ -275,7 +296,7 @@ def test_the_placement_changes_no_call(name: str) -> None:
     shared = strip(asked(case.recipe()))
     assert strip(asked(case.recipe(pools=split_pools(case.roles)))) == shared
     if "sampling" in case.section and case.section["type"] != "dapo":
-        blocks = {"type": "sync", "block_rows": 2}
+        blocks = {"type": "sync", "block_rows": max(2, case.rows_per_unit)}
         together = strip(asked(case.recipe(sampler=blocks)))
         apart = strip(asked(case.recipe(sampler=blocks, pools=split_pools(case.roles))))
         assert together == apart

@@ -66,9 +66,11 @@ class FakeTraining(FakeCore):
             error = statistics.stdev(rows) / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
             passed = {f"pass__{k}": 0.5 for k in request.pass_at}
             column = "costs" if self.role == "cost" else "rewards"
+            sources = self.spec.get("source", {}).get("rewards", ())
+            parts = [one["name"] for one in sources]
             return self.experience(
                 request,
-                {column: rows},
+                {column: rows, **{f"reward/{name}": rows for name in parts}},
                 reward__mean=statistics.fmean(rows),
                 reward__standard_error=error,
                 **passed,

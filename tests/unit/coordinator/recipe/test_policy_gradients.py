@@ -70,9 +70,9 @@ def test_estimators_of_the_same_kind_fit_and_no_others(name: str) -> None:
     every = types_in(EstimatorSpec, object)
     assert {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"} <= GROUP_ESTIMATORS
     fitting = taken(name, "advantages", every)
-    if name == "reinforce_plus_plus":
+    if name in ("reinforce_plus_plus", "reinforce"):
         # It compares no rows, so that a recipe may sample one completion of a prompt.
-        assert name in fitting
+        assert POLICY_GRADIENTS[name].advantages.type in fitting
         assert not fitting & {*GROUP_ESTIMATORS, "gae", "remax", "safe_rlhf"}
     else:
         assert fitting == GROUP_ESTIMATORS
@@ -96,8 +96,8 @@ def test_a_part_that_is_written_begins_with_the_defaults_of_its_type() -> None:
 
 
 def test_remax_takes_its_own_loss_without_a_type_as_well() -> None:
-    given = section("remax", policy_loss={"importance_cap": 3.0})
-    assert (given.policy_loss.type, given.policy_loss.importance_cap) == ("reinforce", 3.0)
+    given = section("remax", policy_loss={"kl_in_loss": 0.5})
+    assert (given.policy_loss.type, given.policy_loss.kl_in_loss) == ("reinforce", 0.5)
     assert given.advantages == RemaxSpec()
 
 
