@@ -299,7 +299,7 @@ def test_without_room_for_a_second_slot_the_first_one_stays(
 ) -> None:
     trainer = new_policy(jobs["policy"].folder)
     slots = slots_of(trainer, tmp_path)
-    num_bytes = slots.plan(dict(trainer.named_weights())).num_bytes
+    num_bytes = slots.plan(trainer._trained_weights()).num_bytes
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={num_bytes * 3}", "tmpfs", str(tmp_path)],
         capture_output=True,
