@@ -17,7 +17,7 @@ from rolemesh.engine.layout.manifest import Box, Piece, WeightLayout, ranges
 from rolemesh.engine.parallel.buckets import unpack
 from rolemesh.engine.parallel.mesh import RankGroup
 
-_ROUND_BYTES = 64 * 2**20
+ROUND_BYTES = 64 * 2**20
 """Matrices of a round, in bytes for each rank: what a rank holds of whole ones at a time. A round
 has at least room for a matrix of the largest size on each rank."""
 
@@ -30,7 +30,7 @@ def rounds_of(sizes: Mapping[str, int], num_ranks: int, item_bytes: int) -> list
         num_ranks: Ranks that share them.
         item_bytes: Bytes of a number.
     """
-    room = num_ranks * max(_ROUND_BYTES, item_bytes * max(sizes.values(), default=0))
+    room = num_ranks * max(ROUND_BYTES, item_bytes * max(sizes.values(), default=0))
     rounds: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():

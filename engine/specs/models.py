@@ -148,7 +148,7 @@ def _chosen_optimizer(given: Any) -> Any:
     kind = given.get("type", "adamw")
     if isinstance(kind, str) and "8bit" in kind.lower().replace("-", "").replace("_", ""):
         raise ValueError(
-            f"optimizer.type is {kind!r}: moments in 8 bits share a scale in blocks of what a rank "
+            f"type is {kind!r}: moments in 8 bits share a scale in blocks of what a rank "
             "holds, so that another layout could not go on with the same numbers; to save memory "
             "give type muon (one moment for a matrix), offload: true, or cut the weights over more "
             "ranks (fsdp)"
@@ -158,8 +158,8 @@ def _chosen_optimizer(given: Any) -> Any:
         if kind in ("adamw", "muon") and owner != kind:
             remedy = f"adamw.{name}, for what is no matrix" if kind == "muon" else "type: muon"
             raise ValueError(
-                f"optimizer.{name} is given, but optimizer.type is {kind!r}, which has no such "
-                f"setting: leave it out, or give {remedy}"
+                f"{name} is given, but type is {kind!r}, which has no such setting: leave it out, "
+                f"or give {remedy}"
             )
     return {"type": "adamw", **given}
 

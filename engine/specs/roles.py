@@ -81,6 +81,7 @@ class ActorSpec(RoleSpec):
 
     model: ModelSpec
     optimizer: AnyOptimizerSpec = OptimizerSpec()
+    """What steps the weights: AdamW, or with type muon Muon for the matrices of the layers."""
     rollout: RolloutSpec | None = None
     """The actor's own sampler; None: it holds none, since a rollout role samples, or none does."""
     data: DataSpec

@@ -348,7 +348,8 @@ def checked_cut(
     if slot.num_bytes != plan.num_bytes:
         raise CutMismatchError(
             f"the cut of step {step} takes {slot.num_bytes} bytes, but the state of this "
-            f"model takes {plan.num_bytes}: restore it with the version that saved it"
+            f"model takes {plan.num_bytes}: restore it with the version, and the type of "
+            "optimizer that saved it"
         )
     return index, slot, header
 

@@ -131,7 +131,7 @@ class Muon(torch.optim.Optimizer):
 
     def _made(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Each matrix of a parameter orthogonalised."""
-        made = torch.empty_like(whole)
+        made = whole.new_empty(whole.shape)
         for first, last in self._matrices[name]:
             rows = first if whole.dim() == 3 else slice(first, last)
             matrix_RC = whole[rows]
