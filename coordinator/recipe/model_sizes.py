@@ -11,7 +11,6 @@ from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.adapter_config import adapted_shape, num_trained
-from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.matrices import num_matrix_parameters
 from rolemesh.engine.model_files import read_header
 from rolemesh.engine.specs import (
@@ -112,7 +111,7 @@ def num_orthogonalised(recipe: Recipe, role: str) -> int:
         config = json.loads((model.path / "config.json").read_text())
         if model.num_layers is not None:
             config["num_hidden_layers"] = model.num_layers
-        return num_matrix_parameters(DecoderShape.from_config(config))
+        return num_matrix_parameters(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
 

@@ -6,6 +6,8 @@ Pure: no torch. Optimizers that orthogonalise ask it (`engine/train/muon.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from rolemesh.engine.layout.adapters import is_factor
 from rolemesh.engine.layout.families import (
@@ -44,8 +46,16 @@ def stacked_rows(shape: DecoderShape, name: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def num_matrix_parameters(shape: DecoderShape) -> int:
-    """Numbers in all matrices of the layers."""
+def num_matrix_parameters(config: Mapping[str, Any]) -> int:
+    """Numbers in all matrices of the layers.
+
+    Args:
+        config: config.json as a dict; num_hidden_layers already cut.
+
+    Raises:
+        UnsupportedFamilyError, ValueError: As `DecoderShape.from_config`.
+    """
+    shape = DecoderShape.from_config(config)
     return sum(
         math.prod(parameter.shape)
         for name, parameter in shape.manifest("float32").items()
