@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rolemesh.engine.cpu_threads import threads_worth
+from rolemesh.engine.cpu_threads import threads_for_each, threads_worth
 from rolemesh.engine.devices import device_of, kind_of
 from rolemesh.engine.layout.boxes import train_layout, whole_layout
 from rolemesh.engine.layout.manifest import WeightLayout
@@ -96,17 +96,21 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         (group,) = self.param_groups
         rate, decay = group["lr"], group["weight_decay"]
-        wanted = self._wanted()
+        weights = list(self._named.values())
+        device = weights[0].device
+        with threads_for_each(weights, device):
+            wanted = self._wanted()
         if self._owners is not None:
             wholes = self._owners.gather(wanted)
             found = self._owners.scatter({name: self._made(name, wholes[name]) for name in wholes})
         else:
             found = {name: self._made(name, wanted[name]) for name in wanted}
-        for name, step in found.items():
-            weight = self._named[name]
-            weight.mul_(1 - rate * decay)
-            for rows, factor in self._stretches[name]:
-                weight[rows].add_(step[rows], alpha=-rate * factor)
+        with threads_for_each(weights, device):
+            for name, step in found.items():
+                weight = self._named[name]
+                weight.mul_(1 - rate * decay)
+                for rows, factor in self._stretches[name]:
+                    weight[rows].add_(step[rows], alpha=-rate * factor)
 
     def _wanted(self) -> dict[str, torch.Tensor]:
         """What is to be orthogonalised, this rank's parts; takes the gradients into the means."""
