@@ -68,12 +68,16 @@ from rolemesh.engine.specs.losses import PpoValueLossSpec as PpoValueLossSpec
 from rolemesh.engine.specs.losses import PythonPolicyLossSpec as PythonPolicyLossSpec
 from rolemesh.engine.specs.losses import ReinforcePolicyLossSpec as ReinforcePolicyLossSpec
 from rolemesh.engine.specs.losses import TemperedLossSpec as TemperedLossSpec
+from rolemesh.engine.specs.models import AdamwMomentsSpec as AdamwMomentsSpec
+from rolemesh.engine.specs.models import AnyOptimizerSpec as AnyOptimizerSpec
 from rolemesh.engine.specs.models import ComputeDtype as ComputeDtype
 from rolemesh.engine.specs.models import GenerateSpec as GenerateSpec
 from rolemesh.engine.specs.models import LayoutSpec as LayoutSpec
 from rolemesh.engine.specs.models import ModelSpec as ModelSpec
+from rolemesh.engine.specs.models import MuonSpec as MuonSpec
 from rolemesh.engine.specs.models import Numerics as Numerics
 from rolemesh.engine.specs.models import OptimizerSpec as OptimizerSpec
+from rolemesh.engine.specs.models import ScheduledSpec as ScheduledSpec
 from rolemesh.engine.specs.named import Named as Named
 from rolemesh.engine.specs.named import NamedKind as NamedKind
 from rolemesh.engine.specs.named import Names as Names

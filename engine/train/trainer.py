@@ -20,7 +20,7 @@ from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringM
 from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs import AnyOptimizerSpec, ClassifierRewardSpec, LossSpec, ModelSpec
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.model_in_training import ModelInTraining, TrainerKind
@@ -71,7 +71,7 @@ class Trainer(ModelInTraining):
     def policy(
         cls,
         model: ModelSpec,
-        optimizer: OptimizerSpec,
+        optimizer: AnyOptimizerSpec,
         *,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,
@@ -83,7 +83,7 @@ class Trainer(ModelInTraining):
     def critic(
         cls,
         model: ModelSpec,
-        optimizer: OptimizerSpec,
+        optimizer: AnyOptimizerSpec,
         *,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,
@@ -95,7 +95,7 @@ class Trainer(ModelInTraining):
     def reward(
         cls,
         source: ClassifierRewardSpec,
-        optimizer: OptimizerSpec,
+        optimizer: AnyOptimizerSpec,
         *,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,

@@ -191,6 +191,17 @@ async def test_a_policy_learns_from_a_teacher_alone(
     assert run.last("kl/teacher", NUM_LAST) < gaps[0] / 4
 
 
+async def test_muon_comes_to_the_optimum_with_the_rate_of_adamw(
+    seed: int, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = sampled_recipe(task, {"type": "grpo"}, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
+    recipe["actor"]["optimizer"] = {"type": "muon", **recipe["actor"]["optimizer"]}
+    run = await learn(recipe, services, tmp_path / "run")
+    report("grpo, muon", seed, run.curve("reward/mean"))
+    assert run.curve("reward/mean")[0] < FIRST_LEVEL
+    assert run.last("reward/mean", NUM_LAST) >= LEVEL
+
+
 async def safe_run(
     limit: float, seed: int, task: Path, services: dict[str, str], tmp_path: Path
 ) -> LearnedRun:

@@ -152,3 +152,13 @@ def test_bad_arguments_are_refused() -> None:
         of_openrlhf("--n_samples_per_prompt 1 --advantage_estimator rloo")
     with pytest.raises(ImportedError, match=r"--algo\.advantage\.estimator is 'flash_reinforce'"):
         of_openrlhf("--algo.advantage.estimator flash_reinforce")
+
+
+def test_muon_takes_adamws_rate_and_its_own_momentum() -> None:
+    flags = "--actor.optim muon --actor.adam.lr 2e-6 --actor.muon.momentum 0.9 --actor.muon.lr 0.01"
+    imported = of_openrlhf(f"{NEW} {flags}")
+    made = recipe_of(imported).actor.optimizer
+    assert (made.type, made.learning_rate, made.momentum) == ("muon", 2e-6, 0.9)
+    assert "adamw" in tree_of(imported)["actor"]["optimizer"]
+    with_adapter = recipe_of(of_openrlhf(f"{NEW} {flags} --ds.lora.rank 8"))
+    assert with_adapter.actor.optimizer.type == "adamw"
