@@ -140,7 +140,8 @@ class Collector:
             }
             if own:
                 sizes = [len(values) for values in own.values()]
-                flat |= zip(own, torch.cat([*own.values()]).cpu().split(sizes), strict=True)
+                parts = torch.split(torch.cat([*own.values()]).cpu(), sizes)
+                flat |= zip(own, parts, strict=True)
         columns = {
             name: self._column(flat.get(name), width) for name, width in self._widths.items()
         }
