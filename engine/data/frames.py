@@ -121,10 +121,17 @@ class Frames:
     def _frame(self, roles: Sequence[str], contents: Sequence[str]) -> str | None:
         """Text with a %s for each content, tried on the contents of a row; None: not proven."""
         marks = [f"<content {number} 5e1c>" for number in range(len(roles))]
+        turns = [
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=True)
+        ]
         try:
             text = self._rendered(roles, [_Content(mark) for mark in marks])
+            rendered = self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False
+            )
         except Exception:
-            # Of any kind: rendering the row itself tells what is wrong with it, if anything is.
+            # Of any kind: rendering the row by itself tells what is wrong with it, if anything is.
             return None
         frame = text.replace("%", "%%")
         at = 0
@@ -134,13 +141,6 @@ class Frames:
                 return None
             at = frame.index(mark)
             frame = frame.replace(mark, "%s")
-        turns = [
-            {"role": role, "content": content}
-            for role, content in zip(roles, contents, strict=True)
-        ]
-        rendered = self._tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=False
-        )
         # Another version of the transformers library may give the template other variables.
         return frame if frame % tuple(contents) == rendered else None
 
@@ -207,10 +207,10 @@ def _is_strict(node: nodes.Node) -> bool:
     return type(node) in _NODES
 
 
-def _trimmed(value: Any, chars: str | None = None) -> str:
-    """Jinja's filter trim, which leaves a content as it is; see `_Content`."""
-    if not isinstance(value, _Unknown):
-        return filters.do_trim(value, chars)
-    if type(value) is not _Content or chars is not None:
+def _trimmed(value: Any) -> str:
+    """Jinja's filter trim of white space, which leaves a content as it is; see `_Content`."""
+    if type(value) is _Content:
+        return value
+    if isinstance(value, _Unknown):
         raise _LookedAtError
-    return value
+    return filters.do_trim(value)

@@ -45,7 +45,7 @@ class DataInvalidError(ValueError):
 class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the data set: a prompt with other given fields, or a bare text.
 
-    Not a dataclass: data has millions of them, and making one would take twenty times as long.
+    Not a dataclass: data has millions of them, and making one would take fifteen times as long.
     """
 
     messages: Sequence[Message]
