@@ -103,5 +103,5 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Rows of a tensor of any shape, as views of SWAP_BYTES at most, or one row each."""
     if not tensor.numel():
         return ()
-    rows = torch.atleast_1d(tensor)
-    return rows.split(max(1, SWAP_BYTES // rows[:1].nbytes))
+    rows = tensor[None] if tensor.dim() == 0 else tensor
+    return torch.split(rows, max(1, SWAP_BYTES // rows[:1].nbytes))
