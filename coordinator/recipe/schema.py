@@ -28,6 +28,7 @@ from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.replicas import check_replicas
 from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
+from rolemesh.coordinator.recipe.served_by_actor import check_served_by_actor, served_by_actor
 from rolemesh.coordinator.recipe.server_samplers import check_server_samplers
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
@@ -185,10 +186,7 @@ class Recipe(Spec):
         A reference without a model is the actor's base, which scores with the adapter off; a
         teacher may be the policy itself.
         """
-        is_base = self.reference is not None and self.reference.model is None
-        is_own = self.teacher is not None and self.teacher.of is not None
-        known = {"reference": is_base, "teacher": is_own}
-        return frozenset(role for role, is_served in known.items() if is_served)
+        return served_by_actor(self)
 
     @property
     def self_teacher(self) -> SelfTeacherSpec | None:
@@ -223,25 +221,7 @@ class Recipe(Spec):
 
     @model_validator(mode="after")
     def _check_served_by_actor(self) -> Self:
-        # An address in services.reference is not used then, like that of any role without a
-        # section: a mesh of containers has a service for each.
-        if "reference" in self.served_by_actor and (
-            self.actor is None or self.actor.model.adapter is None
-        ):
-            raise ValueError(
-                "reference.model is missing: give {path: FOLDER}, or give actor.model.adapter, "
-                "whose base is the reference then"
-            )
-        if "teacher" in self.served_by_actor and self.actor is None:
-            raise ValueError(
-                "teacher.of is 'actor', but the recipe has no section actor: add one, or give "
-                "teacher.model"
-            )
-        if self.actor is not None and self.actor.teacher is not None:
-            raise ValueError(
-                "actor.teacher is given, which a run says by itself: write it as the section "
-                "teacher, with of: actor"
-            )
+        check_served_by_actor(self)
         return self
 
     @model_validator(mode="after")
