@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,6 +27,7 @@ from rolemesh.engine.specs.models import (
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
 from rolemesh.engine.specs.rollout import RolloutSpec
+from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec, TeacherPromptSpec
 
 
 class RoleSpec(Spec):
@@ -96,6 +97,9 @@ class ActorSpec(RoleSpec):
     own_functions: Mapping[str, OwnFunctionSpec] = Field(default_factory=dict)
     """Functions of yours that losses and estimators may be, by names of your choice for messages:
     for clients that make their own steps. A run adds those of its section algorithm."""
+    teacher: SelfTeacherSpec | None = None
+    """What it does where it is asked as its own teacher: for clients that make their own steps. A
+    run says it of its section teacher; leave it out of a recipe."""
     train: LayoutSpec = LayoutSpec()
     """Layout of training and scoring."""
     generate: GenerateSpec = GenerateSpec()
@@ -223,12 +227,49 @@ class ReferenceSpec(RoleSpec):
 
 
 class TeacherSpec(RoleSpec):
-    """The teacher: a frozen policy that the trained one is drawn to."""
+    """The teacher: a frozen policy that the trained one is drawn to, or that one itself."""
 
-    model: ModelSpec
+    model: ModelSpec | None = None
     """The policy, with the same vocabulary as the actor's."""
+    of: Literal["actor"] | None = None
+    """The role that is the teacher: the policy itself, which the actor scores; then there is no
+    service of the role. None: the model is."""
+    average: float | None = Field(default=None, gt=0, lt=1)
+    """With `of`: the teacher is the policy's own moving average (SDFT, arXiv 2601.19897; SDPO,
+    arXiv 2601.20802), of which an optimizer step leaves this part: average = a * average + (1 - a)
+    * weights. None: the policy as it is now."""
+    prompt: TeacherPromptSpec | None = None
+    """What the teacher is told in the place of what the student was; None: the same."""
     layout: LayoutSpec = LayoutSpec()
     """How the model is spread over ranks."""
+
+    @model_validator(mode="after")
+    def _check_of(self) -> Self:
+        if self.of is None:
+            if self.average is not None:
+                raise ValueError(
+                    f"average is {self.average}, but this teacher is a model of its own, which "
+                    "does not change: leave it out, or set of to 'actor' and leave model out"
+                )
+            if self.model is None:
+                raise ValueError(
+                    "model is missing: give {path: FOLDER}, or of: actor, and the policy is its "
+                    "own teacher"
+                )
+            return self
+        for name in ("model", "layout", "numerics"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is given, but of is {self.of!r}: the actor scores with its own "
+                    f"model, layout and numerics; leave {name} out, or of"
+                )
+        return self
+
+    def as_actor(self) -> SelfTeacherSpec | None:
+        """What the actor is told where it is the teacher; None where there is nothing to tell."""
+        if self.of is None or (self.average is None and self.prompt is None):
+            return None
+        return SelfTeacherSpec(average=self.average, prompt=self.prompt)
 
     def rank_layout(self) -> HybridLayout:
         """The layout as rank arithmetic."""
