@@ -133,7 +133,7 @@ class StepContext:
     """Evaluation has nodes and operations of its own, so that training's stay the same, and its
     updates compute losses alone."""
     may_drop: frozenset[str] = frozenset()
-    """Roles that judge and may leave rows out of the step."""
+    """Roles that may leave rows out of the step."""
     is_reference_base: bool = False
     """Whether the actor is the reference, with its adapter off."""
     policy_updates: list[CallFuture] = field(default_factory=list)

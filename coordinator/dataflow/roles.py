@@ -340,15 +340,24 @@ def _compute_logprobs(
     top_k: int = 0,
 ) -> ExperienceFuture:
     temperature = handle.context.parts.policy_loss.logprob_temperature
+    needs, makes = _dropping(handle)
     return handle.infer(
         # Named apart from what an actor scores with its adapter.
         "compute_reference_logprobs" if of_base else "compute_logprobs",
         lambda client, key, ref, told: client.compute_logprobs(
             key, ref, column, temperature=temperature, without_adapter=of_base, top_k=top_k
         ).result(told),
-        experience.select(INPUT_COLUMNS),
-        (column, *((f"{column}_top_ids", f"{column}_top") if top_k else ())),
+        experience.select((*INPUT_COLUMNS, *needs), uses=(IS_JUDGED,) if needs else ()),
+        (column, *((f"{column}_top_ids", f"{column}_top") if top_k else ()), *makes),
     )
+
+
+def _dropping(handle: RoleHandle) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Columns that a role reads and makes besides, where it may leave rows out of the step."""
+    if handle.role not in handle.context.may_drop:
+        return (), ()
+    # A row that is left out loses its mask, and so its part in every update.
+    return ("prompt_ids", "loss_mask"), (IS_JUDGED, "loss_mask")
 
 
 def _part(spec: Any) -> trainer_pb2.AlgorithmPart:
@@ -362,21 +371,16 @@ class _JudgingRole(_TrainedRole):
     def _judge(
         self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
     ) -> ExperienceFuture:
-        needs: tuple[str, ...] = TRAJECTORY_COLUMNS
-        produces: tuple[str, ...] = (column,)
-        if self.role in self.context.may_drop:
-            # A row that is left out loses its mask, and so its part in every update.
-            needs = (*needs, "prompt_ids", "loss_mask")
-            produces = (*produces, IS_JUDGED, "loss_mask")
+        needs, makes = _dropping(self)
         uses = (ENVIRONMENT_REWARDS, "prompt_ids", IS_JUDGED)
-        reads = experience.select(needs, uses=uses)
+        reads = experience.select((*TRAJECTORY_COLUMNS, *needs), uses=uses)
         return self.infer(
             method,
             lambda client, key, ref, told: client.compute_reward(key, ref, pass_at=pass_at).result(
                 told
             ),
             reads,
-            produces,
+            (column, *makes),
         )
 
 

@@ -130,3 +130,5 @@ from rolemesh.engine.specs.rollout import VllmSpec as VllmSpec
 from rolemesh.engine.specs.selection import PairedSpec as PairedSpec
 from rolemesh.engine.specs.selection import RewardSpreadSpec as RewardSpreadSpec
 from rolemesh.engine.specs.selection import SelectionSpec as SelectionSpec
+from rolemesh.engine.specs.servers import ServersSpec as ServersSpec
+from rolemesh.engine.specs.teachers import TeacherServerSpec as TeacherServerSpec

@@ -25,6 +25,7 @@ from rolemesh.engine.specs.models import (
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
 from rolemesh.engine.specs.rollout import RolloutSpec
+from rolemesh.engine.specs.teachers import TeacherServerSpec
 
 
 class RoleSpec(Spec):
@@ -212,10 +213,27 @@ class ReferenceSpec(RoleSpec):
 class TeacherSpec(RoleSpec):
     """The teacher: a frozen policy that the trained one is drawn to."""
 
-    model: ModelSpec
-    """The policy, with the same vocabulary as the actor's."""
+    model: ModelSpec | None = None
+    """The policy, with the same vocabulary as the actor's. None: servers hold it."""
+    server: TeacherServerSpec | None = None
+    """Servers that hold the policy, in place of model; the service then asks them."""
     layout: LayoutSpec = LayoutSpec()
     """How the model is spread over ranks."""
+
+    @model_validator(mode="after")
+    def _check_holder(self) -> Self:
+        if (self.model is None) == (self.server is None):
+            given = "neither model nor server is" if self.model is None else "both are"
+            raise ValueError(
+                f"{given} given: give model, e.g. {{path: FOLDER}}, or server, e.g. "
+                "{urls: [http://HOST:8000], model: NAME}"
+            )
+        if self.server is not None and self.layout.layout().world_size > 1:
+            raise ValueError(
+                f"layout has {self.layout.layout().world_size} ranks, but the servers hold the "
+                "model: leave layout out, and give vllm serve --tensor-parallel-size"
+            )
+        return self
 
     def rank_layout(self) -> HybridLayout:
         """The layout as rank arithmetic."""
