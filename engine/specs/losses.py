@@ -206,9 +206,7 @@ class DistillationLossSpec(TemperedLossSpec):
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
-        # Not by model_fields_set: a loss travels with all of its fields.
-        is_given = self.mixture != type(self).model_fields["mixture"].default
-        if is_given and self.divergence != "jensen_shannon":
+        if "mixture" in self.model_fields_set and self.divergence != "jensen_shannon":
             raise ValueError(
                 f"mixture is {self.mixture} with divergence {self.divergence!r}, which mixes "
                 "nothing: leave it out, or take divergence 'jensen_shannon'"

@@ -112,7 +112,7 @@ def test_rows_have_the_numbers_of_the_servers_in_the_columns_of_the_contract(
 
 
 def test_without_top_k_the_likeliest_are_not_told(server: FakeTeacher) -> None:
-    found = scored(spec_of(server, model="adapted"), top_k=0).columns
+    found = scored(spec_of(server), top_k=0).columns
     assert list(found.columns) == ["taught"]
     whole = scored(spec_of(server)).columns
     assert torch.equal(found["taught"].values, whole["taught"].values)
@@ -242,7 +242,17 @@ def refusal(spec: TeacherServerSpec) -> str:
 def test_a_model_that_is_not_there_is_named_with_those_that_are(server: FakeTeacher) -> None:
     told = refusal(spec_of(server, model="other"))
     assert "serves no model 'other'" in told
-    assert f"['adapted', '{NAME}']" in told
+    assert f"['{NAME}']" in told
+
+
+def test_a_server_of_adapters_is_asked_for_one_row_at_a_time(server: FakeTeacher) -> None:
+    server.has_adapter = True
+    for model in (NAME, "adapted"):
+        told = refusal(spec_of(server, model=model))
+        assert "teacher.server.max_num_seqs to 1" in told
+        found = scored(spec_of(server, model=model, max_num_seqs=1))
+        check_rows(server, found.columns, list(range(8)))
+        assert server.most_in_flight == 1
 
 
 def test_numbers_that_are_no_log_probs_are_seen_at_the_start(server: FakeTeacher) -> None:

@@ -35,13 +35,15 @@ class FakeTeacher(FakeVllm):
         """What /tokenize answers; None: there is no such route."""
         self.fault_of: Callable[[list[int]], Any] = lambda row: None
         """The fault of a row, where `faults` has none left."""
+        self.has_adapter = False
         self.rows: list[list[int]] = []
         """Rows that were asked for, probes left out."""
 
     async def _plain(self, method: str, route: str, query: str, body: Any) -> Any:
         if route == "/v1/models":
             base = {"id": NAME, "max_model_len": self.max_model_len}
-            return {"data": [base, {"id": "adapted", "parent": NAME}]}
+            adapter = {"id": "adapted", "parent": NAME}
+            return {"data": [base, adapter] if self.has_adapter else [base]}
         if route == "/tokenize" and self.tokenize is not None:
             assert not body["add_special_tokens"]
             return {"tokens": self.tokenize(body["prompt"])}

@@ -96,6 +96,8 @@ class ServedTeacher:
     A server is checked when it is asked first, and again after it was unreachable:
 
     - It serves a model of the name, and gives log-probs.
+    - It serves no adapters, or is asked for one row at a time. vLLM 0.32 takes the adapters of a
+      step's requests, one each, for those of all tokens that it scores: on a CPU the engine ends.
     - Where the policy's tokens are known: it has all of them, and makes the same tokens of a few
       texts, if it has a route that says so.
 
@@ -173,6 +175,13 @@ class ServedTeacher:
             raise ServerUnfitError(
                 f"{server.url} serves no model {self._spec.model!r}: give {_FIELD}.model one of "
                 f"{sorted(map(str, cards))}"
+            )
+        adapters = [name for name, one in cards.items() if one.get("parent")]
+        if adapters and self._spec.max_num_seqs > 1:
+            raise ServerUnfitError(
+                f"{server.url} serves the adapter {adapters[0]!r}, and vLLM 0.32 fails where it "
+                "may serve adapters and scores several rows at once: start it without "
+                f"--enable-lora, or set {_FIELD}.max_num_seqs to 1"
             )
         # An adapter's own card may leave it out.
         lengths = (one.get("max_model_len") for one in (card, cards.get(card.get("parent"), {})))
