@@ -27,6 +27,7 @@ GENERATOR_INSTALLED := $(GENERATOR)/.installed-$(shell echo "$(GENERATOR_PINS)" 
 
 MODEL := .models/SmolLM2-135M-Instruct
 JUDGE := .models/form-judge
+TEACHER := runs/teacher
 SUMS := .data/sums
 # Those against a peer need an environment of their own: bench-peers makes it and runs them.
 AGAINST_PEERS = $(sort $(wildcard tests/benchmarks/*_against_trl.py))
@@ -41,8 +42,6 @@ TRACKERS_INSTALLED := $(TRACKERS)/.installed-$(shell (cat pyproject.toml; pwd) |
 	| cut -c1-16)
 
 CLIENTS := .venv-clients
-CLIENTS_INSTALLED := $(CLIENTS)/.installed-$(shell cat tests/clients/install.sh \
-	tests/clients/requirements/*.txt | sha256sum | cut -c1-16)
 
 # Triton for its interpreter: apart, since it is 700 MB that no run on a CPU needs, and vLLM takes
 # another way where it finds it. The version that goes with our torch, as the lock of GPUs says.
@@ -64,7 +63,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup tools model judge sums quickstart system-packages test test-slow fuzz test-gpu \
+.PHONY: help setup tools model judge teacher sums quickstart system-packages test test-slow fuzz test-gpu \
 	gpu-minutes gpu-wheels test-kernels test-trackers test-clients images sbom audit \
 	test-containers format \
 	lint type protos protos-check sdk bench bench-peers check check-slow lock \
@@ -98,6 +97,9 @@ judge: model ## the classifier recipe's reward model, trained here in minutes; n
 
 sums: setup ## given answers to sums, for the recipes that learn from data
 	$(BIN)/python -m rolemesh.quickstart.sum_examples --out $(SUMS)
+
+teacher: model ## the teacher of recipes/distillation.yaml: the model that the quickstart ends with; minutes, or nothing when it is there
+	@[ -e $(TEACHER)/model/config.json ] || $(BIN)/rolemesh train recipes/quickstart-ppo.yaml --out $(TEACHER)
 
 quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
 	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)
@@ -163,11 +165,10 @@ $(TRACKERS_INSTALLED):
 test-trackers: $(TRACKERS_INSTALLED) ## the packages of trackers, in an environment of their own
 	$(TRACKERS)/bin/python -m pytest tests/trackers $(ARGS)
 
-$(CLIENTS_INSTALLED):
-	tests/clients/install.sh "$(BASE_PYTHON)" $(CLIENTS)
-	@touch $@
-
-test-clients: model tools $(CLIENTS_INSTALLED) ## other people's clients against our endpoint, unmodified; each in its environment
+# Environments that are there already are left as they are. NEWER_PYTHON is for NeMo-Gym's, where
+# none is found.
+test-clients: model tools ## other people's clients against our endpoint, unmodified; each in its environment; NEWER_PYTHON=python3.12
+	NEWER_PYTHON="$(NEWER_PYTHON)" tests/clients/install.sh "$(BASE_PYTHON)" $(CLIENTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 images: ## build the containers' images and name them in .env; DEVICE=gpu BUILD_FLAGS='--network=host'

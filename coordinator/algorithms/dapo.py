@@ -10,5 +10,5 @@ def dapo(
 ) -> None:
     """One step: sample until enough groups have something to teach, compare, train the actor."""
     rollouts = actor.generate_selected(prompts, judge=reward.compute_reward)
-    rollouts |= actor.compute_advantages(rollouts, "grpo")
+    rollouts |= actor.compute_advantages(rollouts)
     actor.update(rollouts)

@@ -8,29 +8,22 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rolemesh.coordinator.algorithms.cispo import cispo
 from rolemesh.coordinator.algorithms.dapo import dapo
 from rolemesh.coordinator.algorithms.dpo import dpo
-from rolemesh.coordinator.algorithms.dr_grpo import dr_grpo
-from rolemesh.coordinator.algorithms.grpo import grpo
-from rolemesh.coordinator.algorithms.gspo import gspo
 from rolemesh.coordinator.algorithms.kto import kto
 from rolemesh.coordinator.algorithms.on_policy_distillation import on_policy_distillation
 from rolemesh.coordinator.algorithms.online_dpo import online_dpo
+from rolemesh.coordinator.algorithms.policy_gradient import policy_gradient
 from rolemesh.coordinator.algorithms.ppo import ppo
-from rolemesh.coordinator.algorithms.reinforce_plus_plus import reinforce_plus_plus
-from rolemesh.coordinator.algorithms.reinforce_plus_plus_baseline import (
-    reinforce_plus_plus_baseline,
-)
 from rolemesh.coordinator.algorithms.remax import remax
 from rolemesh.coordinator.algorithms.reward_model import reward_model
-from rolemesh.coordinator.algorithms.rloo import rloo
 from rolemesh.coordinator.algorithms.safe_rlhf import safe_rlhf
 from rolemesh.coordinator.algorithms.sft import sft
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import ColumnMissingError
 from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES, PromptBatch, StepContext
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, CustomSpec, ExternalSpec
+from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import PartSpec, Spec
 from rolemesh.engine.user_code import load_offered
@@ -38,26 +31,14 @@ from rolemesh.engine.user_code import load_offered
 Algorithm = Callable[..., None]
 
 ALGORITHMS: Mapping[str, Algorithm] = {
-    algorithm.__name__: algorithm
-    for algorithm in (
-        ppo,
-        grpo,
-        dr_grpo,
-        dapo,
-        gspo,
-        cispo,
-        rloo,
-        reinforce_plus_plus,
-        reinforce_plus_plus_baseline,
-        remax,
-        safe_rlhf,
-        on_policy_distillation,
-        online_dpo,
-        dpo,
-        kto,
-        sft,
-        reward_model,
-    )
+    **dict.fromkeys(POLICY_GRADIENTS, policy_gradient),
+    **{
+        algorithm.__name__: algorithm
+        for algorithm in (
+            *(ppo, safe_rlhf, dapo, remax, on_policy_distillation, online_dpo),
+            *(dpo, kto, sft, reward_model),
+        )
+    },
 }
 """By `algorithm.type` of the recipe."""
 
@@ -82,6 +63,11 @@ class Roles:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     """Those whose parameter may be None: used where the recipe has them."""
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.required, *self.optional)
 
 
 def roles_of(algorithm: Algorithm) -> Roles:
@@ -137,12 +123,22 @@ def roles_in(recipe: Recipe) -> tuple[str, ...]:
         return recipe.roles
     wanted = roles_of(algorithm_of(recipe))
     for role in wanted.required:
-        recipe.section(role)
-    # Without a service, where another role does its work.
-    used = [role for role in (*wanted.required, *wanted.optional) if role in recipe.roles]
+        recipe.section(_played_by(role, recipe))
+    # Without a service, where the actor does its work.
+    asked = dict.fromkeys(_played_by(role, recipe) for role in wanted.every)
+    used = [role for role in asked if role in recipe.roles]
     if "actor" in used and recipe.rollout is not None:
         used.append("rollout")
     return tuple(used)
+
+
+def _played_by(role: str, recipe: Recipe) -> str:
+    """The role itself; of a reference that the recipe does not have, its teacher.
+
+    The KL is then taken to the teacher, and pulls where it would hold.
+    """
+    is_teacher = role == "reference" and recipe.reference is None and recipe.teacher is not None
+    return "teacher" if is_teacher else role
 
 
 def unused_roles(recipe: Recipe) -> tuple[str, ...]:
@@ -191,15 +187,16 @@ def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext)
         RunError: It asks for something that the mesh or the recipe does not have.
     """
     wanted = roles_of(algorithm)
+    # One function of ours may be of several types, and functions of users are of one.
+    is_own = isinstance(context.algorithm, CustomSpec)
+    name = algorithm.__name__ if is_own else context.parts.fields["type"]
     handles = {
-        role: ROLE_HANDLES[role](context)
-        for role in (*wanted.required, *wanted.optional)
-        if context.services_of(role)
+        role: ROLE_HANDLES[role](context) for role in wanted.every if context.services_of(role)
     }
     try:
         algorithm(prompts, **handles)
     except ColumnMissingError as error:
         reason = _lacking_role(error.column, wanted, context) or str(error)
-        raise RunError(f"algorithm {algorithm.__name__!r} cannot be run: {reason}") from error
+        raise RunError(f"algorithm {name!r} cannot be run: {reason}") from error
     except ValueError as error:
-        raise RunError(f"algorithm {algorithm.__name__!r} cannot be run: {error}") from error
+        raise RunError(f"algorithm {name!r} cannot be run: {error}") from error

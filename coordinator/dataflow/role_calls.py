@@ -134,6 +134,8 @@ class StepContext:
     updates compute losses alone."""
     may_drop: frozenset[str] = frozenset()
     """Roles that may leave rows out of the step."""
+    reward_columns: tuple[str, ...] = ()
+    """Columns with the rewards of one source each, which the reward role makes besides."""
     is_reference_base: bool = False
     """Whether the actor is the reference, with its adapter off."""
     policy_updates: list[CallFuture] = field(default_factory=list)
@@ -145,7 +147,11 @@ class StepContext:
         """Services of the role that take part; none where it has none."""
         if role == "reference" and self.is_reference_base:
             role = "actor"
-        return [name for name, known in self.connections.items() if known.role == role]
+        found = [name for name, known in self.connections.items() if known.role == role]
+        if role == "reference" and not found:
+            # The KL is taken to the teacher then.
+            return self.services_of("teacher")
+        return found
 
     @property
     def parts(self) -> AlgorithmParts:

@@ -70,7 +70,8 @@ class _TrainedRole(RoleHandle):
         pretraining: ExperienceFuture | None = None,
     ) -> CallFuture:
         algorithm = self.context.algorithm
-        reads = experience.select((*INPUT_COLUMNS, *loss.columns()))
+        needs = (*INPUT_COLUMNS, *loss.columns())
+        reads = experience.select(needs, uses=loss.optional_columns())
         if self.context.is_evaluation:
             return self._compute_loss(reads, loss)
         self.context.trained_on.append(experience)
@@ -224,7 +225,7 @@ class ActorHandle(_TrainedRole):
     def compute_advantages(
         self,
         experience: ExperienceFuture,
-        estimator: str,
+        estimator: str | None = None,
         *,
         baseline: ExperienceFuture | None = None,
     ) -> ExperienceFuture:
@@ -232,14 +233,15 @@ class ActorHandle(_TrainedRole):
 
         Args:
             experience: With rewards, and what the estimator reads besides.
-            estimator: Its name, e.g. "gae"; its parameters are the recipe's.
+            estimator: Its name, e.g. "gae"; its parameters are the recipe's. None: the recipe
+                names it, too.
             baseline: Trajectories to compare with, for an estimator that does.
 
         Raises:
             ValueError: The recipe's estimator is another one.
         """
         spec = self.context.parts.advantages
-        if spec.type != estimator and not isinstance(spec, OwnFunctionSpec):
+        if estimator not in (None, spec.type) and not isinstance(spec, OwnFunctionSpec):
             raise ValueError(
                 f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
                 f" is {spec.type!r}: correct the recipe or the algorithm"
@@ -247,7 +249,7 @@ class ActorHandle(_TrainedRole):
         if (baseline is None) != (not spec.baseline_columns()):
             has = "compares with no" if baseline is not None else "compares with a second"
             raise ValueError(
-                f"the estimator {estimator!r} {has} experience: call it "
+                f"the estimator {spec.type!r} {has} experience: call it "
                 f"{'without' if baseline is not None else 'with'} baseline"
             )
         compared = None if baseline is None else baseline.select(spec.baseline_columns())
@@ -354,7 +356,7 @@ def _compute_logprobs(
 
 def _dropping(handle: RoleHandle) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Columns that a role reads and makes besides, where it may leave rows out of the step."""
-    if handle.role not in handle.context.may_drop:
+    if handle.connection.role not in handle.context.may_drop:
         return (), ()
     # A row that is left out loses its mask, and so its part in every update.
     return ("prompt_ids", "loss_mask"), (IS_JUDGED, "loss_mask")
@@ -372,6 +374,8 @@ class _JudgingRole(_TrainedRole):
         self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
     ) -> ExperienceFuture:
         needs, makes = _dropping(self)
+        # The parts of a cost have no reader, and would have the names of the reward's.
+        parts = self.context.reward_columns if self.role == RewardHandle.role else ()
         uses = (ENVIRONMENT_REWARDS, "prompt_ids", IS_JUDGED)
         reads = experience.select((*TRAJECTORY_COLUMNS, *needs), uses=uses)
         return self.infer(
@@ -380,7 +384,7 @@ class _JudgingRole(_TrainedRole):
                 told
             ),
             reads,
-            (column, *makes),
+            (column, *parts, *makes),
         )
 
 

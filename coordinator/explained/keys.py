@@ -1,14 +1,9 @@
-"""Keys of a recipe with type, default, unit and explanation, read from the schema and its source.
-
-Docstrings of fields are no attributes of a class, so they are read from the source, once a module.
-"""
+"""Keys of a recipe with type, default, unit and explanation, read from the schema."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -104,33 +99,12 @@ def _key(section: type[BaseModel], name: str, field: FieldInfo) -> Key:
 
 
 def _field_text(section: type[BaseModel], name: str) -> str:
+    """The docstring of a field; that of a base where the section only gives another default."""
     for base in section.__mro__:
-        if inspect.isclass(base) and issubclass(base, BaseModel) and base is not BaseModel:
-            text = _texts_of_module(base.__module__).get((base.__name__, name))
-            if text is not None:
-                return text
+        field = base.model_fields.get(name) if issubclass(base, BaseModel) else None
+        if field is not None and field.description:
+            return field.description
     return ""
-
-
-@cache
-def _texts_of_module(module: str) -> Mapping[tuple[str, str], str]:
-    """Docstrings of fields, by class and field."""
-    if module.startswith("pydantic"):
-        return {}
-    texts = {}
-    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, after in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-                and isinstance(after.value.value, str)
-            ):
-                texts[node.name, field.target.id] = after.value.value
-    return texts
 
 
 def _default_text(field: FieldInfo) -> str:

@@ -67,7 +67,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "reward/max": "Largest of these rewards.",
         "reward/standard_error": "Standard deviation (n - 1) / sqrt(rows).",
         "reward/dropped_rows": "Rows that left the step, since their reward failed.",
-        "reward/baseline_mean": "Mean reward of the greedy completions (`remax`).",
+        "reward/baseline_mean": "Mean of what rewards are compared with: the reward of the greedy "
+        "completions (`remax`), or the mean score of the steps before (`running_baseline`).",
         "accuracy/mean": "Share of rows whose reward reaches the full score of the source.",
         "accuracy/standard_error": "Standard error of `accuracy/mean`.",
         "pass@<k>": "Probability that one of k completions of a prompt is right: mean over "
@@ -105,6 +106,9 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "mean of log pi - log pi_ref with `kl_form: k1`.",
         "kl/per_row": "The same, summed over a completion: nats a row. The adaptive "
         "controller holds this one.",
+        "kl/teacher": "KL of the policy to the teacher on the sampled tokens, nats a token: "
+        "mean of log pi - log pi_teacher with the log-probs of the sampler.",
+        "kl/teacher_per_row": "The same, summed over a completion: nats a row.",
         "kl/coefficient": "Weight of the KL in the reward in this step.",
         "advantages/mean": "Mean over the unmasked tokens, before any scaling over the batch.",
         "advantages/std": "Standard deviation of the same.",
@@ -116,9 +120,13 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "predicts exactly; 0: no better than the mean.",
         "groups/count": "Groups, i.e. prompts with their completions.",
         "groups/std": "Mean over groups of the standard deviation of a group's scores.",
-        "groups/all_equal": "Groups of two or more rows whose scores are all equal. They teach "
-        "nothing.",
+        "groups/all_equal": "Groups of two or more rows whose scores are all equal (`gdpo`: in "
+        "each of the rewards). They teach nothing.",
         "groups/of_one": "Groups with one row. There is nothing to compare it with.",
+        "groups/left_out": "Groups that the loss leaves out, since nothing tells their rows apart "
+        "(`zero_variance: left_out`).",
+        "groups/too_small": "Groups of k completions or fewer, whose advantages are 0 "
+        "(`pass_at_k`).",
         "overlong/fraction": "Share of rows that are punished for their length.",
         "overlong/punishment": "Mean punishment over all rows, as a reward.",
         "pairs/count": "Pairs that the completions made (`online_dpo`).",
@@ -142,14 +150,40 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "approx_kl": "KL of the policy that sampled to the policy now: mean of "
         "exp(r) - 1 - r, with r = log-prob now - log-prob then; nats a token.",
         "clip_fraction_high": "Share of tokens above the upper clip, whose gradient is gone "
-        "(`cispo`: whose weight is bounded).",
+        "(`cispo`: whose weight is bounded; `dppo`: that the divergence masks).",
         "clip_fraction_low": "Share of tokens below the lower clip.",
         "dual_clip_fraction": "Share of tokens that `dual_clip` bounds.",
-        "importance_weight_mean": "Mean of min(ratio, `importance_cap`).",
-        "importance_capped_fraction": "Share of tokens whose ratio is above the cap.",
+        "token_weight_mean": "Mean of the factor by which the loss scales the gradient of a token, "
+        "1 where the policy is still the one that sampled (`sapo`, `vespo`, `topr`).",
+        "divergence": "Mean divergence of a token of the policy that sampled and the policy now, "
+        "with which `dppo` compares its thresholds.",
+        "covariance": "Covariance of log-prob when sampled and advantage. The higher, the faster "
+        "the entropy falls (`clip_cov`, `kl_cov`).",
+        "covariance_chosen_fraction": "Share of tokens whose gradient `clip_cov` takes, or that "
+        "`kl_cov` penalises.",
+        "importance_weight_mean": "Mean weight of a token by `algorithm.off_policy`, before "
+        "`normalize` divides by it.",
+        "importance_capped_fraction": "Share of tokens whose ratio, or that of their row, is "
+        "above the cap.",
+        "importance_masked_fraction": "Share of tokens that the correction masks: they, or their "
+        "rows, lie outside of its bounds.",
         "sampler_logprob_diff_mean": "Mean of |log-prob of the trainer - log-prob of the "
         "sampler| in the first mini-batch, nats a token. With equal weights it is rounding.",
         "sampler_logprob_diff_max": "Largest such difference.",
+        "sampler_ratio_mean": "Mean over tokens of rho = exp(log-prob at the start of the update "
+        "- log-prob when sampled), in the first mini-batch as all of the following. 1 but for "
+        "the draw.",
+        "sampler_kl_k1": "KL of the policy that sampled to the trainer at the start of the "
+        "update: mean of -log rho, nats a token; may be negative.",
+        "sampler_kl_k3": "The same KL as mean of rho - 1 - log rho: never negative, and less noisy "
+        "where it is small.",
+        "sampler_chi_square": "Chi-square divergence of the trainer from the policy that sampled: "
+        "mean of rho^2 - 1. It is the variance of untruncated weights.",
+        "effective_sample_fraction": "Effective sample size of weights rho, for each token: "
+        "(mean rho)^2 / mean of rho^2. 1: all tokens count alike.",
+        "age/<versions>/fraction": "Share of tokens that weights of this age sampled, in versions "
+        "(optimizer steps) behind the start of the update; 4 stands for 4 and more.",
+        "age/<versions>/sampler_kl_k3": "`sampler_kl_k3` of these tokens alone, nats a token.",
         "value_loss": "Loss of the critic: 0.5 (values - returns)^2, clipped.",
         "value_clip_fraction": "Share of tokens at which the value clip counts.",
         "values_mean": "Mean value in the update.",
@@ -158,6 +192,11 @@ METRICS: Mapping[str, Mapping[str, str]] = {
     "Updates from given data": {
         "nll": "Mean over tokens of -log-prob of the given completion, nats (`sft`). exp of "
         "it is the perplexity.",
+        "distillation_loss": "Divergence of the policy from the teacher over the tokens that the "
+        "teacher tells apart and all others together, in nats.",
+        "teacher_mass": "Share of the teacher's distribution that those tokens hold. Far below 1, "
+        "raise `top_k`.",
+        "policy_mass": "Share of the policy's distribution that those tokens hold.",
         "preference_accuracy": "Share of pairs whose chosen row has the greater reward, before "
         "they are trained on; a tie counts as a half, which is what a guess would get. For "
         "`kto` the share of judged rows whose reward is on their side of beta "

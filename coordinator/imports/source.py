@@ -253,9 +253,12 @@ class Source:
         return [str(item).strip() for item in items if str(item).strip()]
 
     def numbers(self, field: str) -> list[float]:
-        """Several numbers."""
-        value = self._typed(field, "numbers", lambda given: [_number(one) for one in given])
-        return value or []
+        """Several numbers, or one."""
+
+        def read(given: Any) -> list[float]:
+            return [_number(one) for one in (given if isinstance(given, list | tuple) else [given])]
+
+        return self._typed(field, "numbers", read) or []
 
     def leftover(self, in_table: set[str]) -> Leftover:
         """What is left when all has been read.

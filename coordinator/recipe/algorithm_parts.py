@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Generic, TypeVar, cast, get_args
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, Union, cast, get_args
 
 from pydantic import BaseModel, Field
 
@@ -11,17 +11,19 @@ from rolemesh.engine.specs import (
     DistillationLossSpec,
     EstimatorSpec,
     GaeSpec,
+    GroupEstimatorSpec,
     GrpoSpec,
     LossSpec,
     OwnFunctionSpec,
+    PartSpec,
+    PolicyTermsSpec,
     PpoPolicyLossSpec,
     PythonEstimatorSpec,
     PythonPolicyLossSpec,
-    ReinforcePlusPlusSpec,
     ReinforcePolicyLossSpec,
-    RlooSpec,
     SamplingSpec,
     SelectionSpec,
+    ShapedRewardSpec,
     python_form,
 )
 
@@ -64,29 +66,68 @@ class AlgorithmParts:
 
 
 GaeOrOwnSpec = Annotated[GaeSpec | PythonEstimatorSpec, Field(discriminator="type")]
-GrpoOrOwnSpec = Annotated[GrpoSpec | PythonEstimatorSpec, Field(discriminator="type")]
-RlooOrOwnSpec = Annotated[RlooSpec | PythonEstimatorSpec, Field(discriminator="type")]
-ReinforcePlusPlusOrOwnSpec = Annotated[
-    ReinforcePlusPlusSpec | PythonEstimatorSpec, Field(discriminator="type")
-]
 PpoOrOwnLossSpec = Annotated[PpoPolicyLossSpec | PythonPolicyLossSpec, Field(discriminator="type")]
 ReinforceOrPpoLossSpec = Annotated[
     ReinforcePolicyLossSpec | PpoPolicyLossSpec | PythonPolicyLossSpec, Field(discriminator="type")
 ]
 """The plain policy gradient of the paper, the clipped loss in its place, or one of your own."""
-DistillingLossSpec = Annotated[
-    PpoPolicyLossSpec | ReinforcePolicyLossSpec | DistillationLossSpec | PythonPolicyLossSpec,
-    Field(discriminator="type"),
-]
-"""The clipped loss or the plain policy gradient of the teacher's say of single tokens, the
-divergence from its distribution, or a loss of your own."""
+
+
+def estimator_choice(first: type[ShapedRewardSpec]) -> Any:
+    """Annotation of a field that takes this estimator, one of its kind, or one of your own.
+
+    Estimators that compare the completions of a prompt are of one kind, the others of another.
+    """
+    compares = issubclass(first, GroupEstimatorSpec)
+
+    def fits(one: type[PartSpec]) -> bool:
+        if issubclass(one, OwnFunctionSpec):
+            return True
+        return issubclass(one, ShapedRewardSpec) and issubclass(one, GroupEstimatorSpec) == compares
+
+    return _choice(first, filter(fits, _members(EstimatorSpec)))
+
+
+def policy_loss_choice(first: type[PolicyTermsSpec], *more: type[PartSpec]) -> Any:
+    """Annotation of a field that takes this policy loss, any other of ours, or one of your own.
+
+    Args:
+        first: The one that is meant where a recipe gives no type.
+        more: Losses of another kind that it takes besides.
+    """
+    policy = (one for one in _members(LossSpec) if issubclass(one, PolicyTermsSpec))
+    return _choice(first, (*policy, *more))
+
+
+def _members(union: Any) -> tuple[type[PartSpec], ...]:
+    """The specs that `type` chooses from."""
+    members, _ = get_args(union)
+    return get_args(members)
+
+
+def _choice(first: type[PartSpec], others: Iterable[type[PartSpec]]) -> Any:
+    """A union that `type` chooses from; functions of the user are its last members."""
+    members = dict.fromkeys((first, *others))
+    ours_first = tuple(sorted(members, key=lambda one: issubclass(one, OwnFunctionSpec)))
+    return Annotated[Union[ours_first], Field(discriminator="type")]  # noqa: UP007
+
+
+if TYPE_CHECKING:
+    AnyGroupEstimatorSpec = GroupEstimatorSpec
+    AnyPolicyLossSpec = PolicyTermsSpec
+    AnyDistillingLossSpec = PolicyTermsSpec | DistillationLossSpec
+else:
+    # Made of EstimatorSpec and LossSpec, so that what is new there is taken at once.
+    AnyGroupEstimatorSpec = estimator_choice(GrpoSpec)
+    AnyPolicyLossSpec = policy_loss_choice(PpoPolicyLossSpec)
+    AnyDistillingLossSpec = policy_loss_choice(PpoPolicyLossSpec, DistillationLossSpec)
 
 
 def long_forms(section: type[BaseModel], data: Any) -> Any:
     """A section whose parts are all mappings with a type.
 
     A text is the name of a part, or "python:FILE.py:NAME", a function of the user. A mapping
-    without a type is the only part of ours that the field takes.
+    without a type is of the first type that the field takes.
     """
     if not isinstance(data, Mapping):
         return data
@@ -98,8 +139,7 @@ def long_forms(section: type[BaseModel], data: Any) -> Any:
         if isinstance(given, str):
             data[name] = python_form(given) or {"type": given}
         elif isinstance(given, Mapping) and "type" not in given:
-            members = [one for one in get_args(field.annotation) if isinstance(one, type)]
-            ours = [one for one in members if not issubclass(one, OwnFunctionSpec)]
-            if len(ours) == 1 and issubclass(ours[0], BaseModel):
-                data[name] = {"type": ours[0].model_fields["type"].default, **given}
+            first = next(iter(get_args(field.annotation)), None)
+            if isinstance(first, type) and issubclass(first, BaseModel):
+                data[name] = {"type": first.model_fields["type"].default, **given}
     return data

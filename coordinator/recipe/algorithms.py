@@ -1,54 +1,53 @@
 """The algorithm section of a recipe: one spec for each algorithm, with its numeric parts.
 
 What a part means and reads stands with its own spec in `rolemesh.engine.specs`. A spec's `type` is
-the name of a function in `coordinator/algorithms`.
+the name of a function in `coordinator/algorithms`, or of a row of `POLICY_GRADIENTS`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from rolemesh.coordinator.recipe.algorithm_parts import (
     AlgorithmParts,
-    DistillingLossSpec,
+    AnyDistillingLossSpec,
+    AnyGroupEstimatorSpec,
+    AnyPolicyLossSpec,
     GaeOrOwnSpec,
-    GrpoOrOwnSpec,
     PpoOrOwnLossSpec,
     ReinforceOrPpoLossSpec,
-    ReinforcePlusPlusOrOwnSpec,
-    RlooOrOwnSpec,
+    estimator_choice,
     long_forms,
+    policy_loss_choice,
 )
+from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS, PolicyGradient
 from rolemesh.engine.specs import (
     BradleyTerryLossSpec,
-    CispoPolicyLossSpec,
     DpoLossSpec,
-    DrGrpoSpec,
     EstimatorSpec,
     GaeSpec,
     GrpoSpec,
-    GspoPolicyLossSpec,
     KtoLossSpec,
     KtoPointSpec,
     LossSpec,
     Names,
+    OffPolicySpec,
     OnlineDpoSpec,
     OwnFunctionSpec,
+    PolicyTermsSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
-    ReinforcePlusPlusBaselineSpec,
-    ReinforcePlusPlusSpec,
     ReinforcePolicyLossSpec,
     RemaxSpec,
     ReverseKlSpec,
     RewardSpreadSpec,
-    RlooSpec,
     SafeRlhfSpec,
     SamplingSpec,
     SelectionSpec,
     SftLossSpec,
+    ShapedRewardSpec,
     Spec,
     TemperedLossSpec,
 )
@@ -107,6 +106,10 @@ class SampledSpec(AlgorithmSection):
     before the step."""
 
     sampling: SamplingSpec = SamplingSpec()
+    off_policy: OffPolicySpec | None = None
+    """How the policy loss is corrected for samples of older weights, or of a sampler that rounds
+    otherwise; null: not at all. Left out it is null, but with run.numerics "fast" token_truncation
+    for losses that do not correct themselves."""
 
     @property
     def rows_per_unit(self) -> int:
@@ -118,6 +121,34 @@ class SampledSpec(AlgorithmSection):
     def rows_per_prompt(self) -> int | None:
         """The completions of a prompt."""
         return self.sampling.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _check_off_policy(self) -> Self:
+        loss = self.parts.fields.get("policy_loss")
+        if not isinstance(loss, PolicyTermsSpec):
+            if self.off_policy is not None:
+                named = "not given" if loss is None else repr(getattr(loss, "type", None))
+                raise ValueError(
+                    f"off_policy is {self.off_policy.type!r}, but policy_loss is {named}, which "
+                    "compares with no log-probs of sampling: take off_policy out"
+                )
+            return self
+        if self.off_policy is not None and loss.compares_with_sampler:
+            name = type(loss).model_fields["type"].default
+            raise ValueError(
+                f"off_policy is {self.off_policy.type!r}, but policy_loss is {name!r}, which "
+                "weighs rows by their ratio to the weights that sampled itself: take off_policy out"
+            )
+        if loss.off_policy not in (None, self.off_policy):
+            raise ValueError(
+                f"policy_loss.off_policy is {loss.off_policy.type!r}, but a recipe says it for all "
+                "losses in algorithm.off_policy: move it there"
+            )
+        if loss.off_policy != self.off_policy:
+            # It travels within the loss. The section is frozen for its users, who get it after.
+            loss = loss.model_copy(update={"off_policy": self.off_policy})
+            object.__setattr__(self, "policy_loss", loss)
+        return self
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
@@ -202,24 +233,54 @@ class SafeRlhfAlgorithmSpec(SampledSpec):
     """Weight of the loss on pretraining texts (PTX); 0 reads none."""
 
 
-class GrpoAlgorithmSpec(_GroupSpec):
-    """Group-relative policy optimisation (arXiv 2402.03300)."""
+class PolicyGradientSpec(SampledSpec):
+    """The base of the family of GRPO: `POLICY_GRADIENTS` has a row for each of its sections."""
 
-    type: Literal["grpo"] = "grpo"
-    advantages: GrpoOrOwnSpec = GrpoSpec()
+    type: str
+    advantages: ShapedRewardSpec
     """The estimator of advantages."""
-    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec(aggregation="seq_mean_token_mean")
+    policy_loss: PolicyTermsSpec
     """The loss of the policy."""
 
 
-class DrGrpoAlgorithmSpec(_GroupSpec):
-    """GRPO without its biases (Dr. GRPO, arXiv 2503.20783)."""
+class _GroupGradientSpec(_GroupSpec, PolicyGradientSpec):
+    """The base of those that compare the completions of one prompt with each other."""
 
-    type: Literal["dr_grpo"] = "dr_grpo"
-    advantages: DrGrpoSpec = DrGrpoSpec()
-    policy_loss: PpoOrOwnLossSpec
-    """With aggregation "seq_sum_norm" and norm_length, the constant that replaces lengths: the
-    longest completion."""
+
+def section_of(name: str, row: PolicyGradient) -> type[PolicyGradientSpec]:
+    """The section of an algorithm of the family.
+
+    Args:
+        name: Its `type` in a recipe.
+        row: What it does where a recipe says nothing else.
+    """
+    literal: Any = Literal
+    loss = row.policy_loss
+    kind, default = (loss, ...) if isinstance(loss, type) else (type(loss), loss)
+    return create_model(
+        f"{name.title().replace('_', '')}AlgorithmSpec",
+        __base__=_GroupGradientSpec if row.compares else PolicyGradientSpec,
+        __module__=__name__,
+        __doc__=row.paper,
+        sampling=(SamplingSpec, SamplingSpec(samples_per_prompt=row.samples_per_prompt)),
+        type=(literal[name], name),
+        advantages=(
+            estimator_choice(type(row.advantages)),
+            Field(row.advantages, description="The estimator of advantages."),
+        ),
+        policy_loss=(
+            policy_loss_choice(kind),
+            Field(default, description=row.loss_text),
+        ),
+    )
+
+
+if TYPE_CHECKING:
+    AnyPolicyGradientSpec = PolicyGradientSpec
+else:
+    AnyPolicyGradientSpec = Union[  # noqa: UP007
+        tuple(section_of(name, row) for name, row in POLICY_GRADIENTS.items())
+    ]
 
 
 class DapoSpec(_GroupSpec):
@@ -228,61 +289,14 @@ class DapoSpec(_GroupSpec):
     chooses_prompts: ClassVar[bool] = True
 
     type: Literal["dapo"] = "dapo"
-    advantages: GrpoOrOwnSpec = GrpoSpec()
+    advantages: AnyGroupEstimatorSpec = GrpoSpec()
     """The estimator of advantages."""
-    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec(clip_low=0.2, clip_high=0.28)
+    policy_loss: AnyPolicyLossSpec = PpoPolicyLossSpec(clip_low=0.2, clip_high=0.28)
     """The loss of the policy."""
     selection: SelectionSpec = RewardSpreadSpec()
     """Which groups of completions a step keeps."""
     max_rounds: int = Field(default=10, ge=1)
     """Times that a step samples until it has enough groups."""
-
-
-class GspoAlgorithmSpec(_GroupSpec):
-    """Group sequence policy optimisation (arXiv 2507.18071)."""
-
-    type: Literal["gspo"] = "gspo"
-    advantages: GrpoOrOwnSpec = GrpoSpec()
-    """The estimator of advantages."""
-    policy_loss: GspoPolicyLossSpec = GspoPolicyLossSpec()
-
-
-class CispoAlgorithmSpec(_GroupSpec):
-    """Clipped importance weights instead of clipped updates (CISPO, arXiv 2506.13585)."""
-
-    type: Literal["cispo"] = "cispo"
-    advantages: GrpoOrOwnSpec = GrpoSpec()
-    """The estimator of advantages."""
-    policy_loss: CispoPolicyLossSpec = CispoPolicyLossSpec()
-
-
-class RlooAlgorithmSpec(_GroupSpec):
-    """REINFORCE with the other completions of a prompt as baseline (arXiv 2402.14740)."""
-
-    type: Literal["rloo"] = "rloo"
-    advantages: RlooOrOwnSpec = RlooSpec()
-    """The estimator of advantages."""
-    policy_loss: ReinforceOrPpoLossSpec = ReinforcePolicyLossSpec()
-    """The loss of the policy."""
-
-
-class ReinforcePlusPlusAlgorithmSpec(SampledSpec):
-    """REINFORCE++ (arXiv 2501.03262)."""
-
-    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    advantages: ReinforcePlusPlusOrOwnSpec = ReinforcePlusPlusSpec()
-    """The estimator of advantages."""
-    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec()
-    """The loss of the policy."""
-
-
-class ReinforcePlusPlusBaselineAlgorithmSpec(_GroupSpec):
-    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)."""
-
-    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-    advantages: ReinforcePlusPlusBaselineSpec = ReinforcePlusPlusBaselineSpec()
-    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec()
-    """The loss of the policy."""
 
 
 class RemaxAlgorithmSpec(SampledSpec):
@@ -304,7 +318,7 @@ class OnPolicyDistillationSpec(SampledSpec):
     type: Literal["on_policy_distillation"] = "on_policy_distillation"
     advantages: ReverseKlSpec = ReverseKlSpec()
     """The teacher's say of each token that was sampled."""
-    policy_loss: DistillingLossSpec = PpoPolicyLossSpec()
+    policy_loss: AnyDistillingLossSpec = PpoPolicyLossSpec()
     """The loss of the policy."""
 
 
@@ -423,14 +437,8 @@ class CustomSpec(SampledSpec):
 AlgorithmSpec = Annotated[
     PpoSpec
     | SafeRlhfAlgorithmSpec
-    | GrpoAlgorithmSpec
-    | DrGrpoAlgorithmSpec
+    | AnyPolicyGradientSpec
     | DapoSpec
-    | GspoAlgorithmSpec
-    | CispoAlgorithmSpec
-    | RlooAlgorithmSpec
-    | ReinforcePlusPlusAlgorithmSpec
-    | ReinforcePlusPlusBaselineAlgorithmSpec
     | RemaxAlgorithmSpec
     | OnPolicyDistillationSpec
     | OnlineDpoAlgorithmSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,15 @@ from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.adapter_config import adapted_shape, num_trained
+from rolemesh.engine.layout.matrices import num_matrix_parameters
 from rolemesh.engine.model_files import read_header
-from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec, RewardSpec, named_sources
+from rolemesh.engine.specs import (
+    ClassifierRewardSpec,
+    ModelSpec,
+    MuonSpec,
+    RewardSpec,
+    named_sources,
+)
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _MATRIX = re.compile(r".*\.(?:layers|h|blocks)\.\d+\.(.*\.)?(\w+)\.weight")
@@ -89,6 +97,23 @@ def num_trained_parameters(model: ModelSpec) -> int | None:
         and (adapter.targets == "all_linear" or matrix[2] in adapter.targets)
     )
     return adapter.rank * sum(sides)
+
+
+def num_orthogonalised(recipe: Recipe, role: str) -> int:
+    """Parameters of a role that Muon steps, and which have one moment in place of two.
+
+    Of a family that is not known here, and whose matrices are found when it is loaded, none.
+    """
+    model = trained_models(recipe).get(role)
+    if model is None or not isinstance(getattr(recipe.section(role), "optimizer", None), MuonSpec):
+        return 0
+    try:
+        config = json.loads((model.path / "config.json").read_text())
+        if model.num_layers is not None:
+            config["num_hidden_layers"] = model.num_layers
+        return num_matrix_parameters(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
 
 
 def _is_kept(name: str, num_layers: int | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, AlgorithmSpec
-from rolemesh.engine.specs import DecaySpec, OptimizerSpec, RoleSpec
+from rolemesh.engine.specs import DecaySpec, RoleSpec, ScheduledSpec
 
 
 def planned_updates(algorithm: AlgorithmSpec, num_prompts: int) -> int | None:
@@ -34,7 +34,7 @@ def with_length(role: str, section: RoleSpec, updates: int | None, num_steps: in
     Raises:
         ValueError: The length is not known, or is over with the warm-up.
     """
-    optimizer: OptimizerSpec | None = getattr(section, "optimizer", None)
+    optimizer: ScheduledSpec | None = getattr(section, "optimizer", None)
     schedule = None if optimizer is None else optimizer.schedule
     if optimizer is None or not isinstance(schedule, DecaySpec) or schedule.optimizer_steps:
         return section
@@ -62,6 +62,6 @@ def schedule_length(section: RoleSpec) -> int | None:
     Args:
         section: As `with_length` gives it.
     """
-    optimizer: OptimizerSpec | None = getattr(section, "optimizer", None)
+    optimizer: ScheduledSpec | None = getattr(section, "optimizer", None)
     schedule = None if optimizer is None else optimizer.schedule
     return schedule.optimizer_steps if isinstance(schedule, DecaySpec) else None

@@ -20,7 +20,8 @@ from rolemesh.coordinator.recipe.algorithms import (
     SampledSpec,
 )
 from rolemesh.coordinator.recipe.api_section import ApiSpec
-from rolemesh.coordinator.recipe.importance import with_importance
+from rolemesh.coordinator.recipe.group_estimators import with_group_estimator
+from rolemesh.coordinator.recipe.off_policy import with_off_policy
 from rolemesh.coordinator.recipe.placement import REGISTERED, PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.plan_section import PlanSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
@@ -51,6 +52,7 @@ from rolemesh.engine.specs import (
     may_drop_groups,
     named_sources,
 )
+from rolemesh.engine.specs.columns import source_column
 
 ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost", "rollout")
 """Every role that a recipe can have; the algorithm says which it needs."""
@@ -146,15 +148,25 @@ class Recipe(Spec):
         return {**data, "run": {"steps": 1, "prompts_per_step": 1, **run}} if run else data
 
     @model_validator(mode="after")
-    def _weigh_tokens(self) -> Self:
-        """Fills in the importance weights that fast numerics need, where the loss leaves them out.
+    def _correct_policy(self) -> Self:
+        """Fills in the correction that fast numerics need, where the recipe leaves it out.
 
         Trainer and sampler round apart, by 0.02 in a log-prob. Each token's loss is weighted by
         its truncated importance ratio, as libraries do (arXiv 2505.24298, section 5.2).
         """
-        weighed = with_importance(self.algorithm, self.run.numerics, self.run.prompts_per_step)
+        corrected = with_off_policy(self.algorithm, self.run.numerics, self.run.prompts_per_step)
         # The recipe is frozen for its users, who get it after this.
-        object.__setattr__(self, "algorithm", weighed)
+        object.__setattr__(self, "algorithm", corrected)
+        return self
+
+    @model_validator(mode="after")
+    def _weigh_rewards(self) -> Self:
+        """Fills in the weights of several rewards, where an estimator and not their sum takes them.
+
+        They stand once, in reward.source.
+        """
+        fitted = with_group_estimator(self.algorithm, self.reward)
+        object.__setattr__(self, "algorithm", fitted)
         return self
 
     @property
@@ -239,6 +251,12 @@ class Recipe(Spec):
         if server is not None and server.may_drop:
             found.add("teacher")
         return frozenset(found)
+
+    @property
+    def reward_columns(self) -> tuple[str, ...]:
+        """Columns with the rewards of one source each, where the reward has several."""
+        sources = () if self.reward is None else named_sources(self.reward.source)
+        return tuple(source_column(str(one.name)) for one in sources) if len(sources) > 1 else ()
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:

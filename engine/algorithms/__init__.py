@@ -4,7 +4,9 @@ Importing any part of it registers every estimator and every loss with its spec:
 `estimation.estimator_for` and `losses.loss_for`.
 """
 
+from rolemesh.engine.algorithms import covariance_losses as covariance_losses
 from rolemesh.engine.algorithms import critic_advantages as critic_advantages
+from rolemesh.engine.algorithms import decoupled_advantages as decoupled_advantages
 from rolemesh.engine.algorithms import distillation as distillation
 from rolemesh.engine.algorithms import group_advantages as group_advantages
 from rolemesh.engine.algorithms import kto as kto
@@ -14,4 +16,7 @@ from rolemesh.engine.algorithms import own_losses as own_losses
 from rolemesh.engine.algorithms import policy_losses as policy_losses
 from rolemesh.engine.algorithms import preference_losses as preference_losses
 from rolemesh.engine.algorithms import reinforce as reinforce
+from rolemesh.engine.algorithms import running_baseline as running_baseline
+from rolemesh.engine.algorithms import soft_policy_losses as soft_policy_losses
+from rolemesh.engine.algorithms import teacher_advantages as teacher_advantages
 from rolemesh.engine.algorithms import value_losses as value_losses

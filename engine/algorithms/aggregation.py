@@ -9,6 +9,7 @@ Shape letters: B rows, N packed completion tokens, M those of them with loss mas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,6 +37,16 @@ class LossScale:
     """Rows with preference 1; where there are pair_ids those of pairs only, so one a pair."""
     num_unwanted: float = 0.0
     """Rows with preference -1, counted alike."""
+    weight_sum: float = 0.0
+    """Sum over the unmasked tokens of their weights by a correction, where these are divided by
+    their mean (`Loss.scale_of` counts it)."""
+    mean_logprob: float = 0.0
+    """Of the unmasked tokens, when sampled; 0 unless the loss completes it (`Loss.completed`)."""
+    mean_advantage: float = 0.0
+    """The same of their advantages."""
+    least_score: float = math.inf
+    """A loss that treats some tokens of the mini-batch in another way scores them: those of this
+    score and above are the ones. Infinite unless the loss completes it."""
 
     @staticmethod
     def of(batch: Experience) -> LossScale:
@@ -64,6 +75,7 @@ class LossScale:
             num_rows=sum(part.num_rows for part in parts),
             num_wanted=sum(part.num_wanted for part in parts),
             num_unwanted=sum(part.num_unwanted for part in parts),
+            weight_sum=sum(part.weight_sum for part in parts),
         )
 
     @property

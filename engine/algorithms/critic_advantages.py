@@ -79,7 +79,7 @@ def _with_critic(
         lam=spec.lam,
     )
     advantages_N, returns_N = (column_N.to(values_N.device) for column_N in estimated)
-    of_advantages = advantage_metrics(advantages_N, tokens)
+    of_advantages = advantage_metrics(advantages_N, tokens.mask_N)
     returns_mean, returns_std = mean_and_std(returns_N[tokens.mask_N])
     # Raw advantages are the residuals returns - values.
     residual = of_advantages["advantages/std"]

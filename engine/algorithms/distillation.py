@@ -1,7 +1,7 @@
-"""A teacher's say: as advantages of the tokens sampled, or as a loss between distributions.
+"""The loss between a teacher's distribution and the policy's.
 
-Shape letters: N packed completion tokens, M those of them with loss mask 1, K tokens at each place
-that the teacher tells apart, O = K + 1 outcomes: these and all others together.
+Shape letters: M unmasked completion tokens, K tokens at each place that the teacher tells apart,
+O = K + 1 outcomes: these and all others together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
-from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
 from rolemesh.engine.algorithms.losses import (
     Loss,
     ModelOutputs,
@@ -19,49 +18,13 @@ from rolemesh.engine.algorithms.losses import (
     loss_for,
     token_share,
 )
-from rolemesh.engine.algorithms.ragged import decayed_sums
-from rolemesh.engine.algorithms.token_rewards import (
-    BatchTokens,
-    advantage_metrics,
-    read_rows,
-    reward_metrics,
-)
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.specs import DistillationLossSpec, ReverseKlSpec
-from rolemesh.engine.specs.columns import TEACHER_LOGPROBS, TEACHER_TOP, TEACHER_TOP_IDS
+from rolemesh.engine.specs import DistillationLossSpec
+from rolemesh.engine.specs.columns import TEACHER_TOP, TEACHER_TOP_IDS
 
 SMALLEST_TAIL = 1e-6
 """What all other tokens together have at least. One minus a sum of K float32 numbers is no more
 exact than this, and the ratio of two such remainders would be noise."""
-
-
-@estimator_for(ReverseKlSpec)
-def reverse_kl_advantages(
-    given: EstimatorInput, spec: ReverseKlSpec
-) -> tuple[Experience, dict[str, float]]:
-    """Minus the KL of each token to the teacher, as its spec says.
-
-    The metrics kl/teacher and kl/teacher_per_row are the k1 estimate over unmasked tokens and rows,
-    with the log-probs of the sampler.
-    """
-    tokens, experience = BatchTokens.of(given.experience), given.experience
-    teacher_N = tokens.read(experience, TEACHER_LOGPROBS)
-    gap_N = teacher_N - tokens.read(experience, "logprobs")
-    advantages_N = spec.coefficient * gap_N
-    if spec.gamma > 0:
-        # A masked token passes on what follows it, undiminished: it is no step of the policy.
-        sums_M = decayed_sums(advantages_N[tokens.mask_N], tokens.counts_B, spec.gamma)
-        advantages_N = torch.zeros_like(advantages_N)
-        advantages_N[tokens.mask_N] = sums_M
-    kl = -float(gap_N.sum())
-    metrics = {
-        "kl/teacher": kl / max(tokens.num_unmasked, 1),
-        "kl/teacher_per_row": kl / max(tokens.num_rows, 1),
-        **advantage_metrics(advantages_N, tokens),
-    }
-    if "rewards" in experience:
-        metrics |= reward_metrics(read_rows(experience, "rewards", tokens), tokens)
-    return Experience({"advantages": tokens.column(advantages_N)}), metrics
 
 
 @loss_for(DistillationLossSpec)
@@ -111,7 +74,7 @@ def divergence(
         return _kl(teacher_MO, policy_MO)
     if spec.divergence == "reverse_kl":
         return _kl(policy_MO, teacher_MO)
-    share = spec.mixture
+    share = 0.5 if spec.mixture is None else spec.mixture
     mixed_MO = torch.logaddexp(teacher_MO + math.log(share), policy_MO + math.log1p(-share))
     return share * _kl(teacher_MO, mixed_MO) + (1 - share) * _kl(policy_MO, mixed_MO)
 

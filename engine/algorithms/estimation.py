@@ -13,12 +13,14 @@ from typing import Any
 from rolemesh.engine.algorithms.judged import judged_rows, with_absent_rows
 from rolemesh.engine.algorithms.kl import KlController
 from rolemesh.engine.algorithms.lagrange import LagrangeMultiplier
+from rolemesh.engine.algorithms.moving_mean import MovingMean
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.own_functions import OwnFunction, OwnFunctions
 from rolemesh.engine.specs import (
     EstimatorPartSpec,
     KlPenaltySpec,
     OwnFunctionSpec,
+    RunningBaselineSpec,
     SafeRlhfSpec,
 )
 
@@ -27,6 +29,9 @@ KL_CONTROLLER = "kl_controller"
 
 LAGRANGE_MULTIPLIER = "lagrange_multiplier"
 """Key of the Lagrange multiplier's state."""
+
+RUNNING_BASELINE = "running_baseline"
+"""Key of the running baseline's state."""
 
 
 @dataclass(slots=True)
@@ -41,6 +46,8 @@ class Controllers:
     """Weight of the KL in the reward; None exactly if the spec has no kl_in_reward."""
     multiplier: LagrangeMultiplier | None = None
     """Weight of the cost; None exactly if the spec has no cost limit."""
+    baseline: MovingMean | None = None
+    """Mean score of the steps before; None exactly if the spec compares with none."""
 
     @staticmethod
     def from_spec(spec: EstimatorPartSpec) -> Controllers:
@@ -49,6 +56,7 @@ class Controllers:
         return Controllers(
             kl=None if kl_spec is None else KlController(kl_spec),
             multiplier=LagrangeMultiplier(spec) if isinstance(spec, SafeRlhfSpec) else None,
+            baseline=MovingMean(spec) if isinstance(spec, RunningBaselineSpec) else None,
         )
 
     def check_fit(self, spec: EstimatorPartSpec) -> None:
@@ -60,12 +68,16 @@ class Controllers:
                 f"kl_in_reward is {kl_spec!r}, but there is {have}: make it with "
                 "Controllers.from_spec(spec)"
             )
-        if (self.multiplier is None) == isinstance(spec, SafeRlhfSpec):
-            have = "no Lagrange multiplier" if self.multiplier is None else "a Lagrange multiplier"
-            raise ValueError(
-                f"the estimator is {type(spec).__name__}, but there is {have}: make it with "
-                "Controllers.from_spec(spec)"
-            )
+        for what, held, spec_class in (
+            ("Lagrange multiplier", self.multiplier, SafeRlhfSpec),
+            ("running baseline", self.baseline, RunningBaselineSpec),
+        ):
+            if (held is None) == isinstance(spec, spec_class):
+                raise ValueError(
+                    f"the estimator is {type(spec).__name__}, but there is "
+                    f"{'no' if held is None else 'a'} {what}: make it with "
+                    "Controllers.from_spec(spec)"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """State by key, of those that there are: JSON-able."""
@@ -74,6 +86,8 @@ class Controllers:
             state[KL_CONTROLLER] = self.kl.state_dict()
         if self.multiplier is not None:
             state[LAGRANGE_MULTIPLIER] = self.multiplier.state_dict()
+        if self.baseline is not None:
+            state[RUNNING_BASELINE] = self.baseline.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -82,6 +96,8 @@ class Controllers:
             self.kl.load_state_dict(state[KL_CONTROLLER])
         if self.multiplier is not None and LAGRANGE_MULTIPLIER in state:
             self.multiplier.load_state_dict(state[LAGRANGE_MULTIPLIER])
+        if self.baseline is not None and RUNNING_BASELINE in state:
+            self.baseline.load_state_dict(state[RUNNING_BASELINE])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Estimators that compare a row with the other rows of its prompt: GRPO, Dr. GRPO, RLOO.
+"""Estimators that compare a row with the other rows of its prompt, by one score a row.
 
 A row's score is its reward (shaped, if the spec says so) less the KL penalties of its tokens; all
 its unmasked tokens get one advantage. Rows without unmasked tokens are members of no group.
 
-Shape letters: B rows, N packed completion tokens.
+Shape letters: B rows, N packed completion tokens, G groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 
 from rolemesh.engine.algorithms.advantages import whiten
 from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
-from rolemesh.engine.algorithms.groups import Groups, trajectories_of
+from rolemesh.engine.algorithms.groups import ComparedScores, Groups
+from rolemesh.engine.algorithms.pass_at_k import pass_at_k_advantages
 from rolemesh.engine.algorithms.token_rewards import (
     BatchTokens,
     advantage_metrics,
@@ -20,11 +21,13 @@ from rolemesh.engine.algorithms.token_rewards import (
     shaped_rewards,
     token_rewards,
 )
-from rolemesh.engine.experience import Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import (
     DrGrpoSpec,
-    GroupEstimatorSpec,
+    GroupAdvantageSpec,
     GrpoSpec,
+    MaxRlSpec,
+    PassAtKSpec,
     ReinforcePlusPlusBaselineSpec,
     RlooSpec,
 )
@@ -43,12 +46,11 @@ def grpo_advantages(given: EstimatorInput, spec: GrpoSpec) -> tuple[Experience, 
     Example: scores (1, 0, 0, 1) have mean 0.5 and standard deviation 0.577: advantages are
     (0.866, -0.866, -0.866, 0.866).
     """
-    compared = _Compared(given, spec)
-    advantages_B = compared.centred_B
-    if spec.normalize_std:
-        stds_B = compared.to_rows(compared.groups.stds(compared.trajectory_scores_B))
-        advantages_B = advantages_B / (stds_B + STD_EPS)
-    return compared.result(advantages_B)
+    batch = ComparedBatch(given, spec)
+    compared = batch.compared
+    if not spec.normalize_std:
+        return batch.result(compared.centred_B)
+    return batch.result(compared.centred_B / (compared.rows.to_rows(compared.stds_G) + STD_EPS))
 
 
 @estimator_for(DrGrpoSpec)
@@ -56,8 +58,8 @@ def dr_grpo_advantages(
     given: EstimatorInput, spec: DrGrpoSpec
 ) -> tuple[Experience, dict[str, float]]:
     """Dr. GRPO (arXiv 2503.20783, section 3.2): score - mean of the group."""
-    compared = _Compared(given, spec)
-    return compared.result(compared.centred_B)
+    batch = ComparedBatch(given, spec)
+    return batch.result(batch.compared.centred_B)
 
 
 @estimator_for(RlooSpec)
@@ -68,10 +70,61 @@ def rloo_advantages(given: EstimatorInput, spec: RlooSpec) -> tuple[Experience, 
 
     Example: scores (1, 0, 0, 1) give (2/3, -2/3, -2/3, 2/3).
     """
-    compared = _Compared(given, spec)
+    batch = ComparedBatch(given, spec)
+    compared = batch.compared
     sizes_G = compared.groups.sizes_G
     factors_G = sizes_G / (sizes_G - 1).clamp_min(1).double()
-    return compared.result(compared.centred_B * compared.to_rows(factors_G))
+    return batch.result(compared.centred_B * compared.rows.to_rows(factors_G))
+
+
+@estimator_for(PassAtKSpec)
+def best_of_k_advantages(
+    given: EstimatorInput, spec: PassAtKSpec
+) -> tuple[Experience, dict[str, float]]:
+    """Pass@k (arXiv 2505.15201, eq. 19, with a leave-one-out baseline); see `PassAtKSpec`.
+
+    Example: k = 2 and scores (1, 0, 0, 0) give (2, -2/3, -2/3, -2/3): with the first row every
+    pair has a right one, without it none. For another row two of three pairs are wrong with it,
+    and two of three pairs are right without it.
+
+    Raises:
+        ValueError: No group has more than k rows, those without unmasked tokens among them.
+    """
+    batch = ComparedBatch(given, spec)
+    sizes_G = Groups.of(given.experience).sizes_G
+    if len(sizes_G) and int(sizes_G.max()) <= spec.k:
+        raise ValueError(
+            f"k is {spec.k}, but the largest group has {int(sizes_G.max())} completions: pass@k "
+            "needs more than k; raise sampling.samples_per_prompt, or lower advantages.k"
+        )
+    advantages_B, is_too_small_G = pass_at_k_advantages(batch.compared, spec.k)
+    metrics = {"groups/too_small": float(is_too_small_G.sum())}
+    return batch.result(advantages_B, metrics=metrics)
+
+
+@estimator_for(MaxRlSpec)
+def maxrl_advantages(given: EstimatorInput, spec: MaxRlSpec) -> tuple[Experience, dict[str, float]]:
+    """MaxRL (arXiv 2602.02710): (reward - mean) / mean of the group; 0 where the mean is 0.
+
+    Example: rewards (1, 0, 0, 0) give (3, -1, -1, -1); rewards (1, 1, 1, 0) give (1/3, 1/3, 1/3,
+    -1).
+
+    Raises:
+        ValueError: A reward is negative.
+    """
+    batch = ComparedBatch(given, spec)
+    compared = batch.compared
+    is_bad_B = (compared.scores_B < 0) & compared.rows.is_member_B
+    if bool(is_bad_B.any()):
+        row = int(is_bad_B.nonzero()[0])
+        raise ValueError(
+            f"column 'rewards' is {float(compared.scores_B[row])} at row {row} "
+            f"({int(is_bad_B.sum())} rows are negative): maxrl divides by the mean reward of a "
+            "group; give rewards of 0 and above, e.g. 1 for right and 0 for wrong"
+        )
+    means_B = compared.rows.to_rows(compared.groups.means(compared.trajectory_scores_B))
+    # Where the mean is 0, all rewards are 0.
+    return batch.result(compared.centred_B / means_B.masked_fill(means_B == 0, 1))
 
 
 @estimator_for(ReinforcePlusPlusBaselineSpec)
@@ -82,54 +135,81 @@ def reinforce_plus_plus_baseline_advantages(
 
     Whitening is over all unmasked tokens of the batch; see `whiten`.
     """
-    compared = _Compared(given, spec)
-    return compared.result(compared.centred_B, whitens=True)
+    batch = ComparedBatch(given, spec)
+    return batch.result(batch.compared.centred_B, whitens=True)
 
 
-class _Compared:
-    """Scores of rows beside those of their groups; float64, on the CPU.
+class ComparedBatch:
+    """A batch whose rows are compared within groups: what an estimator works with.
 
-    The members of a group are trajectories. Where one has several rows, as an agent's session has
-    that went several ways, it counts once, with the mean of its rows' scores; each of its rows is
-    then compared with the group by its own score.
+    Example: `batch = ComparedBatch(given, spec)`, advantages of `batch.compared`, and
+    `return batch.result(advantages_B)`.
     """
 
-    def __init__(self, given: EstimatorInput, spec: GroupEstimatorSpec) -> None:
-        self._given = given
+    def __init__(self, given: EstimatorInput, spec: GroupAdvantageSpec) -> None:
+        self._given, self._spec = given, spec
         self._tokens = tokens = BatchTokens.of(given.experience)
         rewards_B, metrics = shaped_rewards(given.experience, spec, tokens)
         self._earned = token_rewards(given, spec, tokens, rewards_B, metrics)
-        self._rows = rows = Groups.of(given.experience, tokens.takes_part_B)
-        scores_B = self._earned.scores_B.cpu()
-        leads_B, self.trajectory_scores_B = trajectories_of(given.experience, rows, scores_B)
-        self.groups = rows if leads_B is None else Groups.of(given.experience, leads_B)
-        """Of trajectories; each stands at its first row."""
-        means_G = self.groups.means(self.trajectory_scores_B)
-        self.centred_B = scores_B - self.to_rows(means_G)
+        self.compared = ComparedScores.of(
+            given.experience, tokens.takes_part_B, self._earned.scores_B
+        )
+        """Scores of rows beside those of their groups."""
 
-    def to_rows(self, numbers_G: torch.Tensor) -> torch.Tensor:
-        """[B], the number of each row's group; 0 for a row that takes no part."""
-        return self._rows.to_rows(numbers_G)
+    def counts_B(self, differs_B: torch.Tensor) -> torch.Tensor:
+        """The rows that count in the loss, bool [B], by the spec's choice of zero_variance.
+
+        Args:
+            differs_B: bool [B]; a group has something to teach where it is True for a row.
+        """
+        rows = self.compared.rows
+        if self._spec.zero_variance == "counted":
+            return rows.is_member_B
+        return rows.to_rows(rows.any_of(differs_B))
 
     def result(
-        self, advantages_B: torch.Tensor, *, whitens: bool = False
+        self,
+        advantages_B: torch.Tensor,
+        *,
+        whitens: bool = False,
+        divisor: float = 1.0,
+        differs_B: torch.Tensor | None = None,
+        metrics: dict[str, float] | None = None,
     ) -> tuple[Experience, dict[str, float]]:
-        """Columns and metrics; moves the KL controller."""
-        tokens = self._tokens
-        advantages_N = tokens.to_each_token(advantages_B.to(tokens.mask_N.device))
-        metrics = advantage_metrics(advantages_N, tokens) | self._group_metrics()
-        if whitens:
-            advantages_N = whiten(advantages_N, tokens.mask_N)
-        columns_N = {"advantages": advantages_N}
-        return estimate(self._given, tokens, self._earned, columns_N, metrics)
+        """Columns and metrics; moves the KL controller.
 
-    def _group_metrics(self) -> dict[str, float]:
-        is_single_G = self.groups.sizes_G < 2
-        smallest_G, largest_G = self.groups.extremes(self.trajectory_scores_B)
-        stds_G = self.groups.stds(self.trajectory_scores_B)[~is_single_G]
-        return {
-            "groups/count": float(len(self.groups)),
-            "groups/of_one": float(is_single_G.sum()),
-            "groups/all_equal": float(((smallest_G == largest_G) & ~is_single_G).sum()),
-            "groups/std": float(stds_G.mean()) if len(stds_G) else 0.0,
-        }
+        Args:
+            advantages_B: float64 [B], on the CPU.
+            whitens: Shift and scale them over all tokens that stay.
+            divisor: Of all of them, after the metrics of advantages were taken.
+            differs_B: bool [B]; a group has something to teach where it is True for a row. None:
+                where its scores are not all equal.
+            metrics: Further ones.
+        """
+        tokens, compared = self._tokens, self.compared
+        differs_B = compared.differs_B if differs_B is None else differs_B
+        differs_G = compared.rows.any_of(differs_B)
+        found = _group_metrics(compared, differs_G) | (metrics or {})
+        mask_N = tokens.to_each_token(self.counts_B(differs_B).to(tokens.mask_N.device))
+        advantages_N = tokens.to_each_token(advantages_B.to(mask_N.device))
+        found |= advantage_metrics(advantages_N, mask_N)
+        advantages_N = whiten(advantages_N, mask_N) if whitens else advantages_N / divisor
+        estimated, found = estimate(
+            self._given, tokens, self._earned, {"advantages": advantages_N}, found
+        )
+        if self._spec.zero_variance == "left_out":
+            mask = Column(ColumnKind.COMPLETION, mask_N, tokens.offsets)
+            estimated = estimated | Experience({"loss_mask": mask})
+            found["groups/left_out"] = float((~differs_G).sum())
+        return estimated, found
+
+
+def _group_metrics(compared: ComparedScores, differs_G: torch.Tensor) -> dict[str, float]:
+    is_single_G = compared.groups.sizes_G < 2
+    stds_G = compared.stds_G[~is_single_G]
+    return {
+        "groups/count": float(len(compared.groups)),
+        "groups/of_one": float(is_single_G.sum()),
+        "groups/all_equal": float((~differs_G & ~is_single_G).sum()),
+        "groups/std": float(stds_G.mean()) if len(stds_G) else 0.0,
+    }

@@ -79,6 +79,12 @@ class Groups:
             return numbers_G.new_zeros(len(self.index_B))
         return numbers_G[self.index_B.clamp_min(0)].masked_fill(~self.is_member_B, 0)
 
+    def any_of(self, flags_B: torch.Tensor) -> torch.Tensor:
+        """Which groups have a member with the flag, bool [B]: bool [G]."""
+        flags_G = torch.zeros(len(self), dtype=torch.bool)
+        flags_G[self.index_B[flags_B & self.is_member_B]] = True
+        return flags_G
+
     def means(self, numbers_B: torch.Tensor) -> torch.Tensor:
         """float64 [G]; exactly the number itself where all of a group are equal."""
         sums_G = self._sums(numbers_B.double())
@@ -139,3 +145,55 @@ def trajectories_of(
     leads_B = torch.zeros(len(indexes_B), dtype=torch.bool)
     leads_B[first_T] = True
     return leads_B, means_B
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedScores:
+    """Scores of rows beside those of their groups; float64, on the CPU.
+
+    The members of a group are trajectories. Where one has several rows, as an agent's session has
+    that went several ways, it counts once, with the mean of its rows' scores; each of its rows is
+    then compared with the group by its own score.
+    """
+
+    rows: Groups
+    """Of rows."""
+    groups: Groups
+    """Of trajectories; each stands at its first row."""
+    scores_B: torch.Tensor
+    """Of each row."""
+    trajectory_scores_B: torch.Tensor
+    """Of the trajectory that the row belongs to."""
+
+    @staticmethod
+    def of(
+        experience: Experience, takes_part_B: torch.Tensor, scores_B: torch.Tensor
+    ) -> ComparedScores:
+        """Groups the rows of a batch that take part.
+
+        Args:
+            experience: With the column prompt_ids; sample_indexes is read where it is there.
+            takes_part_B: bool [B].
+            scores_B: float64 [B]; what a row has that takes no part is not read.
+        """
+        rows, scores_B = Groups.of(experience, takes_part_B), scores_B.cpu()
+        leads_B, trajectory_scores_B = trajectories_of(experience, rows, scores_B)
+        groups = rows if leads_B is None else Groups.of(experience, leads_B)
+        return ComparedScores(rows, groups, scores_B, trajectory_scores_B)
+
+    @property
+    def centred_B(self) -> torch.Tensor:
+        """[B], score less the mean of the group; 0 for a row that takes no part."""
+        means_B = self.rows.to_rows(self.groups.means(self.trajectory_scores_B))
+        return (self.scores_B - means_B).masked_fill(~self.rows.is_member_B, 0)
+
+    @property
+    def stds_G(self) -> torch.Tensor:
+        """[G], deviation of each group's trajectories, n - 1 in the denominator; 0 of one."""
+        return self.groups.stds(self.trajectory_scores_B)
+
+    @property
+    def differs_B(self) -> torch.Tensor:
+        """Whether the row's group has scores that are not all equal, bool [B]."""
+        smallest_G, largest_G = self.rows.extremes(self.scores_B)
+        return self.rows.to_rows(smallest_G < largest_G)

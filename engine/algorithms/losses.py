@@ -58,14 +58,45 @@ class Loss(ABC, Generic[S]):
     reports_entropy = False
     """Whether entropy is one of its metrics, where there is one."""
     choices: str | None = None
-    """Column of K ids at the place of each token whose log-probs it needs besides; None: of none."""
+    """Column of K ids at the place of each token whose log-probs it needs, too; None: of none."""
     origin = ""
     """End of messages about its numbers, where the user's code made them; else empty."""
+    policy_version: int | None = None
+    """Version of the weights that the update begins with; None: not known."""
 
     def __init__(self, spec: S) -> None:
         self.spec = spec
         self.columns = spec.columns()
         """Columns it reads, besides tokens and prompt_lengths."""
+        self.optional_columns = spec.optional_columns()
+        """Columns that it also reads where a batch has all of them, for metrics."""
+
+    def scale_of(self, batch: Experience) -> LossScale:
+        """Counts a mini-batch, or a part of one, with `columns`; see `LossScale`."""
+        return LossScale.of(batch)
+
+    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics of a whole mini-batch, of those that its shares add up to."""
+        return metrics
+
+    def completed(
+        self, scale: LossScale, part: Experience, gather: Callable[[Any], list[Any]]
+    ) -> LossScale:
+        """Adds what the loss must know of a whole mini-batch, beside its counts.
+
+        For losses whose rule for a token depends on the others, e.g. on their mean. All ranks
+        call it before the passes of a mini-batch, each with its own part.
+
+        Args:
+            scale: Counts over the whole mini-batch.
+            part: This rank's rows, with `columns`.
+            gather: Hands each rank's facts (JSON-able) to every rank, in the order of ranks. A loss
+                that calls it does so on every rank, equally often.
+
+        Returns:
+            The scale, equal on all ranks; as it was, for a loss that needs no more.
+        """
+        return scale
 
     @abstractmethod
     def __call__(
@@ -193,9 +224,11 @@ class UnmaskedReader:
 
         It gets the type and device of `like`.
         """
-        values_N = completion_values(self._batch, name)
-        values_M = values_N.detach().index_select(0, self._index_M)
-        return sent(values_M.to(like.dtype), like.device)
+        return sent(self.column_on_host(name).to(like.dtype), like.device)
+
+    def column_on_host(self, name: str) -> torch.Tensor:
+        """Reads a column as it lies: [M], of its own type, without gradient."""
+        return completion_values(self._batch, name).detach().index_select(0, self._index_M)
 
 
 def token_share(numbers_M: torch.Tensor, scale: LossScale) -> torch.Tensor:

@@ -95,7 +95,7 @@ def own_advantages(
         if "returns" not in answer:
             raise function.wrong("no returns, but makes_returns is true: give both by name")
         columns_N["returns"] = _checked(function, answer["returns"], "returns", tokens)
-    metrics = advantage_metrics(advantages_N, tokens)
+    metrics = advantage_metrics(advantages_N, tokens.mask_N)
     ours = earned.metrics | metrics
     metrics |= _own_metrics(function, answer.get("metrics", {}), ours)
     return estimate(given, tokens, earned, columns_N, metrics)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -25,7 +25,20 @@ from rolemesh.engine.algorithms.losses import (
     loss_for,
     token_share,
 )
-from rolemesh.engine.algorithms.ragged import loss_mask_of, row_mean_of_each, unmasked_per_row
+from rolemesh.engine.algorithms.off_policy import (
+    GAP_METRICS,
+    bounded,
+    correction_weights,
+    finished_gap,
+    gap_shares,
+    normalized,
+)
+from rolemesh.engine.algorithms.ragged import (
+    completion_values,
+    loss_mask_of,
+    row_mean_of_each,
+    unmasked_per_row,
+)
 from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.kernels.choice import triton_serves
@@ -36,14 +49,15 @@ from rolemesh.engine.specs import (
     PpoPolicyLossSpec,
     ReinforcePolicyLossSpec,
 )
-from rolemesh.engine.specs.columns import KL_COLUMNS
+from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS
 
 S = TypeVar("S", bound=PolicyTermsSpec)
 
 OWN_METRICS = frozenset(
     {
         *("loss", "policy_loss", "kl_loss", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
-        *("sampler_logprob_diff_mean", "sampler_logprob_diff_max"),
+        *("sampler_logprob_diff_mean", "sampler_logprob_diff_max", "importance_weight_mean"),
+        *("importance_capped_fraction", "importance_masked_fraction", *GAP_METRICS),
     }
 )
 """Metrics of every policy loss, which no loss may give besides."""
@@ -89,8 +103,14 @@ class PolicyLoss(Loss[S]):
         loss = policy_loss - entropy_coefficient * entropy + kl_in_loss * kl
 
     The column logprobs holds those of the sampler. Where sampler and trainer still have the same
-    weights (the first mini-batch after a weight sync), the metrics sampler_logprob_diff_* are
+    weights (the first mini-batch after a weight sync), the metrics that compare with it are
     therefore the numerical difference between the two.
+
+    A correction for samples of another policy (`spec.off_policy`) weighs the policy term of every
+    loss alike (`off_policy.correction_weights`). The log-probs that ratios compare with are then
+    those at the start of the update: decoupled PPO (arXiv 2505.24298, section 5.2) for any loss.
+    They are the column proximal_logprobs or, with weights by the same pass, its own: the ratio is
+    1 then. Weights by the policy now leave the ratios as they are.
     """
 
     reports_entropy = True
@@ -102,10 +122,24 @@ class PolicyLoss(Loss[S]):
         super().__init__(spec)
         self.needs_entropy = spec.entropy_coefficient != 0
 
-    @property
-    def is_at_the_start(self) -> bool:
-        """Whether this pass has the weights of the start: ratios compare with its own log-probs."""
-        return False
+    def scale_of(self, batch: Experience) -> LossScale:
+        """See Loss; with the sum of weights that are to have the mean 1."""
+        scale = LossScale.of(batch)
+        off_policy = self.spec.off_policy
+        if off_policy is None or off_policy.normalize is None:
+            return scale
+        mask_N, offsets = loss_mask_of(batch)
+        proximal_N, sampled_N = (
+            completion_values(batch, name) for name in (PROXIMAL_LOGPROBS, "logprobs")
+        )
+        weights = correction_weights(
+            (proximal_N - sampled_N)[mask_N], unmasked_per_row(mask_N, offsets), off_policy
+        )
+        return replace(scale, weight_sum=float(weights.weights_M.sum(dtype=torch.float64)))
+
+    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
+        """See Loss; with what is no mean over tokens."""
+        return finished_gap(metrics)
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
@@ -122,11 +156,11 @@ class PolicyLoss(Loss[S]):
         if self.needs_entropy or outputs.entropy_N is not None:
             entropy_M = read.output("entropy_N", outputs.entropy_N)
         sampled_M = read.column("logprobs", like=logprobs_M)
-        old_M = sampled_M
-        if "proximal_logprobs" in self.columns:
-            old_M = read.column("proximal_logprobs", like=logprobs_M)
-        elif self.is_at_the_start:
-            old_M = logprobs_M.detach()
+        old_M, start_M = sampled_M, logprobs_M.detach()
+        if PROXIMAL_LOGPROBS in self.columns:
+            old_M = start_M = read.column(PROXIMAL_LOGPROBS, like=logprobs_M)
+        elif spec.weighs_by == "same_pass":
+            old_M = start_M
         tokens = PolicyTokens(
             logprobs_M=logprobs_M,
             sampled_M=sampled_M,
@@ -139,21 +173,51 @@ class PolicyLoss(Loss[S]):
         weights_M = token_weights(batch, scale, spec.aggregation, spec.norm_length, like=logprobs_M)
         reference_M = None
         if spec.kl_in_loss > 0:
-            reference_M = read.column(KL_COLUMNS[spec.kl_to], like=logprobs_M)
-        loss, metrics = self._total(tokens, weights_M, reference_M, scale)
-        return loss, {"loss": loss, **metrics}
+            reference_M = read.column("reference_logprobs", like=logprobs_M)
+        importance_M, of_weights = None, {}
+        if spec.off_policy is not None:
+            found = correction_weights(start_M - sampled_M, tokens.counts_B, spec.off_policy)
+            importance_M, of_weights = found.weights_M, found.metrics
+            if spec.off_policy.normalize is not None:
+                importance_M = normalized(importance_M, scale)
+        loss, metrics = self._total(tokens, weights_M, importance_M, reference_M, scale)
+        return loss, {
+            "loss": loss,
+            **metrics,
+            **{name: token_share(each_M, scale) for name, each_M in of_weights.items()},
+            **gap_shares(start_M - sampled_M, self._ages(read, batch), scale),
+        }
+
+    def _ages(self, read: UnmaskedReader, batch: Experience) -> torch.Tensor | None:
+        """Versions by which the weights that sampled each token are older, int64 [M] on the host.
+
+        None where they are not known.
+        """
+        if self.policy_version is None or "policy_versions" not in batch:
+            return None
+        return self.policy_version - read.column_on_host("policy_versions")
 
     def _total(
         self,
         tokens: PolicyTokens,
         weights_M: torch.Tensor,
+        importance_M: torch.Tensor | None,
         reference_M: torch.Tensor | None,
         scale: LossScale,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss, and its other metrics; reference_M is None without a KL."""
+        """The loss, and its other metrics.
+
+        Args:
+            tokens: What is trained on.
+            weights_M: float [M], of each token in the sum.
+            importance_M: float [M], of each token's policy term; None: 1.
+            reference_M: float [M], log-probs of the reference; None without a KL.
+            scale: Counts over the whole mini-batch.
+        """
         logprobs_M = tokens.logprobs_M
         lost = self.token_losses(tokens)
-        policy_loss = (weights_M * lost.losses_M).sum()
+        losses_M = lost.losses_M if importance_M is None else importance_M * lost.losses_M
+        policy_loss = (weights_M * losses_M).sum()
         metrics = {"policy_loss": policy_loss}
         loss = self._with_entropy(policy_loss, tokens, weights_M)
         if reference_M is not None:
@@ -162,7 +226,7 @@ class PolicyLoss(Loss[S]):
             metrics["kl_loss"] = kl
         with torch.no_grad():
             difference_M = (logprobs_M - tokens.sampled_M).abs()
-            log_ratio_M = _bounded(logprobs_M - tokens.old_M)
+            log_ratio_M = bounded(logprobs_M - tokens.old_M)
             per_token = {
                 **({} if tokens.entropy_M is None else {"entropy": tokens.entropy_M}),
                 "ratio_mean": lost.ratio_M,
@@ -195,19 +259,7 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
         max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A)
 
     and, with dual clip and A < 0, at most -dual_clip A (arXiv 1912.09729, eq. 5).
-
-    With importance_cap (decoupled PPO, arXiv 2505.24298, section 5.2) the old log-probs are the
-    column proximal_logprobs, those under the weights at the start of the update, and the loss is
-    weighted by min(exp(proximal - sampled logprobs), cap), a number without gradient. Truncating
-    that weight bounds its variance, for a bias (as rho-bar of arXiv 1802.01561, section 4.1). It
-    also corrects for a sampler that rounds otherwise than the trainer. With proximal "same_pass"
-    the log-probs of the pass itself stand for that column: the ratio is 1, the gradient A's.
     """
-
-    @property
-    def is_at_the_start(self) -> bool:
-        """What the spec says."""
-        return self.spec.importance_cap is not None and self.spec.proximal == "same_pass"
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """See the class."""
@@ -218,23 +270,20 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
             bounded_M = torch.minimum(losses_M, -spec.dual_clip * advantages_M)
             losses_M = torch.where(advantages_M < 0, bounded_M, losses_M)
             metrics["dual_clip_fraction"] = (advantages_M < 0) & (ratio_M > spec.dual_clip)
-        if spec.importance_cap is not None:
-            weight_M, of_weight = _importance(tokens.old_M - tokens.sampled_M, spec.importance_cap)
-            losses_M = weight_M * losses_M
-            metrics |= of_weight
         return TokenLosses(losses_M, ratio_M, metrics)
 
     def _total(
         self,
         tokens: PolicyTokens,
         weights_M: torch.Tensor,
+        importance_M: torch.Tensor | None,
         reference_M: torch.Tensor | None,
         scale: LossScale,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See PolicyLoss; on a GPU by one kernel."""
         logprobs_M = tokens.logprobs_M
         if not triton_serves(logprobs_M.device) or logprobs_M.dtype != torch.float32:
-            return super()._total(tokens, weights_M, reference_M, scale)
+            return super()._total(tokens, weights_M, importance_M, reference_M, scale)
         from rolemesh.engine.kernels.policy_loss import WEIGHTED, ppo_loss
 
         loss, found = ppo_loss(
@@ -243,6 +292,7 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
             tokens.sampled_M,
             tokens.advantages_M,
             weights_M,
+            importance_M,
             tokens.entropy_M,
             reference_M,
             self.spec,
@@ -275,7 +325,7 @@ class GspoPolicyLoss(PolicyLoss[GspoPolicyLossSpec]):
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """See the class."""
         log_ratio_M = row_mean_of_each(tokens.logprobs_M - tokens.old_M, tokens.counts_B)
-        ratio_M = _bounded(log_ratio_M).exp()
+        ratio_M = bounded(log_ratio_M).exp()
         if self.spec.level == "token":
             own_M = (tokens.logprobs_M - tokens.logprobs_M.detach()).exp()
             ratio_M = ratio_M.detach() * own_M
@@ -308,47 +358,17 @@ class CispoPolicyLoss(PolicyLoss[CispoPolicyLossSpec]):
 
 @loss_for(ReinforcePolicyLossSpec)
 class ReinforcePolicyLoss(PolicyLoss[ReinforcePolicyLossSpec]):
-    """The plain policy gradient: -A logprob (as in arXiv 2402.14740 and 2310.10505).
-
-    With importance_cap each token is weighted by stop(min(ratio, cap)), where the ratio is that
-    of the policy now to the one that sampled (truncated as in arXiv 1802.01561, section 4.1).
-    """
+    """The plain policy gradient: -A logprob (as in arXiv 2402.14740 and 2310.10505)."""
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """See the class."""
-        log_ratio_M = (tokens.logprobs_M - tokens.old_M).detach()
         losses_M = -tokens.advantages_M * tokens.logprobs_M
-        metrics: dict[str, torch.Tensor] = {}
-        if self.spec.importance_cap is not None:
-            weight_M, metrics = _importance(log_ratio_M, self.spec.importance_cap)
-            losses_M = weight_M * losses_M
-        return TokenLosses(losses_M, _bounded(log_ratio_M).exp(), metrics)
+        return TokenLosses(losses_M, ratios(tokens.logprobs_M.detach(), tokens.old_M), {})
 
 
 def ratios(logprobs_M: torch.Tensor, old_M: torch.Tensor) -> torch.Tensor:
     """exp(logprobs - old), floating [M] with gradient, held where exp overflows."""
-    return _bounded(logprobs_M - old_M).exp()
-
-
-def _bounded(log_ratio_M: torch.Tensor) -> torch.Tensor:
-    """Log-ratios held where exp overflows, far outside any clip range.
-
-    Where exp overflows, the branch of a maximum that is not selected would send NaN (0 * inf)
-    into the gradient.
-    """
-    return log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _importance(
-    log_ratio_M: torch.Tensor, cap: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Truncated importance weights [M], without gradient, and their metrics."""
-    ratio_M = _bounded(log_ratio_M.detach()).exp()
-    weight_M = ratio_M.clamp(max=cap)
-    return weight_M, {
-        "importance_weight_mean": weight_M,
-        "importance_capped_fraction": ratio_M > cap,
-    }
+    return bounded(logprobs_M - old_M).exp()
 
 
 def _clipped(

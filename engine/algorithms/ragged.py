@@ -79,6 +79,22 @@ def row_sums(values_M: torch.Tensor, counts_B: torch.Tensor) -> torch.Tensor:
     return sums_B
 
 
+def row_sum_of_each(values_M: torch.Tensor, counts_B: torch.Tensor) -> torch.Tensor:
+    """Replaces each number by the sum of its row, without gradient.
+
+    Sums in float64.
+
+    Args:
+        values_M: float [M].
+        counts_B: int64 [B], numbers of each row; their sum is M.
+
+    Returns:
+        float [M], of the type of `values_M`.
+    """
+    sums_B = row_sums(values_M.detach().double(), counts_B)
+    return sums_B.repeat_interleave(counts_B, output_size=len(values_M)).to(values_M.dtype)
+
+
 def row_mean_of_each(values_M: torch.Tensor, counts_B: torch.Tensor) -> torch.Tensor:
     """Replaces each number by the mean of its row.
 

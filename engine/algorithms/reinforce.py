@@ -40,7 +40,7 @@ def reinforce_plus_plus_advantages(
     earned = token_rewards(given, spec, tokens, rewards_B, metrics)
     returns_N = _returns(earned.rewards_N, tokens, spec.gamma)
     columns_N = {"advantages": whiten(returns_N, tokens.mask_N)}
-    return estimate(given, tokens, earned, columns_N, advantage_metrics(returns_N, tokens))
+    return estimate(given, tokens, earned, columns_N, advantage_metrics(returns_N, tokens.mask_N))
 
 
 @estimator_for(RemaxSpec)
@@ -63,7 +63,7 @@ def remax_advantages(given: EstimatorInput, spec: RemaxSpec) -> tuple[Experience
     earned = token_rewards(given, spec, tokens, rewards_B, reward_metrics(rewards_B, tokens))
     returns_N = _returns(earned.rewards_N, tokens, 1.0)
     advantages_N = returns_N - tokens.to_each_token(baselines_B)
-    metrics = advantage_metrics(advantages_N, tokens)
+    metrics = advantage_metrics(advantages_N, tokens.mask_N)
     metrics["reward/baseline_mean"] = float(baselines_B.mean()) if len(baselines_B) else 0.0
     return estimate(given, tokens, earned, {"advantages": advantages_N}, metrics)
 

@@ -10,7 +10,7 @@ import torch
 from rolemesh.engine.algorithms.groups import Groups
 from rolemesh.engine.algorithms.judged import judged_rows
 from rolemesh.engine.algorithms.pairs import Pairs
-from rolemesh.engine.algorithms.token_rewards import finite_rows
+from rolemesh.engine.algorithms.token_rewards import BatchTokens, finite_rows
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import PairedSpec, SelectionSpec
 
@@ -21,9 +21,9 @@ def select_groups(
     """Keeps the groups that a rule wants, e.g. those whose rewards differ.
 
     "reward_spread" is the dynamic sampling of DAPO (arXiv 2503.14476, eq. 11): of each group the
-    rewards' standard deviation (n - 1) must be above `min_std`. A group of one has none. Kept rows
-    stay in their order. Rows that the column is_judged, where present, has False for are as if they
-    were not there.
+    rewards' standard deviation (n - 1) must be above `min_std`, over the rows with unmasked tokens.
+    A group of one has none. Kept rows stay in their order. Rows that the column is_judged, where
+    present, has False for are as if they were not there.
 
     "paired" keeps the rows of pairs, by ascending pair id and the chosen one first.
 
@@ -60,7 +60,11 @@ def select_groups(
             rows_J = torch.arange(experience.num_rows)
         judged = experience.select(rows_J)
         groups = Groups.of(judged)
-        is_wanted_G = groups.stds(finite_rows(judged, "rewards").cpu()) > spec.min_std
+        # Only rows that can be trained on say whether there is something to learn; a kept group
+        # keeps all of its rows.
+        members = Groups.of(judged, BatchTokens.of(judged).takes_part_B)
+        stds_B = members.to_rows(members.stds(finite_rows(judged, "rewards").cpu()))
+        is_wanted_G = groups.any_of(stds_B > spec.min_std)
         kept_G = is_wanted_G.nonzero().flatten()[:bound]
         num_groups, num_wanted, num_kept = len(groups), int(is_wanted_G.sum()), len(kept_G)
         rows_K = rows_J[torch.isin(groups.index_B, kept_G)]

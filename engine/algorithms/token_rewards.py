@@ -23,7 +23,6 @@ from rolemesh.engine.algorithms.ragged import (
 )
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import KlPenaltySpec, ShapedRewardSpec
-from rolemesh.engine.specs.columns import KL_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +171,7 @@ def token_rewards(
     """Puts each row's reward on its last unmasked token and takes the KL penalty off.
 
     Args:
-        given: Log-probs of the policy and of `spec.kl_to` are read with a penalty, and where
-            present.
+        given: Logprobs and reference_logprobs are read with a penalty, and where present.
         spec: The KL's form.
         tokens: Of the batch.
         rewards_B: float64 [B].
@@ -183,7 +181,7 @@ def token_rewards(
     rewards_N[tokens.last_unmasked()] = rewards_B[tokens.takes_part_B]
     scores_B, kl_per_row, metrics = rewards_B, 0.0, dict(metrics)
     controller = given.controllers.kl
-    names = ("logprobs", KL_COLUMNS[spec.kl_to])
+    names = ("logprobs", "reference_logprobs")
     if controller is not None or all(name in given.experience for name in names):
         logprobs_N, reference_N = (tokens.read(given.experience, name) for name in names)
         kl_N = kl_penalty(logprobs_N, reference_N, spec.kl_form)
@@ -224,9 +222,9 @@ def estimate(
     return Experience(columns), {**earned.metrics, **metrics}
 
 
-def advantage_metrics(advantages_N: torch.Tensor, tokens: BatchTokens) -> dict[str, float]:
-    """Mean and deviation of advantages, floating [N], over unmasked tokens."""
-    mean, std = mean_and_std(advantages_N[tokens.mask_N])
+def advantage_metrics(advantages_N: torch.Tensor, mask_N: torch.Tensor) -> dict[str, float]:
+    """Mean and deviation of advantages, floating [N], over the tokens of a mask, bool [N]."""
+    mean, std = mean_and_std(advantages_N[mask_N])
     return {"advantages/mean": mean, "advantages/std": std}
 
 

@@ -23,7 +23,7 @@ from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.specs import LossSpec, ModelSpec, Numerics, OptimizerSpec
+from rolemesh.engine.specs import AnyOptimizerSpec, LossSpec, ModelSpec, Numerics
 from rolemesh.engine.specs.columns import COLUMNS, INPUT_COLUMNS
 from rolemesh.engine.train.optimizer import OFFLOAD_BYTES
 from rolemesh.engine.train.plan import UpdatePlan
@@ -44,7 +44,7 @@ class RankWork:
     model: ModelSpec
     layout: HybridLayout
     rank: int = 0
-    optimizer: OptimizerSpec | None = None
+    optimizer: AnyOptimizerSpec | None = None
     """None: the model is frozen and only scores."""
     loss: LossSpec | None = None
     """What it is trained on; given with optimizer."""

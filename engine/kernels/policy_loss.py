@@ -25,8 +25,7 @@ BLOCK_TOKENS = 1024
 STATISTICS = (
     *("policy_loss", "kl_loss", "entropy", "ratio_mean", "approx_kl"),
     *("sampler_logprob_diff_mean", "clip_fraction_high", "clip_fraction_low"),
-    *("dual_clip_fraction", "importance_weight_mean", "importance_capped_fraction"),
-    *("ratio_max", "sampler_logprob_diff_max"),
+    *("dual_clip_fraction", "ratio_max", "sampler_logprob_diff_max"),
 )
 """What is counted, in the kernel's order: sums over tokens, and at the end the largest ones."""
 WEIGHTED = STATISTICS[:2]
@@ -40,6 +39,7 @@ def ppo_loss(
     sampled_M: torch.Tensor,
     advantages_M: torch.Tensor,
     weights_M: torch.Tensor,
+    importance_M: torch.Tensor | None,
     entropy_M: torch.Tensor | None,
     reference_M: torch.Tensor | None,
     spec: PpoPolicyLossSpec,
@@ -54,6 +54,7 @@ def ppo_loss(
         sampled_M: float32 [M], log-probs under the weights that sampled.
         advantages_M: float32 [M].
         weights_M: float32 [M], of each token in the sum.
+        importance_M: float32 [M], of each token's policy term besides; None: 1.
         entropy_M: float32 [M], for its statistic alone; None without one.
         reference_M: float32 [M], log-probs of the reference; None without a KL.
         spec: The numbers of the loss.
@@ -66,7 +67,7 @@ def ppo_loss(
     # In the kernel's order.
     policy = (logprobs_M, old_M, sampled_M, advantages_M)
     entropy_M = None if entropy_M is None else entropy_M.detach()
-    columns_M = (*policy, weights_M, entropy_M, reference_M)
+    columns_M = (*policy, weights_M, importance_M, entropy_M, reference_M)
     loss, statistics = _PpoLoss.apply(spec, max_log_ratio, *columns_M)  # type: ignore[no-untyped-call]
     found = dict(zip(STATISTICS, statistics.unbind(), strict=True))
     if reference_M is None:
@@ -75,8 +76,6 @@ def ppo_loss(
         del found["entropy"]
     if spec.dual_clip is None:
         del found["dual_clip_fraction"]
-    if spec.importance_cap is None:
-        del found["importance_weight_mean"], found["importance_capped_fraction"]
     return loss, found
 
 
@@ -91,7 +90,9 @@ class _PpoLoss(torch.autograd.Function):
         logprobs_M: torch.Tensor,
         *others_M: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        has_entropy, has_reference = (column_M is not None for column_M in others_M[-2:])
+        has_importance, has_entropy, has_reference = (
+            column_M is not None for column_M in others_M[-3:]
+        )
         num_tokens = len(logprobs_M)
         blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
         gradient_M = torch.empty_like(logprobs_M, memory_format=torch.contiguous_format)
@@ -106,12 +107,11 @@ class _PpoLoss(torch.autograd.Function):
                 1 - spec.clip_low,
                 1 + spec.clip_high,
                 spec.dual_clip or 0.0,
-                spec.importance_cap or 0.0,
                 spec.kl_in_loss,
                 max_log_ratio,
+                HAS_IMPORTANCE=has_importance,
                 HAS_ENTROPY=has_entropy,
                 HAS_DUAL_CLIP=spec.dual_clip is not None,
-                HAS_CAP=spec.importance_cap is not None,
                 KL_FORM=spec.kl_form if has_reference else "",
                 NUM_STATISTICS=len(STATISTICS),
                 BLOCK=BLOCK_TOKENS,
@@ -127,7 +127,7 @@ class _PpoLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         (gradient_M,) = ctx.saved_tensors
-        return None, None, gradient * gradient_M, None, None, None, None, None, None
+        return None, None, gradient * gradient_M, *[None] * 7
 
 
 def _maxima(found_K: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -157,6 +157,7 @@ def _ppo_loss(
     sampled: tl.tensor,
     advantages: tl.tensor,
     weights: tl.tensor,
+    importances: tl.tensor,
     entropy: tl.tensor,
     reference: tl.tensor,
     gradients: tl.tensor,
@@ -165,12 +166,11 @@ def _ppo_loss(
     lowest: tl.tensor,
     highest: tl.tensor,
     dual_clip: tl.tensor,
-    cap: tl.tensor,
     kl_in_loss: tl.tensor,
     max_log_ratio: tl.tensor,
+    HAS_IMPORTANCE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_DUAL_CLIP: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     KL_FORM: tl.constexpr,
     NUM_STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -202,14 +202,9 @@ def _ppo_loss(
         passes = tl.where(advantage < 0, passes * kept, passes)
         loss = tl.where(advantage < 0, tl.minimum(loss, bound, propagate_nan=ALL), loss)
         dual_clipped = tl.where((advantage < 0) & (ratio > dual_clip), 1.0, 0.0)
-    importance = tl.zeros((BLOCK,), dtype=tl.float32)
-    capped = tl.zeros((BLOCK,), dtype=tl.float32)
     gradient = -advantage * ratio * passes
-    if HAS_CAP:
-        against_sampled = _between(old_logprob - sampled_logprob, -max_log_ratio, max_log_ratio)
-        uncapped = tl.exp(against_sampled)
-        importance = tl.where(is_token, tl.minimum(uncapped, cap, propagate_nan=ALL), 0.0)
-        capped = tl.where(is_token & (uncapped > cap), 1.0, 0.0)
+    if HAS_IMPORTANCE:
+        importance = tl.load(importances + token, mask=is_token, other=0.0)
         loss *= importance
         gradient *= importance
 
@@ -240,7 +235,5 @@ def _ppo_loss(
     tl.store(at + 6, tl.sum(tl.where(is_high, 1.0, 0.0), 0))
     tl.store(at + 7, tl.sum(tl.where(is_low, 1.0, 0.0), 0))
     tl.store(at + 8, tl.sum(dual_clipped, 0))
-    tl.store(at + 9, tl.sum(importance, 0))
-    tl.store(at + 10, tl.sum(capped, 0))
-    tl.store(at + 11, tl.max(tl.where(is_token, ratio, 0.0), 0))
-    tl.store(at + 12, tl.max(difference, 0))
+    tl.store(at + 9, tl.max(tl.where(is_token, ratio, 0.0), 0))
+    tl.store(at + 10, tl.max(difference, 0))

@@ -325,15 +325,17 @@ def parameter_shape(shape: DecoderShape, name: str) -> tuple[int, ...]:
         return outer.get(name, (rows, hidden))
     width = _width(shape, part.suffix)
     if part.suffix.endswith("norm.weight"):
-        return (shape.head_dim,) if part.sees_own_heads else (sum(_rows(shape, part.cut)),)
+        return (
+            (shape.head_dim,) if part.sees_own_heads else (sum(projection_rows(shape, part.cut)),)
+        )
     if part.cut == "columns":
         return (hidden, width)
     if part.suffix.endswith(".bias"):
-        return (sum(_rows(shape, part.cut)),)
-    return (sum(_rows(shape, part.cut)), width)
+        return (sum(projection_rows(shape, part.cut)),)
+    return (sum(projection_rows(shape, part.cut)), width)
 
 
-def _rows(shape: DecoderShape, cut: Cut) -> tuple[int, ...]:
+def projection_rows(shape: DecoderShape, cut: Cut) -> tuple[int, ...]:
     """Rows of a parameter of a layer that is cut so: of each projection in it."""
     sizes: Mapping[Cut, int] = {
         "heads": shape.num_heads * shape.head_dim,
@@ -381,7 +383,7 @@ def slice_boxes(shape: DecoderShape, name: str, *, tp: int, size: int) -> tuple[
         rows = (min(tp * block, sizes[0]), min((tp + 1) * block, sizes[0]))
         return ((rows, *others),)
     boxes, start = [], 0
-    for one, number in zip(FUSED_CUTS.get(cut, (cut,)), _rows(shape, cut), strict=True):
+    for one, number in zip(FUSED_CUTS.get(cut, (cut,)), projection_rows(shape, cut), strict=True):
         sharing = replica_ranks_of_kv(shape, size) if one == "kv_heads" else 1
         held = number * sharing // size
         first = start + tp // sharing * held

@@ -7,7 +7,7 @@ parameter lies where in which tensor of which rank. `plan` turns one layout into
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -113,6 +113,13 @@ class WeightLayout:
             return self.dtype
         return self.manifest[parameter].dtype
 
+    def of(self, is_kept: Callable[[str], bool]) -> WeightLayout:
+        """The layout of some parameters alone."""
+        # Ranks that share a shard go on sharing one.
+        shards = {id(shard): _shard_of(shard, self.manifest, is_kept) for shard in self.ranks}
+        manifest = {name: one for name, one in self.manifest.items() if is_kept(name)}
+        return WeightLayout(manifest, tuple(shards[id(shard)] for shard in self.ranks), self.dtype)
+
     def in_dtype(self, dtype: DtypeName) -> WeightLayout:
         """The same boxes on the same ranks, of parameters and tensors of another element type.
 
@@ -123,6 +130,15 @@ class WeightLayout:
             for name, parameter in self.manifest.items()
         }
         return WeightLayout(manifest, self.ranks, dtype)
+
+
+def _shard_of(shard: RankShard, manifest: Manifest, is_kept: Callable[[str], bool]) -> RankShard:
+    pieces = tuple(piece for piece in shard.pieces if is_kept(piece.parameter))
+    gone = {piece.tensor for piece in shard.pieces} - {piece.tensor for piece in pieces}
+    # A tensor without elements has no piece, and mostly its parameter's name.
+    gone |= {name for name in shard.shapes if name in manifest and not is_kept(name)}
+    shapes = {name: shape for name, shape in shard.shapes.items() if name not in gone}
+    return RankShard(pieces, shapes)
 
 
 def intersection(left: Box, right: Box) -> Box | None:

@@ -136,6 +136,10 @@ class TrainLayout:
         """Ranks that hold the very same parameters."""
         return _grouped(self, lambda at: (at.pp, at.tp, at.dp % self.fsdp))
 
+    def stage_groups(self) -> Groups:
+        """Ranks that together hold one stage: its slices, of all replicas."""
+        return _grouped(self, lambda at: (at.pp,))
+
     def model_groups(self) -> Groups:
         """Ranks of one data-parallel replica: they see the same rows."""
         return _grouped(self, lambda at: (at.dp,))

@@ -219,24 +219,25 @@ def with_fillers(
     return passes + [filler] * (number - len(passes))
 
 
-def check_in_vocabulary(tokens_S: torch.Tensor, config: Any) -> None:
+def check_in_vocabulary(tokens: torch.Tensor, config: Any, column: str = "tokens") -> None:
     """Raises ValueError for a token that the model has no embedding of.
 
     Asked before a pass: of a cut vocabulary each slice takes an unknown token for another slice's,
     and computes on; of stages, the first alone would notice, and leave the others waiting.
 
     Args:
-        tokens_S: Integers [S].
+        tokens: Integers.
         config: transformers config of the whole model.
+        column: Where they stand, for the error.
     """
-    if not len(tokens_S):
+    if not tokens.numel():
         return
     vocab_size = config.get_text_config().vocab_size
-    for token in (int(tokens_S.min()), int(tokens_S.max())):
+    for token in (int(tokens.min()), int(tokens.max())):
         if not 0 <= token < vocab_size:
             raise ValueError(
-                f"column 'tokens' has token {token}, but the model's vocabulary has {vocab_size}: "
-                "give rows of this model's tokenizer"
+                f"column {column!r} has token {token}, but the model's vocabulary has "
+                f"{vocab_size}: give rows of this model's tokenizer"
             )
 
 

@@ -45,8 +45,8 @@ def compute_logprobs(
     Returns:
         On the CPU: column logprobs (float32, completion, natural log), and on request column
         entropy (float32, completion, nats), or columns top_ids (int32, completion, of width top_k)
-        and top (float32, the same: their log-probs, the likeliest first). On the last pipeline stage, equal on all its
-        slices; other stages return no rows.
+        and top (float32, the same: their log-probs, the likeliest first). On the last pipeline
+        stage, equal on all its slices; other stages return no rows.
 
     Raises:
         ValueError: The temperature is not above 0, top_k is more than the vocabulary or asked for
@@ -130,14 +130,28 @@ class Collector:
         self._rows.append(micro_batch.rows)
 
     def in_batch_order(self) -> Experience:
-        """The columns of all rows that were added, on the CPU, in one copy for each."""
-        found = Experience({name: self._column(name) for name in self._widths})
-        return found.select(torch.cat(self._rows).argsort())
+        """The columns of all rows that were added, on the CPU, in one copy for each type."""
+        flat: dict[str, torch.Tensor] = {}
+        for dtype in (torch.float32, torch.int32):
+            own = {
+                name: torch.cat(parts).flatten()
+                for name, parts in self._outputs.items()
+                if parts and parts[0].dtype == dtype
+            }
+            if own:
+                sizes = [len(values) for values in own.values()]
+                parts = torch.split(torch.cat([*own.values()]).cpu(), sizes)
+                flat |= zip(own, parts, strict=True)
+        columns = {
+            name: self._column(flat.get(name), width) for name, width in self._widths.items()
+        }
+        return Experience(columns).select(torch.cat(self._rows).argsort())
 
-    def _column(self, name: str) -> Column:
-        parts, width = self._outputs[name], self._widths[name]
-        # Without parts the type is not known; nor does anyone read these rows.
-        values = torch.cat(parts).cpu() if parts else torch.empty((0, width)[: min(width, 2)])
+    def _column(self, flat: torch.Tensor | None, width: int) -> Column:
+        # Without rows the type is not known; nor does anyone read it.
+        values = torch.empty(0) if flat is None else flat
+        if width > 1:
+            values = values.view(len(values) // width, width)
         if self._kind is ColumnKind.ROW:
             return Column(self._kind, values)
         return Column(self._kind, values, offsets_of(torch.tensor(self._lengths)))

@@ -71,6 +71,8 @@ class RankMesh:
     """Ranks that cut this rank's parameters among them."""
     replicate: RankGroup
     """Ranks that hold the very same parameters."""
+    stage: RankGroup
+    """Ranks that together hold one stage: its slices, of all replicas."""
     model: RankGroup
     """Ranks of one data-parallel replica, which see the same rows."""
     generate_tp: RankGroup
@@ -148,6 +150,7 @@ def _kinds(layout: HybridLayout) -> dict[str, Groups]:
         "dp": train.dp_groups(),
         "fsdp": train.fsdp_groups(),
         "replicate": train.replicate_groups(),
+        "stage": train.stage_groups(),
         "model": train.model_groups(),
         "generate_tp": layout.tp_groups(),
         "micro_dp": layout.micro_dp_groups(),

@@ -4,9 +4,7 @@ A token is drawn as the largest of p / noise, as torch.multinomial does it. torc
 take a launch for each row of a GPU, and give other numbers on other GPUs; here all rows are a few
 operations, and a row's numbers are the same whatever runs beside it.
 
-The numbers are those of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014, figure 16; their mix13 variant): number i of a stream is
-mix(start + i * GAMMA) modulo 2^64. Number 0 would be the start's own and is left out.
+The numbers are those of SplitMix64 (`engine/splitmix.py`).
 
 Shape letters: B rows, V vocabulary, R rows of a block.
 """
@@ -17,13 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
+from rolemesh.engine.splitmix import GAMMA, mixed, shifted
+
 BLOCK_NUMBERS = 1 << 24
 """Numbers that are made at a time: they are int64 on the way, so two tensors of 128 MiB."""
-
-# Constants of 64 bits, as the int64 numbers that have the same bits; products wrap.
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
-_FACTOR_2 = 0x94D049BB133111EB - 2**64
 
 _LEAST = 2.0**-63
 """Smallest uniform number: no noise is 0, by which a probability would be divided."""
@@ -38,8 +33,8 @@ def stream_starts(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tenso
         seeds: B numbers, 0 <= seed < 2**63.
         positions: B numbers of tokens that each row has already.
     """
-    starts_B = _mixed(torch.tensor(seeds, dtype=torch.int64) + _GAMMA)
-    return _mixed(starts_B + (torch.tensor(positions, dtype=torch.int64) + 1) * _GAMMA)
+    starts_B = mixed(torch.tensor(seeds, dtype=torch.int64) + GAMMA)
+    return mixed(starts_B + (torch.tensor(positions, dtype=torch.int64) + 1) * GAMMA)
 
 
 def exponential_noise(starts_B: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -54,27 +49,12 @@ def exponential_noise(starts_B: torch.Tensor, vocab_size: int) -> torch.Tensor:
         of float32's digits.
     """
     noise_BV = torch.empty(len(starts_B), vocab_size, dtype=torch.float32, device=starts_B.device)
-    steps_V = torch.arange(1, vocab_size + 1, device=starts_B.device) * _GAMMA
+    steps_V = torch.arange(1, vocab_size + 1, device=starts_B.device) * GAMMA
     rows = max(1, BLOCK_NUMBERS // vocab_size)
     blocks = zip(torch.split(starts_B, rows), torch.split(noise_BV, rows), strict=True)
     for starts_R, noise_RV in blocks:
-        bits_RV = _mixed(starts_R[:, None] + steps_V)
+        bits_RV = mixed(starts_R[:, None] + steps_V)
         # The 63 high bits, as a number that is not negative.
-        noise_RV.copy_(_shifted(bits_RV, 1))
+        noise_RV.copy_(shifted(bits_RV, 1))
         noise_RV.mul_(_LEAST).clamp_(_LEAST, _MOST).neg_().log1p_().neg_()
     return noise_BV
-
-
-def _mixed(bits: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's mix of int64 numbers of any shape, in place."""
-    bits ^= _shifted(bits, 30)
-    bits *= _FACTOR_1
-    bits ^= _shifted(bits, 27)
-    bits *= _FACTOR_2
-    bits ^= _shifted(bits, 31)
-    return bits
-
-
-def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
-    """Bits moved to the right, with zeros moved in: torch's int64 shift repeats the sign."""
-    return (bits >> places).bitwise_and_((1 << (64 - places)) - 1)

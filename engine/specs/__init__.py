@@ -9,6 +9,7 @@ from rolemesh.engine.specs.agents import AgentSpec as AgentSpec
 from rolemesh.engine.specs.agents import HttpAgentSpec as HttpAgentSpec
 from rolemesh.engine.specs.agents import ProgramAgentSpec as ProgramAgentSpec
 from rolemesh.engine.specs.agents import PythonAgentSpec as PythonAgentSpec
+from rolemesh.engine.specs.any_loss import LossSpec as LossSpec
 from rolemesh.engine.specs.base import EstimatorPartSpec as EstimatorPartSpec
 from rolemesh.engine.specs.base import PartSpec as PartSpec
 from rolemesh.engine.specs.base import Spec as Spec
@@ -35,51 +36,58 @@ from rolemesh.engine.specs.environments import (
     ReasoningGymEnvironmentSpec as ReasoningGymEnvironmentSpec,
 )
 from rolemesh.engine.specs.environments import TurnEnvironmentSpec as TurnEnvironmentSpec
-from rolemesh.engine.specs.estimators import AdaptiveKlSpec as AdaptiveKlSpec
 from rolemesh.engine.specs.estimators import CriticEstimatorSpec as CriticEstimatorSpec
-from rolemesh.engine.specs.estimators import DrGrpoSpec as DrGrpoSpec
 from rolemesh.engine.specs.estimators import EstimatorSpec as EstimatorSpec
-from rolemesh.engine.specs.estimators import FixedKlSpec as FixedKlSpec
 from rolemesh.engine.specs.estimators import GaeSpec as GaeSpec
-from rolemesh.engine.specs.estimators import GroupEstimatorSpec as GroupEstimatorSpec
-from rolemesh.engine.specs.estimators import GrpoSpec as GrpoSpec
-from rolemesh.engine.specs.estimators import KlControllerSpec as KlControllerSpec
-from rolemesh.engine.specs.estimators import KlForm as KlForm
-from rolemesh.engine.specs.estimators import KlPenaltySpec as KlPenaltySpec
 from rolemesh.engine.specs.estimators import OnlineDpoSpec as OnlineDpoSpec
-from rolemesh.engine.specs.estimators import OverlongSpec as OverlongSpec
 from rolemesh.engine.specs.estimators import PythonEstimatorSpec as PythonEstimatorSpec
-from rolemesh.engine.specs.estimators import (
-    ReinforcePlusPlusBaselineSpec as ReinforcePlusPlusBaselineSpec,
-)
 from rolemesh.engine.specs.estimators import ReinforcePlusPlusSpec as ReinforcePlusPlusSpec
 from rolemesh.engine.specs.estimators import RemaxSpec as RemaxSpec
 from rolemesh.engine.specs.estimators import ReverseKlSpec as ReverseKlSpec
-from rolemesh.engine.specs.estimators import RlooSpec as RlooSpec
+from rolemesh.engine.specs.estimators import RunningBaselineSpec as RunningBaselineSpec
 from rolemesh.engine.specs.estimators import SafeRlhfSpec as SafeRlhfSpec
-from rolemesh.engine.specs.estimators import ShapedRewardSpec as ShapedRewardSpec
+from rolemesh.engine.specs.group_estimators import DrGrpoSpec as DrGrpoSpec
+from rolemesh.engine.specs.group_estimators import GdpoSpec as GdpoSpec
+from rolemesh.engine.specs.group_estimators import GroupAdvantageSpec as GroupAdvantageSpec
+from rolemesh.engine.specs.group_estimators import GroupEstimatorSpec as GroupEstimatorSpec
+from rolemesh.engine.specs.group_estimators import GrpoSpec as GrpoSpec
+from rolemesh.engine.specs.group_estimators import MaxRlSpec as MaxRlSpec
+from rolemesh.engine.specs.group_estimators import PassAtKSpec as PassAtKSpec
+from rolemesh.engine.specs.group_estimators import (
+    ReinforcePlusPlusBaselineSpec as ReinforcePlusPlusBaselineSpec,
+)
+from rolemesh.engine.specs.group_estimators import RlooSpec as RlooSpec
 from rolemesh.engine.specs.losses import AggregatedLossSpec as AggregatedLossSpec
 from rolemesh.engine.specs.losses import Aggregation as Aggregation
 from rolemesh.engine.specs.losses import CispoPolicyLossSpec as CispoPolicyLossSpec
 from rolemesh.engine.specs.losses import DistillationLossSpec as DistillationLossSpec
 from rolemesh.engine.specs.losses import GspoPolicyLossSpec as GspoPolicyLossSpec
-from rolemesh.engine.specs.losses import LossSpec as LossSpec
 from rolemesh.engine.specs.losses import PolicyTermsSpec as PolicyTermsSpec
 from rolemesh.engine.specs.losses import PpoPolicyLossSpec as PpoPolicyLossSpec
 from rolemesh.engine.specs.losses import PpoValueLossSpec as PpoValueLossSpec
 from rolemesh.engine.specs.losses import PythonPolicyLossSpec as PythonPolicyLossSpec
 from rolemesh.engine.specs.losses import ReinforcePolicyLossSpec as ReinforcePolicyLossSpec
 from rolemesh.engine.specs.losses import TemperedLossSpec as TemperedLossSpec
+from rolemesh.engine.specs.models import AdamwMomentsSpec as AdamwMomentsSpec
+from rolemesh.engine.specs.models import AnyOptimizerSpec as AnyOptimizerSpec
 from rolemesh.engine.specs.models import ComputeDtype as ComputeDtype
 from rolemesh.engine.specs.models import GenerateSpec as GenerateSpec
 from rolemesh.engine.specs.models import LayoutSpec as LayoutSpec
 from rolemesh.engine.specs.models import ModelSpec as ModelSpec
+from rolemesh.engine.specs.models import MuonSpec as MuonSpec
 from rolemesh.engine.specs.models import Numerics as Numerics
 from rolemesh.engine.specs.models import OptimizerSpec as OptimizerSpec
+from rolemesh.engine.specs.models import ScheduledSpec as ScheduledSpec
 from rolemesh.engine.specs.named import Named as Named
 from rolemesh.engine.specs.named import NamedKind as NamedKind
 from rolemesh.engine.specs.named import Names as Names
 from rolemesh.engine.specs.named import named_in as named_in
+from rolemesh.engine.specs.off_policy import CorrectionSpec as CorrectionSpec
+from rolemesh.engine.specs.off_policy import GeometricRejectionSpec as GeometricRejectionSpec
+from rolemesh.engine.specs.off_policy import MaskingSpec as MaskingSpec
+from rolemesh.engine.specs.off_policy import OffPolicySpec as OffPolicySpec
+from rolemesh.engine.specs.off_policy import SequenceTruncationSpec as SequenceTruncationSpec
+from rolemesh.engine.specs.off_policy import TokenTruncationSpec as TokenTruncationSpec
 from rolemesh.engine.specs.outside_rewards import DropGroupSpec as DropGroupSpec
 from rolemesh.engine.specs.outside_rewards import EndpointRewardSpec as EndpointRewardSpec
 from rolemesh.engine.specs.outside_rewards import FailSpec as FailSpec
@@ -96,6 +104,14 @@ from rolemesh.engine.specs.outside_rewards import SlimeRewardSpec as SlimeReward
 from rolemesh.engine.specs.outside_rewards import outside_source as outside_source
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec as OwnFunctionSpec
 from rolemesh.engine.specs.own_functions import python_form as python_form
+from rolemesh.engine.specs.policy_losses import ClipCovPolicyLossSpec as ClipCovPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import CovariancePolicyLossSpec as CovariancePolicyLossSpec
+from rolemesh.engine.specs.policy_losses import DppoPolicyLossSpec as DppoPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import GmpoPolicyLossSpec as GmpoPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import KlCovPolicyLossSpec as KlCovPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import SapoPolicyLossSpec as SapoPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import ToprPolicyLossSpec as ToprPolicyLossSpec
+from rolemesh.engine.specs.policy_losses import VespoPolicyLossSpec as VespoPolicyLossSpec
 from rolemesh.engine.specs.preferences import BradleyTerryLossSpec as BradleyTerryLossSpec
 from rolemesh.engine.specs.preferences import DpoLossSpec as DpoLossSpec
 from rolemesh.engine.specs.preferences import KtoLossSpec as KtoLossSpec
@@ -131,4 +147,11 @@ from rolemesh.engine.specs.selection import PairedSpec as PairedSpec
 from rolemesh.engine.specs.selection import RewardSpreadSpec as RewardSpreadSpec
 from rolemesh.engine.specs.selection import SelectionSpec as SelectionSpec
 from rolemesh.engine.specs.servers import ServersSpec as ServersSpec
+from rolemesh.engine.specs.shaped_rewards import AdaptiveKlSpec as AdaptiveKlSpec
+from rolemesh.engine.specs.shaped_rewards import FixedKlSpec as FixedKlSpec
+from rolemesh.engine.specs.shaped_rewards import KlControllerSpec as KlControllerSpec
+from rolemesh.engine.specs.shaped_rewards import KlForm as KlForm
+from rolemesh.engine.specs.shaped_rewards import KlPenaltySpec as KlPenaltySpec
+from rolemesh.engine.specs.shaped_rewards import OverlongSpec as OverlongSpec
+from rolemesh.engine.specs.shaped_rewards import ShapedRewardSpec as ShapedRewardSpec
 from rolemesh.engine.specs.teachers import TeacherServerSpec as TeacherServerSpec

@@ -30,6 +30,10 @@ class PartSpec(Spec):
     def columns(self) -> tuple[str, ...]:
         """Columns that it reads, besides tokens and prompt_lengths."""
 
+    def optional_columns(self) -> tuple[str, ...]:
+        """Columns that it also reads where the batch has all of them, e.g. for metrics."""
+        return ()
+
     @property
     def logprob_temperature(self) -> float:
         """Softmax temperature at which the log-probs that it reads are taken."""
@@ -45,10 +49,6 @@ class EstimatorPartSpec(PartSpec):
 
     def used_columns(self) -> tuple[str, ...]:
         """Columns that change what it gives; each is read where the batch has it."""
-        return ()
-
-    def optional_columns(self) -> tuple[str, ...]:
-        """Columns that it also reads where the batch has all of them, e.g. for metrics."""
         return ()
 
     def baseline_columns(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Columns of experience: the kind and dtype of each, and which of them are read or made together.
 
-The comments of the protos promise the same to services of any make. A column that is not listed,
-e.g. of a client or of a single source of rewards, may have any kind and dtype.
+The comments of the protos promise the same to services of any make. Columns with the rewards of one
+source begin with `SOURCE_PREFIX`. Any other column, e.g. of a client, may have any kind and dtype.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ TEACHER_TOP_IDS: Final = "teacher_logprobs_top_ids"
 TEACHER_TOP: Final = "teacher_logprobs_top"
 """The teacher's log-probs of these."""
 
-KlTarget = Literal["reference", "teacher"]
-"""Roles that a KL may be taken to."""
-
-KL_COLUMNS: Final[Mapping[KlTarget, str]] = {
-    "reference": "reference_logprobs",
-    "teacher": TEACHER_LOGPROBS,
-}
-"""Their log-probs."""
-
 IS_JUDGED: Final = "is_judged"
 """False in the rows that no reward could be had for, which the step leaves out. A batch without the
 column is judged in full."""
+
+SOURCE_PREFIX: Final = "reward/"
+"""Beginning of the names of the columns (row, float32) with the rewards of one source, before its
+weight: NaN where it does not apply, or failed."""
+
+
+def source_column(name: str) -> str:
+    """Column of the rewards of the source of that name, before its weight."""
+    return f"{SOURCE_PREFIX}{name}"

@@ -1,7 +1,6 @@
-"""Estimators: what makes advantages, or pairs, from rewards, and the KL in the reward.
+"""Estimators: what makes advantages, or pairs, from rewards.
 
-Rows with equal `prompt_ids` form one group, wherever they stand in the batch. A row without
-unmasked tokens takes no part: it is no member of its group, and no mean or deviation counts it.
+Those that compare a row with its group stand in `specs.group_estimators`.
 """
 
 from __future__ import annotations
@@ -10,59 +9,21 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.engine.specs.base import EstimatorPartSpec, Spec
-from rolemesh.engine.specs.columns import KL_COLUMNS, PAIR_COLUMNS, TEACHER_LOGPROBS, KlTarget
+from rolemesh.engine.specs.base import EstimatorPartSpec
+from rolemesh.engine.specs.columns import PAIR_COLUMNS, TEACHER_LOGPROBS
+from rolemesh.engine.specs.group_estimators import (
+    DrGrpoSpec,
+    GdpoSpec,
+    GroupEstimatorSpec,
+    GrpoSpec,
+    MaxRlSpec,
+    PassAtKSpec,
+    ReinforcePlusPlusBaselineSpec,
+    RlooSpec,
+)
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import KtoPointSpec
-
-
-class FixedKlSpec(Spec):
-    """A constant KL coefficient."""
-
-    type: Literal["fixed"] = "fixed"
-    coefficient: float = Field(default=0.05, ge=0)
-    """Weight of the KL in the reward."""
-
-
-class AdaptiveKlSpec(Spec):
-    """The proportional controller of Ziegler et al. (arXiv 1909.08593, section 2.2)."""
-
-    type: Literal["adaptive"] = "adaptive"
-    coefficient: float = Field(default=0.05, gt=0)
-    """Weight of the KL in the reward at the start."""
-    target: float = Field(default=6.0, gt=0)
-    """KL per trajectory to hold, in nats."""
-    horizon: int = Field(default=10_000, ge=1)
-    """Trajectories over which the coefficient may change by a fifth."""
-
-
-KlControllerSpec = Annotated[FixedKlSpec | AdaptiveKlSpec, Field(discriminator="type")]
-KlForm = Literal["k1", "k2", "k3"]
-
-
-class KlPenaltySpec(EstimatorPartSpec):
-    """What estimators of advantages share: a KL that may be part of the reward."""
-
-    kl_in_reward: KlControllerSpec | None = None
-    """Penalise the reward of each token by coefficient * KL; None leaves rewards alone."""
-    kl_to: KlTarget = "reference"
-    """Whom this KL is taken to, and the one that is reported: the reference keeps the policy near,
-    a teacher pulls."""
-    kl_form: KlForm = "k1"
-    """Estimator of the KL in the reward."""
-
-    def columns(self) -> tuple[str, ...]:
-        """Rewards and mask; both log-probs where KL is part of the reward."""
-        kl = () if self.kl_in_reward is None else ("logprobs", KL_COLUMNS[self.kl_to])
-        return ("rewards", "loss_mask", *kl)
-
-    def optional_columns(self) -> tuple[str, ...]:
-        """Both log-probs: KL is reported wherever they are there."""
-        return ("logprobs", KL_COLUMNS[self.kl_to])
-
-    def makes(self) -> tuple[str, ...]:
-        """Columns that it gives."""
-        return ("advantages", "token_rewards")
+from rolemesh.engine.specs.shaped_rewards import KlPenaltySpec, ShapedRewardSpec
 
 
 class ReverseKlSpec(EstimatorPartSpec):
@@ -161,92 +122,6 @@ class SafeRlhfSpec(CriticEstimatorSpec):
         return (*super().columns(), "costs")
 
 
-class OverlongSpec(Spec):
-    """Soft punishment of long completions (DAPO, arXiv 2503.14476, eq. 13).
-
-    With L completion tokens (those between the policy's own, e.g. of tools, count too), a row's
-    reward changes by penalty times
-
-        0                                   for L <= max_length - buffer
-        (max_length - buffer - L) / buffer  up to max_length
-        -1                                  beyond
-    """
-
-    max_length: int = Field(ge=1)
-    """Completion tokens from which on the punishment is whole."""
-    buffer: int = Field(ge=1)
-    """Tokens before max_length over which it grows."""
-    penalty: float = Field(default=1.0, gt=0)
-    """The whole punishment, on the scale of rewards; 1 in the paper, whose rewards are 1 and -1."""
-
-    @model_validator(mode="after")
-    def _check_buffer(self) -> Self:
-        if self.buffer > self.max_length:
-            raise ValueError(
-                f"buffer is {self.buffer} and max_length is {self.max_length}: "
-                "the buffer is the last part of max_length"
-            )
-        return self
-
-
-class ShapedRewardSpec(KlPenaltySpec):
-    """What estimators without a critic share: a punishment of long completions."""
-
-    overlong: OverlongSpec | None = None
-    """Punish long completions before anything else; None leaves rewards alone."""
-
-
-class GroupEstimatorSpec(ShapedRewardSpec):
-    """What estimators share that compare a row with its group.
-
-    A row's score is its reward less the KL penalties of its tokens, and all its unmasked tokens
-    have the same advantage.
-    """
-
-    def columns(self) -> tuple[str, ...]:
-        """Those of rewards, and which rows form a group."""
-        return (*super().columns(), "prompt_ids")
-
-    def used_columns(self) -> tuple[str, ...]:
-        """Which rows of a prompt are of one trajectory."""
-        return ("sample_indexes",)
-
-
-class GrpoSpec(GroupEstimatorSpec):
-    """Group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2).
-
-        advantage = (score - mean of the group) / (std of the group + 1e-6)
-
-    The paper does not define its standard deviation: this one has n - 1 in the denominator, as in
-    verl and TRL. In a group of one there is nothing to compare with: its advantage is 0.
-    """
-
-    type: Literal["grpo"] = "grpo"
-    normalize_std: bool = True
-    """Divide by the group's standard deviation; false only subtracts the mean."""
-
-
-class DrGrpoSpec(GroupEstimatorSpec):
-    """Dr. GRPO (arXiv 2503.20783, section 3.2): score less the mean of the group, no division.
-
-    Its loss divides by a constant instead of lengths: aggregation "seq_sum_norm".
-    """
-
-    type: Literal["dr_grpo"] = "dr_grpo"
-
-
-class RlooSpec(GroupEstimatorSpec):
-    """REINFORCE leave-one-out (RLOO, arXiv 2402.14740).
-
-        advantage = score - mean score of the group's other members
-
-    In a group of one there are no others: its advantage is 0 (verl takes the bare score, TRL
-    refuses such groups).
-    """
-
-    type: Literal["rloo"] = "rloo"
-
-
 class RemaxSpec(KlPenaltySpec):
     """ReMax (arXiv 2310.10505, algorithm 1): the reward of the greedy completion is the baseline.
 
@@ -280,14 +155,20 @@ class ReinforcePlusPlusSpec(ShapedRewardSpec):
     """Factor by which a reward counts less for each token before it; 1 discounts nothing."""
 
 
-class ReinforcePlusPlusBaselineSpec(GroupEstimatorSpec):
-    """REINFORCE++ with baseline (arXiv 2501.03262): less the group's mean, normalised over all.
+class RunningBaselineSpec(ShapedRewardSpec):
+    """REINFORCE with the mean score of the steps before as the baseline (Williams 1992).
 
-    Normalised as in `ReinforcePlusPlusSpec`: over all unmasked tokens, so that a long row weighs
-    more than a short one. A group of one is its own mean (verl takes 0 for the mean there).
+        advantage = score - baseline
+        baseline = decay * baseline + (1 - decay) * mean score of the batch, after the step
+
+    The baseline does not know the batch, so the estimate is unbiased. The first batch has none
+    before it: each of its rows is compared with the mean score of the others, and its mean is the
+    first baseline. It needs no groups: one completion a prompt will do.
     """
 
-    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    type: Literal["running_baseline"] = "running_baseline"
+    decay: float = Field(default=0.9, ge=0, lt=1)
+    """Share of the baseline that a step leaves; 0.9 averages over about ten steps."""
 
 
 class PythonEstimatorSpec(OwnFunctionSpec, GroupEstimatorSpec):
@@ -336,7 +217,11 @@ EstimatorSpec = Annotated[
     | GrpoSpec
     | DrGrpoSpec
     | RlooSpec
+    | PassAtKSpec
+    | MaxRlSpec
+    | GdpoSpec
     | RemaxSpec
+    | RunningBaselineSpec
     | ReinforcePlusPlusSpec
     | ReinforcePlusPlusBaselineSpec
     | PythonEstimatorSpec

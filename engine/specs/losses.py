@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.specs.base import PartSpec
-from rolemesh.engine.specs.columns import (
-    KL_COLUMNS,
-    PROXIMAL_LOGPROBS,
-    TEACHER_TOP,
-    TEACHER_TOP_IDS,
-    KlTarget,
-)
-from rolemesh.engine.specs.estimators import KlForm
+from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS, TEACHER_TOP, TEACHER_TOP_IDS
+from rolemesh.engine.specs.off_policy import OffPolicySpec
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
-from rolemesh.engine.specs.preferences import (
-    BradleyTerryLossSpec,
-    DpoLossSpec,
-    KtoLossSpec,
-    SftLossSpec,
-)
+from rolemesh.engine.specs.shaped_rewards import KlForm
 
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm"]
 
@@ -59,21 +49,71 @@ class TemperedLossSpec(AggregatedLossSpec):
 
 
 class PolicyTermsSpec(TemperedLossSpec):
-    """What policy losses share: entropy and KL beside the policy term, aggregated as it is."""
+    """What policy losses share: entropy and KL beside the policy term, aggregated as it is.
+
+    And how the policy term is corrected for samples of another policy.
+    """
+
+    corrects_itself: ClassVar[bool] = False
+    """Whether the loss weighs tokens by their ratio to the weights that sampled, or a function of
+    the user decides on that: then neither a recipe nor fast numerics ask for a correction."""
+    compares_with_sampler: ClassVar[bool] = False
+    """Whether its own weights always are ratios to the weights that sampled: a correction would
+    count them twice, and is refused."""
+    weighs_now: ClassVar[bool] = False
+    """Whether a correction weighs by the policy of each pass: that of a loss without ratios."""
 
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus."""
     kl_in_loss: float = Field(default=0.0, ge=0)
-    """Weight of a KL term in the loss."""
-    kl_to: KlTarget = "reference"
-    """Whom the KL in the loss is taken to: the reference keeps the policy near, a teacher pulls."""
+    """Weight of a KL term to the reference in the loss."""
     kl_form: KlForm = "k3"
     """Estimator of the KL in the loss."""
+    off_policy: OffPolicySpec | None = None
+    """How the policy term is corrected for samples of another policy; None: not at all. A recipe
+    says it in algorithm.off_policy."""
+
+    @property
+    def weighs_by(self) -> Literal["scored", "same_pass", "now"] | None:
+        """Whose log-probs the weights of a correction are made of; None without a correction.
+
+        A scoring pass at the start of the update; the pass that trains, which begins with the same
+        weights; or each pass, whatever it begins with.
+        """
+        if self.off_policy is None or self.off_policy.proximal is not None:
+            return None if self.off_policy is None else self.off_policy.proximal
+        return "now" if self.weighs_now and self.off_policy.normalize is None else "scored"
 
     def columns(self) -> tuple[str, ...]:
-        """Log-probs of sampling, advantages and mask; those of `kl_to` where a KL is wanted."""
-        kl = (KL_COLUMNS[self.kl_to],) if self.kl_in_loss > 0 else ()
-        return ("logprobs", "advantages", "loss_mask", *kl)
+        """Log-probs of sampling, advantages and mask; others where a KL or a correction asks."""
+        kl = ("reference_logprobs",) if self.kl_in_loss > 0 else ()
+        start = (PROXIMAL_LOGPROBS,) if self.weighs_by == "scored" else ()
+        return ("logprobs", "advantages", "loss_mask", *kl, *start)
+
+    def optional_columns(self) -> tuple[str, ...]:
+        """Versions of the weights that sampled, by which metrics are told apart."""
+        return ("policy_versions",)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_places(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = {name: data[name] for name in ("importance_cap", "proximal") if name in data}
+        if given:
+            fields = {
+                "type": "token_truncation",
+                "cap": given.get("importance_cap", 2.0),
+                **({"proximal": given["proximal"]} if "proximal" in given else {}),
+            }
+            written = ", ".join(f"{name}: {value}" for name, value in fields.items())
+            remedy = "null" if fields["cap"] is None else f"{{{written}}}"
+            raise ValueError(
+                f"{' and '.join(f'{name} is {value!r}' for name, value in given.items())}, but "
+                "corrections of all losses have a section of their own: take it out, and give "
+                f"algorithm.off_policy: {remedy}"
+            )
+        return data
 
 
 class PpoPolicyLossSpec(PolicyTermsSpec):
@@ -91,29 +131,6 @@ class PpoPolicyLossSpec(PolicyTermsSpec):
     """Ratio is clipped above at 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound c of arXiv 1912.09729, eq. 5, for negative advantages; None switches it off."""
-    importance_cap: float | None = Field(default=None, gt=0)
-    """Decoupled PPO (AReaL, arXiv 2505.24298, section 5.2): the ratio is that to the weights at
-    the start of the update, and each token's policy loss is weighted by their ratio to the weights
-    that sampled, truncated at this. None compares with the weights that sampled; with
-    run.numerics "fast", a cap that is left out is 2."""
-    proximal: Literal["scored", "same_pass"] = "scored"
-    """Where log-probs at the start of the update come from, with importance_cap: from a scoring
-    pass, or from the pass that trains, where a step makes one optimizer step: it begins with these
-    weights, and the scoring pass is spared."""
-
-    @model_validator(mode="after")
-    def _check_proximal(self) -> Self:
-        if self.proximal == "same_pass" and self.importance_cap is None:
-            raise ValueError(
-                "proximal is 'same_pass' without importance_cap, which alone reads log-probs at "
-                "the start of the update: give importance_cap, or leave proximal out"
-            )
-        return self
-
-    def columns(self) -> tuple[str, ...]:
-        """Those of a policy loss; log-probs at the start of the update where they are scored."""
-        is_scored = self.importance_cap is not None and self.proximal == "scored"
-        return (*super().columns(), *((PROXIMAL_LOGPROBS,) if is_scored else ()))
 
 
 class GspoPolicyLossSpec(PolicyTermsSpec):
@@ -143,6 +160,8 @@ class CispoPolicyLossSpec(PolicyTermsSpec):
     a gradient of its own.
     """
 
+    corrects_itself: ClassVar[bool] = True
+
     type: Literal["cispo"] = "cispo"
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """The weight is at least 1 - clip_low; None sets no lower bound, as in the paper."""
@@ -157,20 +176,20 @@ class ReinforcePolicyLossSpec(PolicyTermsSpec):
     Both papers sum over the tokens of a row, which is the default aggregation here.
     """
 
+    weighs_now: ClassVar[bool] = True
+
     type: Literal["reinforce"] = "reinforce"
     aggregation: Aggregation = "seq_mean_token_sum"
     """How token losses become one number."""
-    importance_cap: float | None = Field(default=None, gt=0)
-    """Weigh each token by the ratio of the policy to the one that sampled, at most this and
-    without a gradient of its own; None weighs all by 1, which only holds on-policy. With
-    run.numerics "fast", a cap that is left out is 2."""
 
 
 class PythonPolicyLossSpec(OwnFunctionSpec, PolicyTermsSpec):
     """A policy loss of your own: a function that gives the loss of each token.
 
-    Entropy, KL to the reference and aggregation are added as for the losses here.
+    Entropy, KL to the reference, a correction and aggregation are added as for the losses here.
     """
+
+    corrects_itself: ClassVar[bool] = True
 
     type: Literal["python"] = "python"
     reads: tuple[str, ...] = ()
@@ -199,14 +218,14 @@ class DistillationLossSpec(TemperedLossSpec):
     type: Literal["distillation"] = "distillation"
     divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "reverse_kl"
     """Which one; see above."""
-    mixture: float = Field(default=0.5, gt=0, lt=1)
-    """The teacher's share m of the mixture; read by jensen_shannon alone."""
+    mixture: float | None = Field(default=None, gt=0, lt=1)
+    """The teacher's share m of the mixture of jensen_shannon, which alone takes one; None: half."""
     top_k: int = Field(default=32, ge=1, le=MAX_WIDTH)
     """Tokens at each place that the teacher tells apart."""
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
-        if "mixture" in self.model_fields_set and self.divergence != "jensen_shannon":
+        if self.mixture is not None and self.divergence != "jensen_shannon":
             raise ValueError(
                 f"mixture is {self.mixture} with divergence {self.divergence!r}, which mixes "
                 "nothing: leave it out, or take divergence 'jensen_shannon'"
@@ -228,20 +247,3 @@ class PpoValueLossSpec(AggregatedLossSpec):
     def columns(self) -> tuple[str, ...]:
         """Values of the estimate, returns and mask."""
         return ("values", "returns", "loss_mask")
-
-
-LossSpec = Annotated[
-    PpoPolicyLossSpec
-    | GspoPolicyLossSpec
-    | CispoPolicyLossSpec
-    | ReinforcePolicyLossSpec
-    | PythonPolicyLossSpec
-    | DistillationLossSpec
-    | PpoValueLossSpec
-    | SftLossSpec
-    | DpoLossSpec
-    | KtoLossSpec
-    | BradleyTerryLossSpec,
-    Field(discriminator="type"),
-]
-"""Every loss: those above, and those on given data (`specs.preferences`)."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.engine.layout.ranks import GenerateLayout, RankOrder, TrainLayout
 from rolemesh.engine.specs.adapters import AdapterSpec
@@ -63,8 +64,8 @@ class ModelSpec(Spec):
     takes 512 on a CPU, and on a GPU as many as make 1 GiB of float32 logits."""
 
 
-class OptimizerSpec(Spec):
-    """AdamW with a schedule of the learning rate and gradient clipping."""
+class ScheduledSpec(Spec):
+    """The base of optimizers: a schedule of the learning rate, decay, and gradient clipping."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up, from which a schedule falls."""
@@ -73,10 +74,6 @@ class OptimizerSpec(Spec):
     schedule: RateScheduleSpec = ConstantRateSpec()
     """How the learning rate falls after the warm-up: constant, linear or cosine. What counts are
     optimizer steps whose effect is in the weights."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and of the second moment of AdamW."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator of AdamW's step."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled decay; not applied to vectors (norms, biases)."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -102,6 +99,89 @@ class OptimizerSpec(Spec):
                 "warmup_steps, or a longer schedule"
             )
         return self
+
+
+class AdamwMomentsSpec(Spec):
+    """What AdamW has beside rate and decay."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and of the second moment of AdamW."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator of AdamW's step."""
+
+
+class OptimizerSpec(AdamwMomentsSpec, ScheduledSpec):
+    """AdamW for all weights: what an optimizer is that names no type."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class MuonSpec(ScheduledSpec):
+    """Muon for the matrices of the layers, AdamW for all else.
+
+    The rate is that of AdamW: a matrix's step has about the size that AdamW's would have
+    (arXiv 2502.16982, eq. 4).
+    """
+
+    type: Literal["muon"] = "muon"
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of gradients that is orthogonalised."""
+    nesterov: bool = True
+    """Whether the newest gradient counts once more in what is orthogonalised."""
+    ns_steps: int = Field(default=5, ge=1, le=20)
+    """Iterations of Newton-Schulz: fewer take less time, and leave singular values less equal."""
+    adamw: AdamwMomentsSpec = AdamwMomentsSpec()
+    """Of the AdamW that trains what is no matrix of a layer: embedding, head, norms, biases."""
+
+
+_ONLY_FOR = {
+    **dict.fromkeys(("betas", "eps"), "adamw"),
+    **dict.fromkeys(("momentum", "nesterov", "ns_steps", "adamw"), "muon"),
+}
+"""The type of optimizer to which a field belongs that not all have."""
+
+
+def _chosen_optimizer(given: Any) -> Any:
+    """Takes AdamW where no type is given, and says what is wrong with types and their fields."""
+    if not isinstance(given, Mapping):
+        return given
+    kind = given.get("type", "adamw")
+    if isinstance(kind, str) and "8bit" in kind.lower().replace("-", "").replace("_", ""):
+        raise ValueError(
+            f"type is {kind!r}: moments in 8 bits share a scale in blocks of what a rank "
+            "holds, so that another layout could not go on with the same numbers; to save memory "
+            "give type muon (one moment for a matrix), offload: true, or cut the weights over more "
+            "ranks (fsdp)"
+        )
+    for name in given:
+        owner = _ONLY_FOR.get(name, kind)
+        if kind in ("adamw", "muon") and owner != kind:
+            remedy = f"adamw.{name}, for what is no matrix" if kind == "muon" else "type: muon"
+            raise ValueError(
+                f"{name} is given, but type is {kind!r}, which has no such setting: leave it out, "
+                f"or give {remedy}"
+            )
+    return {"type": "adamw", **given}
+
+
+AnyOptimizerSpec = Annotated[
+    OptimizerSpec | MuonSpec, Field(discriminator="type"), BeforeValidator(_chosen_optimizer)
+]
+"""An optimizer, by type."""
+
+
+def check_optimizer(optimizer: ScheduledSpec | None, model: ModelSpec) -> None:
+    """Refuses Muon where there is nothing for it.
+
+    Raises:
+        ValueError: Names the fields.
+    """
+    if isinstance(optimizer, MuonSpec) and model.adapter is not None:
+        raise ValueError(
+            "optimizer.type is 'muon', but model.adapter is given, whose factors are no matrices "
+            "of the model: orthogonalising each of them does not orthogonalise their product, by "
+            "which the weights change; leave the type out (AdamW), or the adapter"
+        )
 
 
 class LayoutSpec(Spec):

@@ -16,11 +16,13 @@ from rolemesh.engine.specs.data import DataSpec
 from rolemesh.engine.specs.endpoint import EndpointSpec
 from rolemesh.engine.specs.environments import EnvironmentSpec
 from rolemesh.engine.specs.models import (
+    AnyOptimizerSpec,
     GenerateSpec,
     LayoutSpec,
     ModelSpec,
     Numerics,
     OptimizerSpec,
+    check_optimizer,
 )
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
@@ -79,7 +81,8 @@ class ActorSpec(RoleSpec):
     """The actor: trains the policy and rolls it out."""
 
     model: ModelSpec
-    optimizer: OptimizerSpec = OptimizerSpec()
+    optimizer: AnyOptimizerSpec = OptimizerSpec()
+    """What steps the weights: AdamW, or with type muon Muon for the matrices of the layers."""
     rollout: RolloutSpec | None = None
     """The actor's own sampler; None: it holds none, since a rollout role samples, or none does."""
     data: DataSpec
@@ -102,6 +105,11 @@ class ActorSpec(RoleSpec):
     @model_validator(mode="after")
     def _check_layouts(self) -> Self:
         self.rank_layout()
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        check_optimizer(self.optimizer, self.model)
         return self
 
     @model_validator(mode="after")
@@ -179,7 +187,7 @@ class CriticSpec(RoleSpec):
     """The critic: a value head on a language model."""
 
     model: ModelSpec
-    optimizer: OptimizerSpec = OptimizerSpec(learning_rate=CRITIC_LEARNING_RATE)
+    optimizer: AnyOptimizerSpec = OptimizerSpec(learning_rate=CRITIC_LEARNING_RATE)
     """Its learning rate is 1e-5 where the recipe leaves it out, ten times the actor's."""
     train: LayoutSpec = LayoutSpec()
     """Layout of training and scoring."""
@@ -190,6 +198,11 @@ class CriticSpec(RoleSpec):
         """Other keys of the section leave the critic its own learning rate."""
         is_section = isinstance(given, Mapping)
         return {"learning_rate": CRITIC_LEARNING_RATE, **given} if is_section else given
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        check_optimizer(self.optimizer, self.model)
+        return self
 
     def rank_layout(self) -> HybridLayout:
         """The layout as rank arithmetic."""
@@ -247,7 +260,7 @@ class RewardSpec(RoleSpec):
     """Who judges: one source, or a weighted sum of several."""
     layout: LayoutSpec = LayoutSpec()
     """How a model-based reward is spread over ranks."""
-    optimizer: OptimizerSpec | None = None
+    optimizer: AnyOptimizerSpec | None = None
     """Trains the source, which must then be a classifier; None: it stays as it is."""
     data: DataSpec | None = None
     """What it is trained on: pairs of completions. Given with optimizer, and only then."""
@@ -279,6 +292,8 @@ class RewardSpec(RoleSpec):
                 "source.new_head is true without optimizer: an untrained head scores everything "
                 "0; give optimizer and data, or a folder with a trained head"
             )
+        if isinstance(self.source, ClassifierRewardSpec):
+            check_optimizer(self.optimizer, self.source.model)
         return self
 
     def rank_layout(self) -> HybridLayout:

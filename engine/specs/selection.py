@@ -19,11 +19,12 @@ class RewardSpreadSpec(PartSpec):
 
     type: Literal["reward_spread"] = "reward_spread"
     min_std: float = Field(default=0.0, ge=0)
-    """Keep groups whose rewards have a standard deviation (n - 1) above this."""
+    """Keep groups whose rewards have a standard deviation (n - 1) above this. Rows without unmasked
+    tokens do not count for it, as in every estimator."""
 
     def columns(self) -> tuple[str, ...]:
-        """Rewards, and which rows form a group."""
-        return ("rewards", "prompt_ids")
+        """Rewards, mask, and which rows form a group."""
+        return ("rewards", "loss_mask", "prompt_ids")
 
 
 class PairedSpec(PartSpec):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
+from rolemesh.engine.train.state import TrainedWeights
 from rolemesh.engine.transport.slot_files import PAGE_BYTES
 from rolemesh.engine.weights.published import Place
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES
@@ -83,13 +84,15 @@ class CutPlan:
     """Of a slot."""
 
     @staticmethod
-    def of(weights: Mapping[str, torch.Tensor]) -> CutPlan:
+    def of(weights: TrainedWeights) -> CutPlan:
         """The plan for a rank's weights and what an optimizer keeps for them."""
         entries: dict[str, dict[str, TensorEntry]] = {}
         at = 0
         for group in GROUPS:
             entries[group] = {}
-            for name, weight in weights.items():
+            for name, weight in weights.tensors.items():
+                if group != WEIGHTS and not weights.keeps(name, group):
+                    continue
                 shape = tuple(weight.shape) if group == WEIGHTS or group in MOMENTS else ()
                 # The optimizer keeps all it has in float32.
                 dtype = weight.dtype if group == WEIGHTS else torch.float32
@@ -124,15 +127,19 @@ def check_header(header: CutHeader, plan: CutPlan, kind: str, layout: str, step:
             if (theirs := _kind_of(found.get(name))) != (own := _kind_of(expected.get(name))):
                 raise CutMismatchError(
                     f"the cut of step {step} is of another model: {name!r} of {group!r} is "
-                    f"{theirs}, but the model's is {own}: give the model that the run began with"
+                    f"{theirs}, but the model's is {own}: give the model and the type of optimizer "
+                    "that the run began with"
                 )
         if any(found[name].offset != expected[name].offset for name in found):
             raise CutMismatchError(
                 f"the cut of step {step} has {group!r} in another order: give the model that the "
                 "run began with"
             )
-    kept = [header.tensors.get(name, {}).keys() for name in STATE_NAMES]
-    if header.tensors.keys() - set(GROUPS) or any(names != kept[0] for names in kept):
+    stepped = header.tensors.get(STATE_NAMES[0], {}).keys()
+    if header.tensors.keys() - set(GROUPS) or any(
+        header.tensors.get(name, {}).keys() != stepped & plan.entries[name].keys()
+        for name in STATE_NAMES
+    ):
         raise CutMismatchError(
             f"the cut of step {step} has the groups {sorted(header.tensors)}, which do not fit "
             "each other: restore it with the version that saved it"

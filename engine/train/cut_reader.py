@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rolemesh.engine.parallel.agreement import Peers
-from rolemesh.engine.specs import OptimizerSpec
+from rolemesh.engine.specs import AnyOptimizerSpec
 from rolemesh.engine.train.cut_format import WEIGHTS
 from rolemesh.engine.train.cut_slots import CutSlots, checked_cut, random_state_of, views_of
 from rolemesh.engine.train.host_moments import STATE_NAMES
@@ -84,15 +84,15 @@ def hold_cut(
     step: int,
     kind: str,
     weights: TrainedWeights,
-    optimizer_spec: OptimizerSpec,
+    optimizer_spec: AnyOptimizerSpec,
 ) -> HeldCut:
     """Holds the cut of a step; see `ModelInTraining.hold_cut`.
 
     On the compute thread, so that none is being saved meanwhile. Of the weights, shapes and layout
     are taken; the spec is what the checkpoint is to say of the optimizer.
     """
-    index, slot, header = checked_cut(slots, step, kind, weights.tensors)
-    held = views_of(slots, slot, header, weights.tensors)
+    index, slot, header = checked_cut(slots, step, kind, weights)
+    held = views_of(slots, slot, header, weights)
     state = TrainerState(
         kind=kind,
         weights=replace(weights, tensors=held[WEIGHTS], peers=Peers.alone()),

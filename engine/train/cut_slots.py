@@ -89,11 +89,14 @@ class CutSlots:
         """Those of the newest cut, while they go on."""
         self._waited_s = 0.0
         self._plan: CutPlan | None = None
-        self._planned_for: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._planned_for: dict[str, tuple[torch.Size, torch.dtype, bool]] = {}
 
-    def plan(self, weights: Mapping[str, torch.Tensor]) -> CutPlan:
-        """Where everything lies in a slot; the same plan for the same model."""
-        shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+    def plan(self, weights: TrainedWeights) -> CutPlan:
+        """Where everything lies in a slot; the same plan for the same model and optimizer."""
+        shapes = {
+            name: (weight.shape, weight.dtype, name in weights.orthogonalised)
+            for name, weight in weights.tensors.items()
+        }
         if self._plan is None or self._planned_for != shapes:
             self._plan, self._planned_for = CutPlan.of(weights), shapes
         return self._plan
@@ -229,9 +232,8 @@ def whole_cuts(owner: SlotOwner, layout: str) -> list[CutHeader]:
 
 def save_cut(slots: CutSlots, step: int, state: TrainerState, progress: Progress) -> int:
     """Copies a trainer's state into a slot; see `ModelInTraining.save_cut`."""
-    weights = state.weights.tensors
-    plan = slots.plan(weights)
-    held = {WEIGHTS: weights, **state.optimizer}
+    plan = slots.plan(state.weights)
+    held = {WEIGHTS: state.weights.tensors, **state.optimizer}
     total = sum(tensor.nbytes for tensors in held.values() for tensor in tensors.values())
 
     def reserve() -> tuple[Slot, int]:
@@ -297,7 +299,7 @@ def restore_cut(
     """
 
     def check() -> tuple[tuple[Slot, CutHeader], list[int]]:
-        _, slot, header = checked_cut(slots, step, kind, weights.tensors)
+        _, slot, header = checked_cut(slots, step, kind, weights)
         if weights.base is not None and (refusal := weights.base.refusal(header.base)):
             raise CutMismatchError(f"the cut of step {step} {refusal}")
         return (slot, header), [header.policy_version, header.num_bytes]
@@ -311,7 +313,7 @@ def restore_cut(
             f"the ranks hold cuts of step {step} at the versions {versions}: go on from a "
             "checkpoint"
         )
-    held = views_of(slots, slot, header, weights.tensors)
+    held = views_of(slots, slot, header, weights)
     with torch.no_grad():
         for name, weight in weights.tensors.items():
             weight.copy_(held[WEIGHTS][name])
@@ -325,7 +327,7 @@ def restore_cut(
 
 
 def checked_cut(
-    slots: CutSlots, step: int, kind: str, weights: Mapping[str, torch.Tensor]
+    slots: CutSlots, step: int, kind: str, weights: TrainedWeights
 ) -> tuple[int, Slot, CutHeader]:
     """The whole cut of a step, if it is of this model: as `CutSlots.find` gives it.
 
@@ -346,13 +348,14 @@ def checked_cut(
     if slot.num_bytes != plan.num_bytes:
         raise CutMismatchError(
             f"the cut of step {step} takes {slot.num_bytes} bytes, but the state of this "
-            f"model takes {plan.num_bytes}: restore it with the version that saved it"
+            f"model takes {plan.num_bytes}: restore it with the version, and the type of "
+            "optimizer that saved it"
         )
     return index, slot, header
 
 
 def views_of(
-    slots: CutSlots, slot: Slot, header: CutHeader, weights: Mapping[str, torch.Tensor]
+    slots: CutSlots, slot: Slot, header: CutHeader, weights: TrainedWeights
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of a checked cut where they lie in its slot, by group and name."""
     places = slots.plan(weights).places

@@ -27,7 +27,8 @@ class Gradients:
     """
 
     def __init__(self, rank_model: RankModel) -> None:
-        self._rank_model = rank_model
+        self.rank_model = rank_model
+        """Whose they are."""
         self._mesh = rank_model.mesh
         self._parameters = {
             name: parameter
@@ -85,7 +86,7 @@ class Gradients:
         culprits = [] if math.isfinite(float(local)) else self._not_finite()
         if self._mesh.world.size == 1:
             return local, culprits
-        device = self._rank_model.device
+        device = self.rank_model.device
         facts = gather_facts([float(local) ** 2, culprits], self._mesh.world, device)
         # Every rank adds in the same order, so that all clip alike.
         total = math.sqrt(sum(square for square, _ in facts))
@@ -103,7 +104,7 @@ class Gradients:
         mesh = self._mesh
         if mesh.world.size == 1:
             return True
-        shape = self._rank_model.model.shape
+        shape = self.rank_model.model.shape
         assert shape is not None  # more than one rank only with a plan
         cut = cut_of(shape, name)
         holders = 1
@@ -135,4 +136,4 @@ class Gradients:
         rows_bytes = max(1, weight.grad[:1].nbytes)
         for part in torch.split(weight.grad, max(1, BUCKET_BYTES // rows_bytes)):
             if part.numel():
-                part += self._rank_model.pipeline.swap_with_other_end(part)
+                part += self.rank_model.pipeline.swap_with_other_end(part)

@@ -1,4 +1,4 @@
-"""The moments of AdamW in host memory, and their way to the GPU and back at each step."""
+"""An optimizer's moments in host memory, and their way to the GPU and back at each step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import torch
 from rolemesh.engine.pinned_memory import CopyStream, PinnedMemory
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What torch's AdamW keeps for each element of a weight."""
+"""What torch's AdamW keeps for each element of a weight. Muon keeps the first one alone."""
 
 STATE_NAMES = (*MOMENTS, "step")
-"""What it keeps for each parameter: the moments, and its own count of steps."""
+"""What AdamW keeps for each parameter: the moments, and its own count of steps."""
+
+
+def keeps(is_orthogonalised: bool, name: str) -> bool:
+    """Whether one of STATE_NAMES is kept for a weight: all by AdamW, a mean by Muon."""
+    return not is_orthogonalised or name == MOMENTS[0]
 
 
 class HostMoments:
@@ -26,30 +31,31 @@ class HostMoments:
     at no time the GPU holds those of more than two groups.
     """
 
-    def __init__(self, adamws: Sequence[torch.optim.AdamW], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
         """Takes the host memory.
 
         Args:
-            adamws: Of one group of weights each.
+            groups: The optimizer of each group of weights: AdamW, or Muon.
             device: Their GPU.
         """
-        self._adamws = adamws
+        self._optimizers = groups
         self._device = device
         self._places: list[dict[torch.Tensor, dict[str, torch.Tensor]]] = []
         self._memories = []
-        for adamw in adamws:
-            weights = _weights(adamw)
+        for optimizer in groups:
+            weights = _weights(optimizer)
+            names = MOMENTS if isinstance(optimizer, torch.optim.AdamW) else MOMENTS[:1]
             memory = PinnedMemory(device)
-            places = iter(memory.places([weight for weight in weights for _ in MOMENTS]))
+            places = iter(memory.places([weight for weight in weights for _ in names]))
             self._places.append(
-                {weight: {name: next(places) for name in MOMENTS} for weight in weights}
+                {weight: {name: next(places) for name in names} for weight in weights}
             )
             self._memories.append(memory)
 
     def step(self) -> None:
         """Makes one step of all groups, and leaves the GPU without moments."""
         coming, leaving = CopyStream(self._device), CopyStream(self._device)
-        groups = [_Group(*pair) for pair in zip(self._adamws, self._places, strict=True)]
+        groups = [_Group(*pair) for pair in zip(self._optimizers, self._places, strict=True)]
         try:
             groups[0].fetch(coming, self._device)
             for number, group in enumerate(groups):
@@ -65,10 +71,10 @@ class HostMoments:
             coming.synchronize()
             leaving.synchronize()
 
-    def put(self, adamw: torch.optim.AdamW, weight: torch.Tensor) -> None:
+    def put(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
         """Has moments that were put into the state of a weight lie at their places."""
-        state = adamw.state[weight]
-        for name, place in self._places[self._adamws.index(adamw)][weight].items():
+        state = optimizer.state[weight]
+        for name, place in self._places[self._optimizers.index(optimizer)][weight].items():
             state[name] = place.copy_(state[name])
 
 
@@ -76,7 +82,7 @@ class HostMoments:
 class _Group:
     """The moments of one group during one step."""
 
-    adamw: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     places: dict[torch.Tensor, dict[str, torch.Tensor]]
 
     def __post_init__(self) -> None:
@@ -86,11 +92,11 @@ class _Group:
 
     def fetch(self, stream: CopyStream, device: torch.device) -> None:
         """Queues the way to the GPU. The state stays on the host until the step."""
-        # Made on the thread's own stream, where AdamW uses them.
+        # Made on the thread's own stream, where the optimizer uses them.
         self._here = [
             (weight, name, torch.empty_like(state[name], device=device))
-            for weight, state in self.adamw.state.items()
-            for name in MOMENTS
+            for weight, state in self.optimizer.state.items()
+            for name in self.places[weight]
         ]
         with stream.copying():
             for weight, name, moment in self._here:
@@ -102,14 +108,14 @@ class _Group:
         assert self._arrived is not None
         torch.cuda.current_stream(device).wait_event(self._arrived)
         for weight, name, moment in self._here:
-            self.adamw.state[weight][name] = moment
-        self.adamw.step()
+            self.optimizer.state[weight][name] = moment
+        self.optimizer.step()
 
     def send(self, stream: CopyStream) -> None:
         """Queues the way back, also of moments that this step has made."""
         self._here = []
         with stream.copying():
-            for weight, state in self.adamw.state.items():
+            for weight, state in self.optimizer.state.items():
                 for name, place in self.places[weight].items():
                     self._here.append((weight, name, state[name]))
                     state[name] = place.copy_(state[name], non_blocking=True)
@@ -122,5 +128,5 @@ class _Group:
         self._here = []
 
 
-def _weights(adamw: torch.optim.AdamW) -> list[torch.Tensor]:
-    return [weight for group in adamw.param_groups for weight in group["params"]]
+def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]

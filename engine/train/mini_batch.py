@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from rolemesh.engine.models.causal_lm import TokenScores
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
     RankModel,
+    check_in_vocabulary,
     filler_rows,
     with_fillers,
 )
@@ -81,10 +83,14 @@ def accumulate(
     mesh, device = rank_model.mesh, rank_model.device
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, tuple[float, ...]]]:
-        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns, "loss_mask"))
+        extra = loss.optional_columns
+        extra = extra if all(name in batch for name in extra) else ()
+        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns, "loss_mask", *extra))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
+        if loss.choices is not None:
+            check_in_vocabulary(part[loss.choices].values, rank_model.model.config, loss.choices)
         passes = rank_model.micro_batches(part, rows_per_unit)
-        counts = LossScale.of(part)
+        counts = loss.scale_of(part)
         _try(loss, filler_rows(part), counts)
         if "pair_ids" in loss.columns:
             for micro_batch in passes:
@@ -93,7 +99,8 @@ def accumulate(
 
     (part, passes), facts = prepare_together(prepare, mesh.dp, device)
     passes = with_fillers(passes, part, max(number for number, _ in facts), device)
-    scale = LossScale.total(LossScale(*counts) for _, counts in facts)
+    counts = LossScale.total(LossScale(*counts) for _, counts in facts)
+    scale = loss.completed(counts, part, partial(gather_facts, group=mesh.dp, device=device))
     shares = MetricShares()
     failures: list[str] = []
     kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION
@@ -138,7 +145,7 @@ def accumulate(
     }
     metrics = _metrics_of_all(totals, mesh, device, is_broken=bool(failures))
     _check_finite(metrics, loss, failures, mesh, device, trains=trains)
-    return metrics, collector.in_batch_order()
+    return loss.finished(metrics), collector.in_batch_order()
 
 
 def _try(loss: Loss[Any], no_tokens: Experience, scale: LossScale) -> None:

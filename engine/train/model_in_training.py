@@ -21,7 +21,7 @@ from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
-from rolemesh.engine.specs import ComputeDtype, OptimizerSpec
+from rolemesh.engine.specs import AnyOptimizerSpec, ComputeDtype
 from rolemesh.engine.train import cut_slots
 from rolemesh.engine.train import state as trainer_state
 from rolemesh.engine.train.cut_reader import HeldCut, hold_cut
@@ -65,7 +65,7 @@ class ModelInTraining:
     refuse.
     """
 
-    def __init__(self, model: TrainedModel, optimizer: OptimizerSpec) -> None:
+    def __init__(self, model: TrainedModel, optimizer: AnyOptimizerSpec) -> None:
         self.kind = kind_of(model)
         self.model = model
         self.rank_model = RankModel(model)
@@ -319,6 +319,7 @@ class ModelInTraining:
             peers,
             self._base,
             self.model.spec.adapter,
+            self._optimizer.orthogonalised,
         )
 
     def _state(self, extra: Mapping[str, Any]) -> TrainerState:

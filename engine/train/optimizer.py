@@ -1,4 +1,4 @@
-"""AdamW with a scheduled rate, clipping by the global norm, and a refusal of what is not finite."""
+"""AdamW, or Muon and AdamW: a scheduled rate, clipping by the global norm, refusal of NaN."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from rolemesh.engine.cpu_threads import threads_for_each
+from rolemesh.engine.models.layer_matrices import layer_matrices
 from rolemesh.engine.parallel.buckets import buckets
 from rolemesh.engine.sleep_memory import SleepMemory
-from rolemesh.engine.specs import DecaySpec, OptimizerSpec
+from rolemesh.engine.specs import AnyOptimizerSpec, DecaySpec, MuonSpec, ScheduledSpec
 from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES, HostMoments
+from rolemesh.engine.train.muon import Muon, make_muons
 
 _FUSED_DEVICES = ("cpu", "cuda")
 
@@ -38,7 +40,7 @@ def warmed_up(peak: float, step: int, warmup_steps: int) -> float:
     return peak * min(1.0, (step + 1) / warmup_steps) if warmup_steps else peak
 
 
-def scheduled_rate(spec: OptimizerSpec, step: int) -> float:
+def scheduled_rate(spec: ScheduledSpec, step: int) -> float:
     """Learning rate of an optimizer step, counted from 0, by warm-up and schedule.
 
     After the warm-up it equals transformers' get_scheduler ("linear" and "cosine", with a minimum
@@ -63,14 +65,15 @@ def scheduled_rate(spec: OptimizerSpec, step: int) -> float:
 
 
 class Optimizer:
-    """AdamW over this rank's part of float32 parameters. Owned by the rank's compute thread.
+    """Steps this rank's part of float32 parameters. Owned by the rank's compute thread.
 
-    Its moments are cut as the parameters are. With many ranks all of them step together.
+    By AdamW; or matrices of layers by Muon, and the rest by AdamW. Moments are cut as the
+    parameters are. With many ranks all of them step together.
 
     Invariant: `num_steps` counts the steps whose effect is in the weights.
     """
 
-    def __init__(self, spec: OptimizerSpec, gradients: Gradients) -> None:
+    def __init__(self, spec: AnyOptimizerSpec, gradients: Gradients) -> None:
         # A schedule without its length is refused here, and not at the first step.
         scheduled_rate(spec, spec.warmup_steps)
         self.spec = spec
@@ -79,11 +82,19 @@ class Optimizer:
         self._weights = gradients.weights
         weights = list(self._weights.values())
         self._device_type = weights[0].device.type
+        self._muons: list[Muon] = []
+        rest = weights
+        if isinstance(spec, MuonSpec):
+            self._muons = make_muons(spec, gradients.rank_model, self._weights)
+            matrices = {id(weight) for muon in self._muons for weight in _weights_of(muon)}
+            rest = [weight for weight in weights if id(weight) not in matrices]
         # Where moments live in host memory, parameters are stepped in groups, so that the moments
         # of few of them at a time are on the device.
         group_bytes = OFFLOAD_BYTES if self.is_offloaded else sum(w.nbytes for w in weights)
-        self._adamws = [self._adamw(list(group)) for group in buckets(weights, max(1, group_bytes))]
-        self._moments = HostMoments(self._adamws, weights[0].device) if self.is_offloaded else None
+        self._adamws = [self._adamw(list(group)) for group in buckets(rest, max(1, group_bytes))]
+        # Muon's first, which is the same order on all ranks, however many groups AdamW has there.
+        self._groups: list[torch.optim.Optimizer] = [*self._muons, *self._adamws]
+        self._moments = HostMoments(self._groups, weights[0].device) if self.is_offloaded else None
         self._sleep_memory = SleepMemory()
 
     @property
@@ -111,9 +122,24 @@ class Optimizer:
         """
         rate = self.learning_rate if learning_rate is None else learning_rate
         with threads_for_each(self._weights.values(), torch.device(self._device_type)):
-            return self._step(rate)
+            norm = self._clipped()
+        for group in self._groups:
+            for parameters in group.param_groups:
+                parameters["lr"] = rate
+        if self._moments is not None:
+            self._moments.step()
+        else:
+            for muon in self._muons:
+                muon.step()  # which chooses its threads by its own products
+            with threads_for_each(self._weights.values(), torch.device(self._device_type)):
+                for adamw in self._adamws:
+                    adamw.step()
+        self._gradients.drop()
+        self.num_steps += 1
+        return {"grad_norm": norm, "learning_rate": rate}
 
-    def _step(self, rate: float) -> dict[str, float]:
+    def _clipped(self) -> float:
+        """Sums gradients over the ranks and clips them; gives their norm before."""
         self._gradients.gather()
         total_norm, culprits = self._gradients.norm()
         norm = float(total_norm)
@@ -124,17 +150,7 @@ class Optimizer:
                 "weights not touched; lower the learning rate or look at the batch"
             )
         nn.utils.clip_grads_with_norm_(self._weights.values(), self.spec.max_grad_norm, total_norm)
-        for adamw in self._adamws:
-            for group in adamw.param_groups:
-                group["lr"] = rate
-        if self._moments is not None:
-            self._moments.step()
-        else:
-            for adamw in self._adamws:
-                adamw.step()
-        self._gradients.drop()
-        self.num_steps += 1
-        return {"grad_norm": norm, "learning_rate": rate}
+        return norm
 
     def move_to(self, device: torch.device) -> int:
         """Moves the moments; the parameters they belong to move with the model. Returns bytes."""
@@ -143,8 +159,8 @@ class Optimizer:
             return 0  # they are on the host already, and each step fetches them
         elsewhere = [
             (state, name)
-            for adamw in self._adamws
-            for state in adamw.state.values()
+            for group in self._groups
+            for state in group.state.values()
             for name in MOMENTS
             if name in state and state[name].device != device
         ]
@@ -155,46 +171,60 @@ class Optimizer:
             state[name] = moment
         return sum(moment.nbytes for moment in moved)
 
+    @property
+    def orthogonalised(self) -> frozenset[str]:
+        """Weights of the whole model that Muon steps, and which have one moment alone."""
+        if not self._muons:
+            return frozenset()
+        return frozenset(layer_matrices(self._gradients.rank_model.model))
+
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """One of STATE_NAMES by parameter name, float32; this rank's part, not a copy.
 
         A moment has the shape of the local weight, `step` none. A parameter that never had a
-        gradient has none; before the first step no parameter has.
+        gradient has none; before the first step no parameter has. What Muon steps has `exp_avg`
+        alone, its mean of gradients.
         """
         return {
-            weight_name: adamw.state[weight][name]
+            weight_name: group.state[weight][name]
             for weight_name, weight in self._weights.items()
-            for adamw in self._adamws
-            if weight in adamw.state
+            for group in self._groups
+            if weight in group.state and name in group.state[weight]
         }
 
     def restore(self, states: dict[str, dict[str, torch.Tensor]], num_steps: int) -> None:
         """Puts what `state` gave, for all STATE_NAMES, and the step count back."""
-        for adamw in self._adamws:
-            adamw.state.clear()
-            names = {id(weight) for group in adamw.param_groups for weight in group["params"]}
+        for group in self._groups:
+            group.state.clear()
+            ids = {id(weight) for weight in _weights_of(group)}
             for weight_name in states["exp_avg"]:
                 weight = self._weights[weight_name]
-                if id(weight) in names:
-                    adamw.state[weight] = {
+                if id(weight) in ids:
+                    group.state[weight] = {
                         name: states[name][weight_name].to(weight.device, copy=True)
                         for name in STATE_NAMES
+                        if weight_name in states[name]
                     }
                     if self._moments is not None:
-                        self._moments.put(adamw, weight)
+                        self._moments.put(group, weight)
         self.num_steps = num_steps
 
     def _adamw(self, weights: list[torch.Tensor]) -> torch.optim.AdamW:
         decayed = [weight for weight in weights if weight.dim() >= 2]
         # Norms and biases are vectors: pulling a scale of 1 towards 0 is not a regulariser.
         vectors = [weight for weight in weights if weight.dim() < 2]
+        moments = self.spec.adamw if isinstance(self.spec, MuonSpec) else self.spec
         return torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": self.spec.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ],
             lr=self.spec.learning_rate,
-            betas=self.spec.betas,
-            eps=self.spec.eps,
+            betas=moments.betas,
+            eps=moments.eps,
             fused=self._device_type in _FUSED_DEVICES,
         )
+
+
+def _weights_of(group: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [weight for parameters in group.param_groups for weight in parameters["params"]]

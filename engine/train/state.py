@@ -12,8 +12,8 @@ import torch
 from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.parallel.agreement import Peers
-from rolemesh.engine.specs import AdapterSpec, OptimizerSpec
-from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
+from rolemesh.engine.specs import AdapterSpec, AnyOptimizerSpec
+from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES, keeps
 from rolemesh.engine.train.randomness import restore_random_state, seed_random_state
 from rolemesh.engine.weights.checkpoint import (
     SHARED_ERRORS,
@@ -57,10 +57,19 @@ class TrainedWeights:
     """On rank 0, what an adapter stands on; None where all weights are trained."""
     adapter: AdapterSpec | None = None
     """What adapter the weights are; None where all weights are trained."""
+    orthogonalised: frozenset[str] = frozenset()
+    """Those of the whole model that Muon steps."""
+
+    def keeps(self, tensor: str, name: str) -> bool:
+        """Whether the optimizer keeps one of STATE_NAMES for a weight."""
+        return keeps(tensor in self.orthogonalised, name)
 
     def moments_layout(self, name: str) -> WeightLayout:
-        """Layout of what the optimizer keeps for each weight: one of STATE_NAMES."""
-        return self.layout if name in MOMENTS else scalar_layout(self.layout)
+        """Layout of what the optimizer keeps for each weight that has it: one of STATE_NAMES."""
+        layout = self.layout
+        if self.orthogonalised:
+            layout = layout.of(lambda parameter: self.keeps(parameter, name))
+        return layout if name in MOMENTS else scalar_layout(layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +82,7 @@ class TrainerState:
     optimizer: Mapping[str, Mapping[str, torch.Tensor]]
     """By one of STATE_NAMES and by weight: float32, shaped as `Optimizer.state` says."""
     optimizer_steps: int
-    optimizer_spec: OptimizerSpec
+    optimizer_spec: AnyOptimizerSpec
     policy_version: int
     extra: Mapping[str, Any]
     """JSON-able state of the caller; rank 0's is kept."""
@@ -162,7 +171,7 @@ def load(
         checkpoint = open_checkpoint(directory)
         check_fits(checkpoint, kind, weights.layout.manifest)
         check_base(checkpoint, weights.base)
-        _check_optimizer(checkpoint, weights)
+        _check_optimizer(checkpoint, weights, optimizer.spec)
         ShardedTensors(weights.layout, weights.tensors).check(rank)
         shard = weights.layout.ranks[rank]
         copies = _verified_copies(checkpoint, "weights", shard, weights.tensors)
@@ -246,12 +255,23 @@ def _read_optimizer(
     return tensors
 
 
-def _check_optimizer(checkpoint: CheckpointReader, weights: TrainedWeights) -> None:
+def _check_optimizer(
+    checkpoint: CheckpointReader, weights: TrainedWeights, spec: AnyOptimizerSpec
+) -> None:
+    # Checkpoints that name no type are older than Muon.
+    saved = checkpoint.state["optimizer"].get("type", "adamw")
+    if saved != spec.type:
+        raise CheckpointMismatchError(
+            f"checkpoint {str(checkpoint.directory)!r} has the moments of optimizer.type {saved!r},"
+            f" but this role's is {spec.type!r}: give optimizer.type {saved!r}, or begin a run "
+            "from the exported model"
+        )
     expected = set(checkpoint.parameters(f"optimizer-{STATE_NAMES[0]}"))
     for moment in STATE_NAMES:
         kept = weights.moments_layout(moment).manifest
         found = checkpoint.parameters(f"optimizer-{moment}")
-        for name in expected | found.keys():
+        wanted = {name for name in expected if weights.keeps(name, moment)}
+        for name in wanted | found.keys():
             if found.get(name) != kept.get(name):
                 raise CheckpointMismatchError(
                     f"checkpoint {str(checkpoint.directory)!r}: {moment} of {name!r} is "

@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rolemesh.engine.algorithms.losses import add_metrics
+from rolemesh.engine.algorithms.off_policy import GAP_METRICS
 
-FIRST_METRICS = ("sampler_logprob_diff_mean", "sampler_logprob_diff_max", "entropy")
-"""Those of the policy that sampled, whose weights only the first mini-batch has. An entropy that no
-loss needs is computed there alone."""
+FIRST_METRICS = frozenset(
+    {*GAP_METRICS, "sampler_logprob_diff_mean", "sampler_logprob_diff_max", "entropy"}
+)
+"""Those that compare with the policy that sampled, or are of it: only the first mini-batch has the
+weights that the update begins with. An entropy that no loss needs is computed there alone. Names
+by age belong to them."""
 
 
 class StepMetrics:
@@ -23,11 +27,12 @@ class StepMetrics:
         self._counts: Counter[str] = Counter()
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Takes those of the next step; FIRST_METRICS of the first step that has them alone."""
+        """Takes those of the next step; FIRST_METRICS of the first one alone."""
+        is_first = not self._counts
         taken = {
             name: number
             for name, number in metrics.items()
-            if name not in FIRST_METRICS or name not in self._totals
+            if is_first or not (name in FIRST_METRICS or name.startswith("age/"))
         }
         add_metrics(self._totals, taken)
         self._counts.update(taken.keys())

@@ -20,7 +20,7 @@ from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringM
 from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs import AnyOptimizerSpec, ClassifierRewardSpec, LossSpec, ModelSpec
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.model_in_training import ModelInTraining, TrainerKind
@@ -71,7 +71,7 @@ class Trainer(ModelInTraining):
     def policy(
         cls,
         model: ModelSpec,
-        optimizer: OptimizerSpec,
+        optimizer: AnyOptimizerSpec,
         *,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,
@@ -83,7 +83,7 @@ class Trainer(ModelInTraining):
     def critic(
         cls,
         model: ModelSpec,
-        optimizer: OptimizerSpec,
+        optimizer: AnyOptimizerSpec,
         *,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,
@@ -95,7 +95,7 @@ class Trainer(ModelInTraining):
     def reward(
         cls,
         source: ClassifierRewardSpec,
-        optimizer: OptimizerSpec,
+        optimizer: AnyOptimizerSpec,
         *,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,
@@ -233,10 +233,10 @@ class Trainer(ModelInTraining):
 
         Returns:
             Means over mini-batches (maxima for names ending in "_max") of the loss's metrics,
-            grad_norm and learning_rate; sampler_logprob_diff_* and entropy of the first mini-batch
-            alone, the only one whose weights the sampler had; optimizer_steps; and metrics of
-            auxiliary losses, "auxiliary/<type>/" before each name, over the steps that had rows of
-            theirs.
+            grad_norm and learning_rate; entropy and what compares with the sampler of the first
+            mini-batch alone, the only one whose weights the sampler had; optimizer_steps; and
+            metrics of auxiliary losses, "auxiliary/<type>/" before each name, over the steps that
+            had rows of theirs.
 
         Raises:
             LossNotFiniteError: See `forward_backward` and `optim_step`.
@@ -302,6 +302,7 @@ class Trainer(ModelInTraining):
         """A loss that this model can be trained on, and the temperature of its softmax."""
         loss = make_loss(spec, self.own_functions)
         self._check_model(*_TRAINED_BY[loss.needs])
+        loss.policy_version = self.policy_version
         return loss, spec.logprob_temperature
 
     def _check_model(self, kind: TrainerKind, what: str) -> None:

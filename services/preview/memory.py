@@ -23,11 +23,11 @@ from rolemesh.engine.models.adapters import with_adapter
 from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import (
     AdapterSpec,
+    AnyOptimizerSpec,
     LayoutSpec,
     LossSpec,
     ModelSpec,
     Numerics,
-    OptimizerSpec,
     Spec,
     VllmSpec,
 )
@@ -40,7 +40,7 @@ class ModelQuestion(Spec):
     kind: Literal["policy", "critic", "reward"]
     model: ModelSpec
     layout: LayoutSpec
-    optimizer: OptimizerSpec | None = None
+    optimizer: AnyOptimizerSpec | None = None
     """None: it is frozen."""
     loss: LossSpec | None = None
     numerics: Numerics = "exact"

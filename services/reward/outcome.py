@@ -20,16 +20,12 @@ from rolemesh.engine.specs import (
     WeightedSumSpec,
     named_sources,
 )
-from rolemesh.engine.specs.columns import IS_JUDGED
+from rolemesh.engine.specs.columns import IS_JUDGED, SOURCE_PREFIX, source_column
 from rolemesh.services.reward.judging import Judged, OutsideSource, OwnSource, RewardSources, Source
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.reward.outside.make import make_outside_reward
 from rolemesh.services.reward.outside.parts import means
 from rolemesh.services.reward.outside_rows import RowReader
-
-SOURCE_PREFIX = "reward/"
-"""Beginning of the names of columns with the rewards of one source, before its weight."""
-
 
 _PARTS = "parts"
 """End of the name of the column with the parts of rewards: a JSON object a row."""
@@ -82,7 +78,7 @@ def judged_columns(
     columns = {column: Column(ColumnKind.ROW, judged.rewards_B)}
     if sources.tells_sources:
         columns |= {
-            f"{SOURCE_PREFIX}{name}": Column(ColumnKind.ROW, values_B)
+            source_column(name): Column(ColumnKind.ROW, values_B)
             for name, values_B in judged.by_source.items()
         }
     if sources.asks_outside:

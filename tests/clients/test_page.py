@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from support.client_programs import PROGRAMS, python_of, run
+from support.client_programs import PAGE, PROGRAMS, program_of_page, python_of, run
 from support.served_policy import ServedPolicy
 
 pytestmark = pytest.mark.clients
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "clients.md").read_text()
 REQUIREMENTS = Path(__file__).with_name("requirements")
-
-
-def program(heading: str) -> str:
-    """The Python below a heading."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    return str(code)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +22,7 @@ def test_a_program_of_the_page_runs(
     policy: ServedPolicy, client: str, heading: str, num_calls: int, forced: tuple[int, ...]
 ) -> None:
     session = policy.open(seed=5)
-    said = run(client, "python", "-c", program(heading), session=session, folder=PROGRAMS)
+    said = run(client, "python", "-c", program_of_page(heading), session=session, folder=PROGRAMS)
     assert said.strip()
     kept = policy.kept(session)
     assert len(kept["calls"]) == num_calls
@@ -46,6 +37,7 @@ def test_a_program_of_the_page_runs(
         ("verifiers", "verifiers", "0.4.0"),
         ("openenv", "openenv", "0.10.0"),
         ("mcp", "mcp", "2.3.0"),
+        ("nemo_gym", "nemo-gym", "0.4.0"),
         ("evaluation", "lm_eval", "0.4.13"),
         ("evaluation", "inspect_ai", "0.3.285"),
     ],

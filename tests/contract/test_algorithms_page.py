@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import UnionType
 from typing import Any, get_args
 
 import pytest
@@ -18,6 +17,7 @@ from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES
 from rolemesh.coordinator.recipe import algorithms as algorithm_specs
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.engine.specs import EstimatorSpec, LossSpec, OwnFunctionSpec, PolicyTermsSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
@@ -27,6 +27,15 @@ ROWS = {
     if line.count("|") == 7 and line.startswith("| `") and "algorithm.type" not in line
     for cells in [[cell.strip() for cell in line[1:-1].split("|")]]
 }
+
+
+LOSS_ROWS = {
+    cells[0].strip("`"): cells
+    for line in PAGE.split("\n## Policy losses\n")[1].split("\n## ")[0].splitlines()
+    if line.startswith("| `") and "policy_loss.type" not in line
+    for cells in [[cell.strip() for cell in line[1:-1].split("|")]]
+}
+"""Of the table of policy losses."""
 
 
 def names_in(cell: str) -> list[str]:
@@ -45,10 +54,10 @@ def default_part(name: str, field: str) -> list[str]:
     info = spec_of(name).model_fields.get(field)
     if info is None:
         return []
-    part: Any = info.annotation if info.is_required() else info.default
-    if isinstance(part, UnionType):
-        # Ours stands before one of the user's.
-        part = get_args(part)[0]
+    # Of several, one without a type is of the first.
+    first, *_ = get_args(info.annotation) or (info.annotation,)
+    part: Any = first if info.is_required() else info.default
+    assert info.is_required() or isinstance(part, first)
     return [str(part.model_fields["type"].default if isinstance(part, type) else part.type)]
 
 
@@ -58,6 +67,13 @@ def blocks(language: str) -> list[str]:
 
 def test_the_table_has_every_algorithm() -> None:
     assert ROWS.keys() == ALGORITHMS.keys()
+
+
+def test_the_table_of_estimators_has_each_of_them() -> None:
+    (table,) = re.findall(r"^\| `advantages\.type` .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    named = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    members = get_args(get_args(EstimatorSpec)[0])
+    assert sorted(named) == sorted(one.model_fields["type"].default for one in members)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -80,11 +96,25 @@ def test_a_row_names_the_recipes_of_its_algorithm(name: str) -> None:
     assert set(names_in(ROWS[name][5])) == of_algorithm
 
 
+def test_the_table_of_losses_has_every_policy_loss_and_its_defaults() -> None:
+    specs = {
+        spec.model_fields["type"].default: spec
+        for spec in get_args(get_args(LossSpec)[0])
+        if issubclass(spec, PolicyTermsSpec) and not issubclass(spec, OwnFunctionSpec)
+    }
+    assert LOSS_ROWS.keys() == specs.keys()
+    for name, (_, _, _, defaults) in LOSS_ROWS.items():
+        said = re.findall(r"`(\w+)` ([\w.]+)", defaults)
+        assert said
+        for field, default in said:
+            assert str(specs[name].model_fields[field].default) == default, (name, field)
+
+
 def test_the_sections_of_the_page_are_valid() -> None:
     adapter: Any = TypeAdapter(algorithm_specs.AlgorithmSpec)
     kinds = [adapter.validate_python(yaml.safe_load(text)["algorithm"]).type
              for text in blocks("yaml")]  # fmt: skip
-    assert kinds == ["dr_grpo", "custom"]
+    assert kinds == ["dr_grpo", "dapo", "grpo", "custom"]
 
 
 def test_the_handles_of_the_page_exist() -> None:
@@ -111,7 +141,7 @@ def test_the_algorithm_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     (code,) = blocks("python")
     (tmp_path / "my" / "selected_rloo.py").write_text(code)
     assert len(code.splitlines()) <= 10
-    algorithm = yaml.safe_load(blocks("yaml")[1])["algorithm"]
+    algorithm = yaml.safe_load(blocks("yaml")[-1])["algorithm"]
     recipe = fake_recipe(
         roles=("actor", "reference", "reward"),
         algorithm=algorithm,

@@ -10,7 +10,7 @@ import pytest
 
 from rolemesh.coordinator.compliance.contract import column_schema
 from rolemesh.engine.experience import Column
-from rolemesh.engine.specs import EstimatorSpec, LossSpec, SelectionSpec
+from rolemesh.engine.specs import EstimatorSpec, LossSpec, SelectionSpec, TokenTruncationSpec
 from rolemesh.engine.specs.columns import COLUMNS, DATA_COLUMNS, PAIR_COLUMNS, ROLLOUT_COLUMNS
 from rolemesh.v1 import experience_pb2, tensor_pb2
 
@@ -53,9 +53,10 @@ def test_protos_promise_what_the_table_says(proto: str, names: set[str]) -> None
 @pytest.mark.parametrize("specs", [EstimatorSpec, LossSpec, SelectionSpec])
 def test_the_table_has_what_parts_read_and_make(specs: Any) -> None:
     for spec in get_args(get_args(specs)[0]):
-        part = spec.model_construct(kl_in_loss=1.0, importance_cap=1.0, kl_in_reward=object())
+        form = TokenTruncationSpec()
+        part = spec.model_construct(kl_in_loss=1.0, off_policy=form, kl_in_reward=object())
         made = part.makes() if hasattr(part, "makes") else ()
-        assert {*part.columns(), *made} <= COLUMNS.keys(), spec
+        assert {*part.columns(), *part.optional_columns(), *made} <= COLUMNS.keys(), spec
 
 
 @pytest.mark.parametrize("name", COLUMNS)

@@ -32,7 +32,7 @@ from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.services.commands import service_commands
 from rolemesh.services.runtime.server.config import load_config
 
-OPTIONAL_ROLES = ("cost", "rollout")
+OPTIONAL_ROLES = ("teacher", "cost", "rollout")
 """Roles that most recipes lack: each has a profile of its own name."""
 
 GPU_FILE = gpu_file(4)

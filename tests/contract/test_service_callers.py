@@ -34,12 +34,21 @@ from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.hosts.door import AgentDoor
 from rolemesh.services.runtime.hosts.meeting import HostMeeting
 from rolemesh.services.runtime.server.config import ServiceConfig
+from rolemesh.services.teacher.servicers import TeacherRole
 from rolemesh.v1 import hosts_pb2, operation_pb2
 
 AUTHORITY = Authority.make()
 ROLES: dict[str, type[Role]] = {
     kind.name: kind
-    for kind in (ActorRole, CriticRole, ReferenceRole, RewardRole, CostRole, RolloutRole)
+    for kind in (
+        ActorRole,
+        CriticRole,
+        ReferenceRole,
+        TeacherRole,
+        RewardRole,
+        CostRole,
+        RolloutRole,
+    )
 }
 COORDINATOR = "coordinator"
 AGENT = "agent of an actor on two hosts"

@@ -14,11 +14,12 @@ from support.fake_recipes import TRAINED_REWARD, fake_recipe, split_pools
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
 from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
 
 SAMPLED = {"sampling": {"samples_per_prompt": 2}, "mini_batch_rows": 4}
 KL = {"advantages": {"kl_in_reward": {"type": "fixed"}}}
 BASE = {"tokens", "prompt_lengths", "loss_mask"}
-POLICY = {*BASE, "logprobs", "advantages"}
+POLICY = {*BASE, "logprobs", "advantages", "policy_versions"}
 GROUP_ORDER = (
     "actor.Generate", "reward.ComputeReward", "actor.ComputeAdvantages", "actor.Update",
 )  # fmt: skip
@@ -48,7 +49,9 @@ def group(name: str, *, with_reference: bool = False, **section: Any) -> Case:
     roles = ("actor", "reference", "reward") if with_reference else ("actor", "reward")
     judged = {*BASE, "rewards", "prompt_ids"}
     if with_reference:
-        section = {**KL, **section}
+        given = section.get("advantages", {})
+        if isinstance(given, dict):
+            section = {**section, "advantages": {**KL["advantages"], **given}}
         judged |= {"logprobs", "reference_logprobs"}
     return Case(
         {"type": name, **SAMPLED, **section},
@@ -59,10 +62,15 @@ def group(name: str, *, with_reference: bool = False, **section: Any) -> Case:
             "actor.Update": POLICY,
             "reward.ComputeReward": {"completion_text", "answer", "metadata", "prompt_text"},
         },
+        rows_per_unit=section.get("sampling", SAMPLED["sampling"])["samples_per_prompt"],
     )
 
 
-DR_GRPO = {"policy_loss": {"aggregation": "seq_sum_norm", "norm_length": 8}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"policy_loss": {"aggregation": "seq_sum_norm", "norm_length": 8}},
+    "pass_at_k": {"advantages": {"k": 2}, "sampling": {"samples_per_prompt": 4}},
+}
+"""What a recipe has to give of algorithms that have no default for it."""
 PPO_ORDER = (
     "actor.Generate", "critic.ComputeValues", "reference.ComputeLogprobs", "reward.ComputeReward",
     "actor.ComputeAdvantages", "critic.Update", "actor.Update",
@@ -93,17 +101,34 @@ CASES: dict[str, Case] = {
         (SAFE_ORDER[0], "actor.ReadBatch", *SAFE_ORDER[1:]),
         SAFE_READS,
     ),
-    "grpo": group("grpo"),
-    "grpo with reference": group("grpo", with_reference=True),
+    **{
+        name: group(name, **NEEDED.get(name, {})) for name in POLICY_GRADIENTS if name != "gdpo"
+    },
+    **{
+        f"{name} with reference": group(name, with_reference=True, **NEEDED.get(name, {}))
+        for name in POLICY_GRADIENTS
+        # These take rewards as they came.
+        if name not in ("gdpo", "maxrl")
+    },
+    "gdpo": Case(
+        {"type": "gdpo", **SAMPLED},
+        ("actor", "reward"),
+        GROUP_ORDER,
+        {"actor.ComputeAdvantages": {*BASE, "rewards", "reward/a", "reward/b", "prompt_ids"}},
+        reward={
+            "source": [
+                {"source": {"type": "arithmetic"}, "name": name} for name in ("a", "b")
+            ]
+        },
+    ),
+    "grpo with other parts": group("grpo", advantages="rloo", policy_loss="cispo"),
     "grpo with a cap": Case(
-        {"type": "grpo", **SAMPLED, "policy_loss": {"importance_cap": 2.0}},
+        {"type": "grpo", **SAMPLED, "off_policy": {"type": "token_truncation", "cap": 2.0}},
         ("actor", "reward"),
         # The update asks for them, but they need the rollouts alone.
         (*GROUP_ORDER[:2], "actor.ComputeLogprobs", *GROUP_ORDER[2:]),
         {"actor.Update": {*POLICY, "proximal_logprobs"}},
     ),
-    "dr_grpo": group("dr_grpo", **DR_GRPO),
-    "dr_grpo with reference": group("dr_grpo", with_reference=True, **DR_GRPO),
     "dapo": Case(
         {"type": "dapo", **SAMPLED},
         ("actor", "reward"),
@@ -114,21 +139,46 @@ CASES: dict[str, Case] = {
             "actor.Update": POLICY,
         },
     ),
-    "gspo": group("gspo"),
-    "gspo with reference": group("gspo", with_reference=True),
-    "cispo": group("cispo"),
-    "cispo with reference": group("cispo", with_reference=True),
-    "rloo": group("rloo"),
-    "rloo with reference": group("rloo", with_reference=True),
-    "reinforce_plus_plus": group("reinforce_plus_plus"),
-    "reinforce_plus_plus with reference": group("reinforce_plus_plus", with_reference=True),
-    "reinforce_plus_plus_baseline": group("reinforce_plus_plus_baseline"),
     "remax": Case(
         {"type": "remax", **SAMPLED},
         ("actor", "reward"),
         ("actor.Generate", "actor.Generate", "reward.ComputeReward", "reward.ComputeReward",
          *GROUP_ORDER[2:]),
         {"actor.ComputeAdvantages": {*BASE, "rewards", "prompt_ids"}, "actor.Update": POLICY},
+    ),
+    "on_policy_distillation": Case(
+        {"type": "on_policy_distillation", **SAMPLED},
+        ("actor", "teacher"),
+        ("actor.Generate", "teacher.ComputeLogprobs", "actor.ComputeAdvantages", "actor.Update"),
+        {
+            "actor.ComputeAdvantages": {"logprobs", "teacher_logprobs", "loss_mask"},
+            "actor.Update": POLICY,
+        },
+    ),
+    "on_policy_distillation of distributions": Case(
+        {
+            "type": "on_policy_distillation", **SAMPLED,
+            "policy_loss": {"type": "distillation", "top_k": 4},
+        },
+        ("actor", "teacher", "reward"),
+        ("actor.Generate", "teacher.ComputeLogprobs", "reward.ComputeReward",
+         "actor.ComputeAdvantages", "actor.Update"),
+        {
+            "actor.ComputeAdvantages": {"logprobs", "teacher_logprobs", "loss_mask", "rewards"},
+            "actor.Update": {*BASE, "teacher_logprobs_top_ids", "teacher_logprobs_top"},
+        },
+    ),
+    "ppo with a teacher": Case(
+        {"type": "ppo", **SAMPLED, **KL},
+        ("actor", "critic", "teacher", "reward"),
+        tuple(call.replace("reference.", "teacher.") for call in PPO_ORDER),
+        PPO_READS,
+    ),
+    "grpo with a teacher": Case(
+        {"type": "grpo", **SAMPLED, **KL},
+        ("actor", "teacher", "reward"),
+        tuple(call.replace("reference.", "teacher.") for call in KL_ORDER),
+        {"actor.ComputeAdvantages": {*BASE, "rewards", "logprobs", "reference_logprobs"}},
     ),
     "online_dpo": Case(
         {"type": "online_dpo", **SAMPLED},
@@ -191,7 +241,6 @@ def columns_of(request: Any) -> set[str]:
 
 def test_every_algorithm_is_run_here() -> None:
     assert {name.partition(" ")[0] for name in CASES} == set(ALGORITHMS)
-    assert len(ALGORITHMS) == 16
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -247,7 +296,7 @@ def test_the_placement_changes_no_call(name: str) -> None:
     shared = strip(asked(case.recipe()))
     assert strip(asked(case.recipe(pools=split_pools(case.roles)))) == shared
     if "sampling" in case.section and case.section["type"] != "dapo":
-        blocks = {"type": "sync", "block_rows": 2}
+        blocks = {"type": "sync", "block_rows": max(2, case.rows_per_unit)}
         together = strip(asked(case.recipe(sampler=blocks)))
         apart = strip(asked(case.recipe(sampler=blocks, pools=split_pools(case.roles))))
         assert together == apart
@@ -314,6 +363,24 @@ def test_an_evaluation_without_a_loss_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(FakeCore, "report", lambda fake, rows, **metrics: report(fake, rows))
     with pytest.raises(RunError, match="reports nothing, but not the loss: ForwardBackward must"):
         made(CASES["sft"].recipe(evaluation={"num_prompts": 2}))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_services_are_asked_for_the_parts_that_a_recipe_puts_in_the_place_of_the_papers(
+    name: str,
+) -> None:
+    algorithm = {"advantages": {"type": "rloo"}, "policy_loss": {"type": "cispo", "clip_high": 5.0}}
+    mesh = made(CASES[name].recipe(algorithm=algorithm)).mesh
+    estimate: Any = mesh.of("actor.ComputeAdvantages")[0].request
+    update: Any = mesh.of("actor.Update")[0].request
+    assert (estimate.estimator.type, update.loss.type) == ("rloo", "cispo")
+    assert update.loss.parameters["clip_high"] == 5.0
+
+
+def test_a_step_that_cannot_be_made_is_named_by_its_type() -> None:
+    wants_kl = {"policy_loss": {"kl_in_loss": 0.1}}
+    with pytest.raises(RunError, match=r"algorithm 'gspo' cannot be run: .*no section reference"):
+        made(CASES["gspo"].recipe(algorithm=wants_kl))
 
 
 def test_a_mini_batch_that_cuts_groups_keeps_no_units() -> None:

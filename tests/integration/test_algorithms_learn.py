@@ -36,6 +36,7 @@ from support.learning_tasks import (
 from support.tiny_models import tiny_tokenizer
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
+from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward
@@ -79,21 +80,20 @@ NUM_LAST_COSTS = 20
 
 SAMPLED: Mapping[str, Mapping[str, Any]] = {
     "ppo": {},
-    "grpo": {},
+    # Several rewards have a test of their own.
+    **{name: {} for name in POLICY_GRADIENTS if name != "gdpo"},
     "dr_grpo": {
         "policy_loss": {
             "type": "ppo_policy", "aggregation": "seq_sum_norm", "norm_length": WORD_LENGTH,
         },
     },
+    "pass_at_k": {"advantages": {"k": 2}},
+    "grpo without equal groups": {"advantages": {"type": "grpo", "zero_variance": "left_out"}},
     "dapo": {},
-    "gspo": {},
-    "cispo": {},
-    "rloo": {},
-    "reinforce_plus_plus": {},
-    "reinforce_plus_plus_baseline": {},
     "remax": {},
     "online_dpo": {"policy_loss": {"type": "dpo", "beta": 0.05}},
 }  # fmt: skip
+
 
 PREFERENCE: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"type": "dpo"},
@@ -122,8 +122,8 @@ def task(seed: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_algorithm_is_left_out() -> None:
-    others = {"safe_rlhf", "dpo", "kto", "sft", "reward_model"}
-    assert SAMPLED.keys() | others == ALGORITHMS.keys()
+    others = {"gdpo", "safe_rlhf", "on_policy_distillation", "dpo", "kto", "sft", "reward_model"}
+    assert {name.partition(" ")[0] for name in SAMPLED} | others == ALGORITHMS.keys()
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -133,7 +133,7 @@ async def test_rewards_rise_to_the_optimum(
     steps, level = (DAPO_STEPS, DAPO_LEVEL) if name == "dapo" else (STEPS, LEVEL)
     recipe = sampled_recipe(
         task,
-        {"type": name, **SAMPLED[name]},
+        {"type": name.partition(" ")[0], **SAMPLED[name]},
         seed=seed,
         steps=steps,
         worth={LETTERS: 1.0},
@@ -144,6 +144,62 @@ async def test_rewards_rise_to_the_optimum(
     assert rewards[0] < FIRST_LEVEL
     assert run.last("reward/mean", NUM_LAST) >= level
     assert max(run.curve("reward/max")) <= 1
+
+
+async def test_gdpo_learns_both_of_two_rewards(
+    seed: int, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    """Letters earn something, and those that are liked earn something else, on another scale."""
+    row_length = len(tiny_tokenizer(VOCAB_SIZE)(prompt_text("a"))["input_ids"]) + WORD_LENGTH
+    judge = write_counting_classifier(
+        tmp_path / "liked", LIKED, vocab_size=VOCAB_SIZE, scale=100 * row_length / WORD_LENGTH
+    )
+    recipe = sampled_recipe(task, {"type": "gdpo"}, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
+    liked = {"type": "classifier", "model": model_of(judge)}
+    recipe["reward"] = [
+        {"source": {"type": "environment"}, "name": "letters"},
+        {"source": liked, "name": "liked", "weight": 0.5},
+    ]
+    run = await learn(recipe, services, tmp_path / "run")
+    for name, scale in (("letters", 1.0), ("liked", 100.0)):
+        curve = [value / scale for value in run.curve(f"reward/{name}/mean")]
+        report(f"gdpo {name}", seed, curve)
+        assert curve[0] < FIRST_LEVEL
+        assert sum(curve[-NUM_LAST:]) / NUM_LAST >= LEVEL
+
+
+@pytest.mark.parametrize("loss", ["ppo_policy", "distillation"])
+async def test_a_policy_learns_from_a_teacher_alone(
+    loss: str, seed: int, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    """The teacher is what GRPO made of the same model. The reward is told and trains nothing."""
+    recipe = sampled_recipe(task, {"type": "grpo"}, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
+    teacher = await learn(recipe, services, tmp_path / "teacher")
+    recipe = sampled_recipe(
+        task,
+        {"type": "on_policy_distillation", "policy_loss": {"type": loss}},
+        seed=seed,
+        steps=STEPS,
+        worth={LETTERS: 1.0},
+    )
+    recipe["teacher"] = {"model": model_of(teacher.model)}
+    run = await learn(recipe, services, tmp_path / "run")
+    rewards, gaps = run.curve("reward/mean"), run.curve("kl/teacher")
+    report(f"on_policy_distillation {loss}", seed, rewards)
+    assert rewards[0] < FIRST_LEVEL
+    assert run.last("reward/mean", NUM_LAST) >= LEVEL
+    assert run.last("kl/teacher", NUM_LAST) < gaps[0] / 4
+
+
+async def test_muon_comes_to_the_optimum_with_the_rate_of_adamw(
+    seed: int, task: Path, services: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = sampled_recipe(task, {"type": "grpo"}, seed=seed, steps=STEPS, worth={LETTERS: 1.0})
+    recipe["actor"]["optimizer"] = {"type": "muon", **recipe["actor"]["optimizer"]}
+    run = await learn(recipe, services, tmp_path / "run")
+    report("grpo, muon", seed, run.curve("reward/mean"))
+    assert run.curve("reward/mean")[0] < FIRST_LEVEL
+    assert run.last("reward/mean", NUM_LAST) >= LEVEL
 
 
 async def safe_run(

@@ -18,6 +18,7 @@ from support.services import ToySpec, assert_same, operation_key, serving
 from rolemesh.engine.algorithms.estimation import (
     KL_CONTROLLER,
     LAGRANGE_MULTIPLIER,
+    RUNNING_BASELINE,
     estimate_advantages,
 )
 from rolemesh.engine.experience import Column, ColumnKind, Experience
@@ -263,6 +264,31 @@ async def test_the_multiplier_moves_once_a_call_and_is_part_of_the_trainer_s_sta
     assert second.report.metrics["cost/multiplier"] == pytest.approx(math.exp(log_value))
     log_value += 0.2 * math.exp(log_value)
     assert mesh.role.extra_state[LAGRANGE_MULTIPLIER]["log_multiplier"] == pytest.approx(log_value)
+
+
+async def test_the_running_baseline_moves_once_a_call_and_is_part_of_the_trainer_s_state(
+    mesh: Mesh,
+) -> None:
+    batch = make_batch()
+    mean = float(batch["rewards"].values.mean())
+    better = row((batch["rewards"].values + 1).tolist())
+    refs = [mesh.publish(batch), mesh.publish(batch | Experience({"rewards": better}))]
+    found = []
+    for number in (0, 1, 1, 2):
+        ref = refs[min(number, 1)]
+        result = await mesh.estimate(ref, "running_baseline", sequence=number, decay=0.5)
+        found.append(result.report.metrics["reward/baseline_mean"])
+    assert found == pytest.approx([mean, mean, mean, mean + 0.5])
+    assert mesh.role.extra_state[RUNNING_BASELINE] == {"value": pytest.approx(mean + 0.75)}
+
+
+async def test_a_mask_that_leaves_groups_out_is_a_new_column(mesh: Mesh) -> None:
+    batch = make_batch()
+    result = await mesh.estimate(mesh.publish(batch), "grpo", zero_variance="left_out")
+    columns = GrpoSpec(zero_variance="left_out").makes()
+    found = await mesh.pull(result.experience, list(columns))
+    expected, _ = estimate_advantages(batch, GrpoSpec(zero_variance="left_out"))
+    assert_same(found, expected)
 
 
 async def test_estimates_that_are_asked_for_at_once_move_the_multiplier_each(

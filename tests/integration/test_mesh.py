@@ -151,6 +151,7 @@ def test_each_step_says_what_it_did_and_where_the_time_went(finished):
             "tokens_per_second",
             "sampler_logprob_diff_mean",
             "sampler_logprob_diff_max",
+            "effective_sample_fraction",
             *(
                 f"time/{phase}"
                 for phase in (
@@ -162,6 +163,9 @@ def test_each_step_says_what_it_did_and_where_the_time_went(finished):
             assert name in record, f"{name} is not in {sorted(record)}"
         # float32, and the hf sampler computes what the trainer computes.
         assert record["sampler_logprob_diff_mean"] < 1e-4
+        # All tokens are of the weights that the update began with.
+        assert record["age/0/fraction"] == pytest.approx(1)
+        assert 0 <= record["age/0/sampler_kl_k3"] < 1e-7
 
 
 def test_the_exported_folder_loads_and_is_what_the_last_checkpoint_holds(finished):

@@ -189,7 +189,7 @@ async def test_weights_come_inside_completions_and_never_too_late(
             "block_rows": 4,
         },
         algorithm__sampling__max_new_tokens=100,
-        algorithm__policy_loss={"type": "ppo_policy", "importance_cap": 2.0},
+        algorithm__off_policy={"type": "token_truncation", "cap": 2.0},
         actor__optimizer__learning_rate=1e-4,
     )
     run = await services.train(recipe)

@@ -248,7 +248,7 @@ async def test_a_rollout_service_samples_at_the_servers_while_the_actor_trains(
         "environment": actor["environment"],
     }
     recipe["schedule"] = {"sampler": {"type": "async", "max_staleness": 1}}
-    recipe["algorithm"]["policy_loss"] = {"type": "ppo_policy", "importance_cap": 2.0}
+    recipe["algorithm"]["off_policy"] = {"type": "token_truncation", "cap": 2.0}
     recipe["pools"] = {
         "training": {"devices": ["cpu"], "roles": ["actor", "reward"]},
         "sampling": {"devices": ["cpu"], "roles": ["rollout"]},

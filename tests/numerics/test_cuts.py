@@ -36,7 +36,14 @@ from support.token_batches import token_batch
 from support.updates import forward_backward
 
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
+from rolemesh.engine.specs import (
+    AnyOptimizerSpec,
+    ModelSpec,
+    MuonSpec,
+    OptimizerSpec,
+    PpoPolicyLossSpec,
+    PpoValueLossSpec,
+)
 from rolemesh.engine.train.cut_format import CutMismatchError
 from rolemesh.engine.train.cut_slots import (
     CutNotFoundError,
@@ -50,11 +57,12 @@ from rolemesh.engine.transport.slot_files import SlotHeldError, SlotOwner, SlotR
 
 TP2, FSDP2 = TrainLayout(tp=2), TrainLayout(dp=2, fsdp=2)
 OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=4)
+MUON = MuonSpec(learning_rate=1e-3, warmup_steps=4)
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """A tied policy, a critic, and the policy of another model."""
+    """A tied policy, by AdamW and by Muon, a critic, and the policy of another model."""
     batch, folders = token_batch(), tmp_path_factory.mktemp("models")
     tied = write_tiny_llama(folders / "tied", seed=4)
     other = write_tiny_llama(folders / "other", seed=4, num_layers=3)
@@ -62,8 +70,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     scored = near_policy(
         batch, new_policy(tied).compute_logprobs(batch, temperature=1.0)["logprobs"]
     )
+    policy = Job(tied, scored, PpoPolicyLossSpec())
     return {
-        "policy": Job(tied, scored, PpoPolicyLossSpec()),
+        "policy": policy,
+        "muon": replace(policy, optimizer={"type": "muon"}),
         "critic": Job(untied, batch, PpoValueLossSpec(), kind="critic"),
         "other": Job(other, scored, PpoPolicyLossSpec()),
     }
@@ -76,8 +86,8 @@ def directory() -> Iterator[Path]:
         yield Path(folder)
 
 
-def new_policy(folder: Path) -> Trainer:
-    return Trainer.policy(ModelSpec(path=folder, compute_dtype="float32"), OPTIMIZER)
+def new_policy(folder: Path, optimizer: AnyOptimizerSpec = OPTIMIZER) -> Trainer:
+    return Trainer.policy(ModelSpec(path=folder, compute_dtype="float32"), optimizer)
 
 
 def draws() -> tuple[object, ...]:
@@ -87,11 +97,12 @@ def draws() -> tuple[object, ...]:
 # --- one rank -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, MUON], ids=["adamw", "muon"])
 def test_a_run_that_returns_to_a_cut_makes_the_same_bits_again(
-    jobs: dict[str, Job], directory: Path
+    jobs: dict[str, Job], directory: Path, optimizer: AnyOptimizerSpec
 ) -> None:
     job = jobs["policy"]
-    trainer = new_policy(job.folder)
+    trainer = new_policy(job.folder, optimizer)
     slots = slots_of(trainer, directory)
     train(trainer, job, 1)
     torch.manual_seed(11)
@@ -101,8 +112,15 @@ def test_a_run_that_returns_to_a_cut_makes_the_same_bits_again(
     np.random.normal()
     extra = {"kl_coefficient": 0.1 + 0.2, "spread": float("inf")}
     num_bytes = trainer.save_cut(slots, 7, extra, silent)
-    assert num_bytes == 3 * sum(weight.nbytes for _, weight in trainer.named_weights()) + 4 * len(
-        trainer.optimizer_state("step")
+    # Of a matrix that Muon steps, one moment; of all else two, and a count.
+    has_one = {
+        name
+        for name, _ in trainer.named_weights()
+        if optimizer is MUON and name.endswith("_proj.weight")
+    }
+    assert num_bytes == sum(
+        2 * weight.nbytes if name in has_one else 3 * weight.nbytes + 4
+        for name, weight in trainer.named_weights()
     )
     drawn = draws()
     saved = held(trainer, slots, {})
@@ -116,7 +134,7 @@ def test_a_run_that_returns_to_a_cut_makes_the_same_bits_again(
     assert held(trainer, slots, train(trainer, job, 2)) == expected
     slots.close()
 
-    other = new_policy(job.folder)
+    other = new_policy(job.folder, optimizer)
     slots = slots_of(other, directory)
     assert other.restore_cut(slots, 7).num_bytes == num_bytes
     assert held(other, slots, {}) == saved
@@ -239,6 +257,7 @@ def test_cuts_of_another_model_kind_or_layout_are_refused_by_name(
     for other, layout, says in (
         (new_policy(jobs["other"].folder), slots.layout, r"layers\.2.* of 'weights' is absent"),
         (Trainer.critic(model, OPTIMIZER), slots.layout, "kind 'policy', .* is 'critic'"),
+        (new_policy(jobs["policy"].folder, MUON), slots.layout, "the type of optimizer that saved"),
         (new_policy(jobs["policy"].folder), "tp=9", r"layout 'pp=1,.*', .* is 'tp=9'"),
     ):
         theirs = CutSlots(slots.owner, layout)
@@ -299,7 +318,7 @@ def test_without_room_for_a_second_slot_the_first_one_stays(
 ) -> None:
     trainer = new_policy(jobs["policy"].folder)
     slots = slots_of(trainer, tmp_path)
-    num_bytes = slots.plan(dict(trainer.named_weights())).num_bytes
+    num_bytes = slots.plan(trainer._trained_weights()).num_bytes
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={num_bytes * 3}", "tmpfs", str(tmp_path)],
         capture_output=True,
@@ -395,7 +414,7 @@ def test_whenever_a_saver_is_killed_what_is_listed_is_whole(
 # --- many ranks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("kind", ["policy", "critic", "muon"])
 @pytest.mark.parametrize("layout", [TP2, FSDP2], ids=["tp", "fsdp"])
 def test_ranks_return_to_a_cut_bit_for_bit(
     rank_pool: RankPool, jobs: dict[str, Job], directory: Path, kind: str, layout: TrainLayout

@@ -19,25 +19,37 @@ from rolemesh.engine.specs import (
     BradleyTerryLossSpec,
     CispoPolicyLossSpec,
     ClassifierRewardSpec,
+    ClipCovPolicyLossSpec,
     DpoLossSpec,
+    DppoPolicyLossSpec,
+    GmpoPolicyLossSpec,
     GspoPolicyLossSpec,
     KtoLossSpec,
     LossSpec,
+    MaskingSpec,
     ModelSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
+    SapoPolicyLossSpec,
     SftLossSpec,
+    TokenTruncationSpec,
+    VespoPolicyLossSpec,
 )
 from rolemesh.engine.train.trainer import Trainer
 
 LOSSES: dict[str, LossSpec] = {
     "ppo": PpoPolicyLossSpec(
-        entropy_coefficient=0.01, kl_in_loss=0.1, dual_clip=3.0, importance_cap=2.0
+        entropy_coefficient=0.01, kl_in_loss=0.1, dual_clip=3.0, off_policy=TokenTruncationSpec()
     ),
     "ppo by rows": PpoPolicyLossSpec(aggregation="seq_mean_token_mean"),
-    "gspo": GspoPolicyLossSpec(),
+    "gspo": GspoPolicyLossSpec(off_policy=MaskingSpec(level="sequence", normalize="batch")),
     "cispo": CispoPolicyLossSpec(),
+    "dppo": DppoPolicyLossSpec(divergence="kl"),
+    "sapo": SapoPolicyLossSpec(),
+    "gmpo": GmpoPolicyLossSpec(),
+    "vespo": VespoPolicyLossSpec(),
+    "clip-cov": ClipCovPolicyLossSpec(covariance_share=0.2, covariance_low=0.0),
     "values": PpoValueLossSpec(),
     "sft": SftLossSpec(),
     "dpo": DpoLossSpec(log_ratio="mean"),
@@ -63,6 +75,7 @@ def whole_batch() -> Experience:
     return with_shared_prompts(batch, 2) | Experience(
         {
             **{name: Column(ColumnKind.COMPLETION, values - 6, offsets) for name in names},
+            "policy_versions": Column(ColumnKind.COMPLETION, -torch.arange(len(values)), offsets),
             "pair_ids": Column(ColumnKind.ROW, torch.arange(24) // 2),
             "preference": Column(ColumnKind.ROW, 1.0 - 2 * (torch.arange(24) % 2)),
             "kl_reference_point": Column(ColumnKind.ROW, torch.full((24,), 0.1)),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.parallel_training import Job, assert_agree, train
 from support.parallel_training import joined as join
-from support.rank_processes import RankContext, RankPool
 from support.ragged_batches import mixed_masks, random_batch
+from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
@@ -33,6 +33,7 @@ SPECS = {
     "forward_kl": DistillationLossSpec(divergence="forward_kl"),
     "reverse_kl": DistillationLossSpec(),
     "jensen_shannon": DistillationLossSpec(divergence="jensen_shannon", mixture=0.3),
+    "jensen_shannon_half": DistillationLossSpec(divergence="jensen_shannon"),
 }
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 VOCABULARY = 512
@@ -49,10 +50,9 @@ def _by_hand(teacher: list[float], policy: list[float], spec: DistillationLossSp
         return kl(teacher, policy)
     if spec.divergence == "reverse_kl":
         return kl(policy, teacher)
-    mixed = [
-        spec.mixture * p + (1 - spec.mixture) * q for p, q in zip(teacher, policy, strict=True)
-    ]
-    return spec.mixture * kl(teacher, mixed) + (1 - spec.mixture) * kl(policy, mixed)
+    share = spec.mixture or 0.5
+    mixed = [share * p + (1 - share) * q for p, q in zip(teacher, policy, strict=True)]
+    return share * kl(teacher, mixed) + (1 - share) * kl(policy, mixed)
 
 
 @EVERY_SPEC

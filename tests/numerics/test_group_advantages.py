@@ -1,4 +1,4 @@
-"""GRPO, Dr. GRPO, RLOO and REINFORCE++ with baseline, against loops over groups."""
+"""GRPO, Dr. GRPO, RLOO, pass@k, MaxRL and REINFORCE++ with baseline, against loops over groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from rolemesh.engine.specs import (
     GroupEstimatorSpec,
     GrpoSpec,
     KlForm,
+    MaxRlSpec,
     OverlongSpec,
+    PassAtKSpec,
     ReinforcePlusPlusBaselineSpec,
     RlooSpec,
 )
@@ -39,19 +41,25 @@ ORACLES = {
     "grpo_without_std": (GrpoSpec(normalize_std=False), estimator_oracles.centred),
     "dr_grpo": (DrGrpoSpec(), estimator_oracles.centred),
     "rloo": (RlooSpec(), estimator_oracles.rloo),
+    "pass_at_2": (PassAtKSpec(k=2), estimator_oracles.pass_at_k(2)),
+    "pass_at_3": (PassAtKSpec(k=3), estimator_oracles.pass_at_k(3)),
+    "maxrl": (MaxRlSpec(), estimator_oracles.maxrl),
     "baseline": (ReinforcePlusPlusBaselineSpec(), estimator_oracles.centred),
 }
 EVERY = pytest.mark.parametrize("name", ORACLES)
-PROMPTS = [50, 9, 50, 2, 9, 50, 50, 7]
-"""Scattered. Of 50's four rows one is empty and one all masked; 2 and 7 stand alone."""
+SHAPED = pytest.mark.parametrize("name", [name for name in ORACLES if name != "maxrl"])
+"""Those whose rewards may be punished before they are compared."""
+PROMPTS = [50, 9, 50, 2, 9, 50, 50, 7, 50, 9, 50, 3, 9, 50, 50, 50]
+"""Scattered. Of 50's nine rows two are empty and two all masked; 2, 7 and 3 stand alone."""
 
 
-def make_batch(seed: int = 81) -> GroupedBatch:
+def make_batch(name: str = "grpo", seed: int = 81) -> GroupedBatch:
+    """With rewards that the estimator takes."""
     batch = random_batch(
-        mixed_masks(seed),
+        mixed_masks(seed) + mixed_masks(seed + 1),
         {"logprobs": (-2.0, -0.1), "reference_logprobs": (-2.0, -0.1)},
         seed,
-        {"rewards": (-1.0, 2.0)},
+        {"rewards": (0.0 if name == "maxrl" else -1.0, 2.0)},
     )
     return GroupedBatch(batch.rounded_to(torch.float32), PROMPTS)
 
@@ -86,7 +94,7 @@ def assert_close(
 
 @EVERY
 def test_advantages_are_those_of_a_loop_over_groups(name: str) -> None:
-    grouped, spec = make_batch(), ORACLES[name][0]
+    grouped, spec = make_batch(name), ORACLES[name][0]
     result, _ = estimate_advantages(grouped.experience(), spec)
     advantages, rewards = expected_advantages(grouped, name)
     assert tuple(result.columns) == spec.makes()
@@ -94,7 +102,7 @@ def test_advantages_are_those_of_a_loop_over_groups(name: str) -> None:
     assert_close(result["token_rewards"], rewards)
 
 
-@EVERY
+@SHAPED
 @pytest.mark.parametrize("form", ["k1", "k2", "k3"])
 def test_a_kl_in_the_reward_lowers_the_row_s_score(name: str, form: KlForm) -> None:
     kl_spec = AdaptiveKlSpec(coefficient=0.3, target=1e-3, horizon=100)
@@ -128,7 +136,12 @@ def test_advantages_hold_for_any_ragged_batch(
     batch.row_columns["rewards"] = [generator.choice([0.0, 0.1, 0.7]) for _ in lengths]
     prompts = [generator.randrange(num_prompts) - 2 for _ in lengths]
     grouped = GroupedBatch(batch.rounded_to(torch.float32), prompts)
-    result, metrics = estimate_advantages(grouped.experience(), ORACLES[name][0])
+    spec = ORACLES[name][0]
+    if isinstance(spec, PassAtKSpec) and lengths and max(map(prompts.count, prompts)) <= spec.k:
+        with pytest.raises(ValueError, match="pass@k needs more than k"):
+            estimate_advantages(grouped.experience(), spec)
+        return
+    result, metrics = estimate_advantages(grouped.experience(), spec)
     advantages, _ = expected_advantages(grouped, name)
     assert_close(result["advantages"], advantages, WHITENED_TOLERANCE)
     json.dumps(metrics, allow_nan=False)
@@ -136,7 +149,7 @@ def test_advantages_hold_for_any_ragged_batch(
 
 @EVERY
 def test_the_order_of_rows_changes_nothing(name: str) -> None:
-    grouped, spec = make_batch(), ORACLES[name][0]
+    grouped, spec = make_batch(name), ORACLES[name][0]
     result, metrics = estimate_advantages(grouped.experience(), spec)
     rows = list(result["advantages"].rows())
     for seed in range(5):
@@ -150,20 +163,20 @@ def test_the_order_of_rows_changes_nothing(name: str) -> None:
 
 @EVERY
 def test_equal_rewards_and_groups_of_one_teach_exactly_nothing(name: str) -> None:
-    """0.1 three times: their mean in floating point is not 0.1."""
+    """0.1 four times: their mean in floating point is not 0.1."""
     spec = ORACLES[name][0]
-    batch = random_batch([[True, True]] * 4, {}, 0)
-    batch.row_columns["rewards"] = [0.1, 0.1, 0.1, 5.0]
-    grouped = GroupedBatch(batch, [1, 1, 1, 2])
+    batch = random_batch([[True, True]] * 5, {}, 0)
+    batch.row_columns["rewards"] = [0.1, 0.1, 0.1, 0.1, 5.0]
+    grouped = GroupedBatch(batch, [1, 1, 1, 1, 2])
     result, metrics = estimate_advantages(grouped.experience(), spec)
-    assert result["advantages"].values.tolist() == [0.0] * 8
+    assert result["advantages"].values.tolist() == [0.0] * 10
     assert metrics["groups/all_equal"] == 1
     assert metrics["groups/of_one"] == 1
 
 
 @EVERY
 def test_metrics_are_those_of_the_definitions(name: str) -> None:
-    grouped = make_batch()
+    grouped = make_batch(name)
     _, metrics = estimate_advantages(grouped.experience(), ORACLES[name][0])
     batch, rewards = grouped.batch, grouped.batch.row_columns["rewards"]
     members = estimator_oracles.groups(PROMPTS, batch.masks)
@@ -171,6 +184,8 @@ def test_metrics_are_those_of_the_definitions(name: str) -> None:
     kept = oracles.unmasked(raw, batch.masks)
     kl = oracles.unmasked(estimator_oracles.kl_penalties(batch, 1.0, "k1"), batch.masks)
     num_rows = sum(map(len, members.values()))
+    k = getattr(ORACLES[name][0], "k", None)
+    too_small = sum(len(rows) <= k for rows in members.values()) if k else 0
     assert metrics == pytest.approx(
         {
             "reward/mean": statistics.fmean(rewards),
@@ -179,7 +194,7 @@ def test_metrics_are_those_of_the_definitions(name: str) -> None:
             "kl/per_row": math.fsum(kl) / num_rows,
             "advantages/mean": statistics.fmean(kept),
             "advantages/std": statistics.stdev(kept),
-            "advantages/rows_without_tokens": 8 - num_rows,
+            "advantages/rows_without_tokens": len(PROMPTS) - num_rows,
             "groups/count": len(members),
             "groups/of_one": sum(len(rows) == 1 for rows in members.values()),
             "groups/all_equal": 0,
@@ -188,6 +203,7 @@ def test_metrics_are_those_of_the_definitions(name: str) -> None:
                 for rows in members.values()
                 if len(rows) > 1
             ),
+            **({"groups/too_small": too_small} if k else {}),
         },
         rel=1e-10,
         abs=1e-10,
@@ -211,9 +227,17 @@ def test_the_documented_numbers() -> None:
         result, _ = estimate_advantages(experience, spec)
         expected = [number, -number, -number, number]
         assert result["advantages"].values.tolist() == pytest.approx(expected, abs=1e-4)
+    for rewards, spec, expected in (
+        ([1.0, 0.0, 0.0, 0.0], PassAtKSpec(k=2), [2, -2 / 3, -2 / 3, -2 / 3]),
+        ([1.0, 0.0, 0.0, 0.0], MaxRlSpec(), [3, -1, -1, -1]),
+        ([1.0, 1.0, 1.0, 0.0], MaxRlSpec(), [1 / 3, 1 / 3, 1 / 3, -1]),
+    ):
+        batch.row_columns["rewards"] = rewards
+        result, _ = estimate_advantages(GroupedBatch(batch, [3] * 4).experience(), spec)
+        assert result["advantages"].values.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@EVERY
+@SHAPED
 def test_long_rows_are_punished_before_they_are_compared(name: str) -> None:
     shape = OverlongSpec(max_length=9, buffer=6, penalty=1.5)
     spec = ORACLES[name][0].model_copy(update={"overlong": shape})
@@ -257,8 +281,9 @@ def test_bad_columns_are_refused() -> None:
         estimate_advantages(grouped.experience(), GrpoSpec())
 
 
-@pytest.mark.parametrize("spec", [ORACLES[name][0] for name in ORACLES], ids=ORACLES)
-def test_a_refused_batch_leaves_the_controller_alone(spec: GroupEstimatorSpec) -> None:
+@SHAPED
+def test_a_refused_batch_leaves_the_controller_alone(name: str) -> None:
+    spec: GroupEstimatorSpec = ORACLES[name][0]
     kl_spec = AdaptiveKlSpec(coefficient=0.2, target=1e-3)
     spec = spec.model_copy(update={"kl_in_reward": kl_spec})
     controllers, experience = Controllers.from_spec(spec), make_batch().experience()
@@ -304,6 +329,8 @@ def test_a_trajectory_of_several_rows_counts_once_in_its_group() -> None:
         "grpo": [one / deviation for one in centred],
         "dr_grpo": centred,
         "rloo": [1.5 * one for one in centred],
+        "pass_at_2": [2.0, 1.0, -0.75, -0.75],
+        "maxrl": [one / 0.25 for one in centred],
     }
     for name, wanted in expected.items():
         spec = ORACLES[name][0]

@@ -14,14 +14,25 @@ from rolemesh.engine.algorithms.losses import (
     ModelOutputs,
     make_loss,
 )
-from rolemesh.engine.experience import offsets_of
+from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
 from rolemesh.engine.specs import (
     AggregatedLossSpec,
     CispoPolicyLossSpec,
+    ClipCovPolicyLossSpec,
+    DppoPolicyLossSpec,
+    GeometricRejectionSpec,
+    GmpoPolicyLossSpec,
     GspoPolicyLossSpec,
+    KlCovPolicyLossSpec,
+    MaskingSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
     ReinforcePolicyLossSpec,
+    SapoPolicyLossSpec,
+    SequenceTruncationSpec,
+    TokenTruncationSpec,
+    ToprPolicyLossSpec,
+    VespoPolicyLossSpec,
 )
 
 NORM = {"aggregation": "seq_sum_norm", "norm_length": 10}
@@ -32,13 +43,36 @@ SPECS = {
         aggregation="seq_mean_token_mean", entropy_coefficient=0.1, kl_in_loss=0.1, kl_form="k1"
     ),
     "policy_seq_sum_norm": PpoPolicyLossSpec(**NORM),
-    "policy_decoupled": PpoPolicyLossSpec(importance_cap=1.5),
+    "policy_decoupled": PpoPolicyLossSpec(off_policy=TokenTruncationSpec(cap=1.5)),
+    **{
+        f"policy_{form.type}{'_normalized' * (normalize is not None)}": PpoPolicyLossSpec(
+            off_policy=form.model_copy(update={"normalize": normalize})
+        )
+        for form in (
+            SequenceTruncationSpec(),
+            MaskingSpec(high=1.5),
+            GeometricRejectionSpec(low=0.9, high=1.2),
+        )
+        for normalize in (None, "batch")
+    },
     "gspo": GspoPolicyLossSpec(clip_low=0.3, clip_high=0.4, entropy_coefficient=0.1),
     "gspo_token_mean": GspoPolicyLossSpec(aggregation="token_mean"),
     "gspo_token": GspoPolicyLossSpec(level="token", kl_in_loss=0.1),
     "cispo": CispoPolicyLossSpec(clip_high=0.5),
-    "reinforce": ReinforcePolicyLossSpec(importance_cap=1.5),
+    "reinforce": ReinforcePolicyLossSpec(off_policy=TokenTruncationSpec(cap=1.5)),
+    "reinforce_normalized": ReinforcePolicyLossSpec(
+        off_policy=TokenTruncationSpec(cap=1.5, normalize="batch")
+    ),
     "reinforce_seq_sum_norm": ReinforcePolicyLossSpec(**NORM),
+    "dppo": DppoPolicyLossSpec(divergence_low=0.5, divergence_high=0.5),
+    "dppo_kl": DppoPolicyLossSpec(divergence="kl", kl_in_loss=0.1),
+    "sapo": SapoPolicyLossSpec(),
+    "gmpo": GmpoPolicyLossSpec(entropy_coefficient=0.1),
+    "gmpo_token_mean": GmpoPolicyLossSpec(aggregation="token_mean"),
+    "vespo": VespoPolicyLossSpec(),
+    "topr": ToprPolicyLossSpec(),
+    "clip_cov": ClipCovPolicyLossSpec(covariance_share=0.2, covariance_low=0.0),
+    "kl_cov": KlCovPolicyLossSpec(covariance_share=0.2),
     "value_token_mean": PpoValueLossSpec(),
     "value_seq_mean_token_sum": PpoValueLossSpec(aggregation="seq_mean_token_sum"),
     "value_seq_mean_token_mean": PpoValueLossSpec(aggregation="seq_mean_token_mean"),
@@ -68,7 +102,15 @@ def accumulate(
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient by a shared parameter of all tokens' outputs, metrics."""
     experience = batch.experience(dtype)
-    scale, loss = LossScale.of(experience), make_loss(spec)
+    versions = [[t % 4 for t in range(len(mask))] for mask in batch.masks]
+    column = Column.ragged(ColumnKind.COMPLETION, versions, torch.int64)
+    experience |= Experience({"policy_versions": column})
+    loss = make_loss(spec)
+    loss.policy_version = 4
+    # As ranks do: each counts its own rows.
+    parts = (experience.require(loss.columns).select(torch.tensor(rows)) for rows in cut)
+    scale = LossScale.total(loss.scale_of(part) for part in parts)
+    scale = loss.completed(scale, experience, lambda facts: [facts])
     parameter = batch.packed("new", dtype).requires_grad_()
     entropy_parameter = batch.packed("entropy", dtype).requires_grad_()
     offsets = offsets_of(torch.tensor([len(mask) for mask in batch.masks])).tolist()
@@ -82,7 +124,8 @@ def accumulate(
             entropy_N=entropy_parameter[index],
             values_N=parameter[index],
         )
-        micro_batch = experience.require(loss.columns).select(torch.tensor(rows))
+        read = experience.require((*loss.columns, *loss.optional_columns))
+        micro_batch = read.select(torch.tensor(rows))
         share, share_metrics = loss(outputs, micro_batch, scale)
         share.backward()
         total += float(share.detach())
@@ -106,6 +149,22 @@ def test_micro_batches_add_up_to_the_mini_batch(
     assert loss == pytest.approx(whole_loss, rel=RELATIVE[dtype], abs=RELATIVE[dtype])
     torch.testing.assert_close(gradient, whole_gradient, rtol=RELATIVE[dtype], atol=0)
     assert metrics == pytest.approx(whole_metrics, rel=RELATIVE[dtype], abs=RELATIVE[dtype])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_normalized_weights_have_the_mean_one_over_the_mini_batch(parts: int) -> None:
+    """With advantages of 1 and a ratio of 1 the loss is their mean."""
+    batch = make_batch()
+    batch.columns["new"] = batch.columns["proximal_logprobs"]
+    batch.columns["advantages"] = [[1.0] * len(mask) for mask in batch.masks]
+    rows = list(range(len(batch.masks)))
+    cut = [rows[part::parts] for part in range(parts)]
+    for name, spec in SPECS.items():
+        if name.startswith("policy_") and name.endswith("_normalized"):
+            loss, _, metrics = accumulate(batch, spec, cut, torch.float64)
+            assert loss == pytest.approx(-1.0, rel=1e-12), name
+            # Reported is what they were divided by.
+            assert abs(metrics["importance_weight_mean"] - 1) > 0.05
 
 
 def test_the_cut_really_is_uneven() -> None:

@@ -176,6 +176,11 @@ def test_metrics_are_those_of_the_definitions() -> None:
         "dual_clip_fraction": sum(a < 0 and r > 2.0 for r, a in pairs) / num_tokens,
         "sampler_logprob_diff_mean": math.fsum(differences) / num_tokens,
         "sampler_logprob_diff_max": max(differences),
+        # Without a correction the policy now stands for that of the start.
+        "sampler_ratio_mean": math.fsum(ratios) / num_tokens,
+        "sampler_kl_k1": math.fsum(q - p for p, q in zip(new, old, strict=True)) / num_tokens,
+        "sampler_kl_k3": math.fsum(r - 1 - math.log(r) for r in ratios) / num_tokens,
+        "sampler_chi_square": math.fsum(r * r - 1 for r in ratios) / num_tokens,
     }
     assert metrics == pytest.approx(expected, rel=1e-10, abs=1e-10)
     assert min(metrics["clip_fraction_high"], metrics["clip_fraction_low"]) > 0

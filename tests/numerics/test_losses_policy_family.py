@@ -1,4 +1,7 @@
-"""GSPO, CISPO, REINFORCE and decoupled PPO: value and gradient against loops over tokens."""
+"""Policy losses: value and gradient against loops over tokens.
+
+What only the losses of 2025 and 2026 promise is in test_losses_policy_rules.py.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,27 @@ from support import oracles, policy_oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch, random_masks
 
 from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import (
     Aggregation,
     CispoPolicyLossSpec,
+    ClipCovPolicyLossSpec,
+    DppoPolicyLossSpec,
+    GeometricRejectionSpec,
+    GmpoPolicyLossSpec,
     GspoPolicyLossSpec,
+    KlCovPolicyLossSpec,
+    MaskingSpec,
+    OffPolicySpec,
     PolicyTermsSpec,
     PpoPolicyLossSpec,
     ReinforcePolicyLossSpec,
+    SapoPolicyLossSpec,
+    SequenceTruncationSpec,
+    TokenTruncationSpec,
+    ToprPolicyLossSpec,
+    VespoPolicyLossSpec,
 )
 
 GRADIENT_TOLERANCE = 1e-8
@@ -36,10 +52,36 @@ AGGREGATIONS: tuple[Aggregation, ...] = (
 )
 WIDE = GspoPolicyLossSpec(clip_low=0.3, clip_high=0.4)
 WIDE_TOKEN = GspoPolicyLossSpec(level="token", clip_low=0.3, clip_high=0.4)
+FORMS: dict[str, OffPolicySpec] = {
+    "token_truncation": TokenTruncationSpec(cap=1.5),
+    "sequence_truncation": SequenceTruncationSpec(cap=1.5),
+    "masking": MaskingSpec(low=0.6, high=1.5),
+    "row_masking": MaskingSpec(low=0.3, high=4.0, level="sequence"),
+    "geometric_rejection": GeometricRejectionSpec(low=0.8, high=1.3),
+}
 SPECS: dict[str, PolicyTermsSpec] = {
-    "decoupled": PpoPolicyLossSpec(importance_cap=1.5),
     "decoupled_dual": PpoPolicyLossSpec(
-        importance_cap=0.8, dual_clip=1.5, kl_in_loss=0.1, entropy_coefficient=0.02
+        off_policy=TokenTruncationSpec(cap=0.8),
+        **{"dual_clip": 1.5, "kl_in_loss": 0.1, "entropy_coefficient": 0.02},
+    ),
+    **{
+        f"{name}_{form}{'_normalized' * (normalize is not None)}": spec.model_copy(
+            update={"off_policy": part.model_copy(update={"normalize": normalize})}
+        )
+        for name, spec in (
+            ("ppo", PpoPolicyLossSpec()),
+            ("gspo_token", WIDE_TOKEN),
+            ("cispo", CispoPolicyLossSpec(clip_high=0.3)),
+            ("reinforce", ReinforcePolicyLossSpec()),
+        )
+        for form, part in FORMS.items()
+        for normalize in (None, "batch")
+    },
+    "ppo_same_pass": PpoPolicyLossSpec(
+        off_policy=MaskingSpec(low=0.6, high=1.5, proximal="same_pass")
+    ),
+    "reinforce_scored": ReinforcePolicyLossSpec(
+        off_policy=TokenTruncationSpec(cap=1.5, proximal="scored")
     ),
     "gspo": GspoPolicyLossSpec(),
     "gspo_wide": WIDE,
@@ -48,7 +90,25 @@ SPECS: dict[str, PolicyTermsSpec] = {
     "cispo": CispoPolicyLossSpec(),
     "cispo_two_sided": CispoPolicyLossSpec(clip_low=0.2, clip_high=0.3, kl_in_loss=0.1),
     "reinforce": ReinforcePolicyLossSpec(),
-    "reinforce_capped": ReinforcePolicyLossSpec(importance_cap=1.2, kl_in_loss=0.1, kl_form="k2"),
+    "reinforce_capped_kl": ReinforcePolicyLossSpec(
+        off_policy=TokenTruncationSpec(cap=1.2), kl_in_loss=0.1, kl_form="k2"
+    ),
+    "dppo_tv": DppoPolicyLossSpec(),
+    "dppo_kl": DppoPolicyLossSpec(divergence="kl", kl_in_loss=0.1, entropy_coefficient=0.02),
+    "dppo_one_sided": DppoPolicyLossSpec(divergence_low=0.05, divergence_high=0.9),
+    "sapo": SapoPolicyLossSpec(),
+    "sapo_steep": SapoPolicyLossSpec(gate_positive=3.0, gate_negative=5.0, kl_in_loss=0.1),
+    "gmpo": GmpoPolicyLossSpec(),
+    "gmpo_narrow": GmpoPolicyLossSpec(clip_low=0.1, clip_high=0.2, entropy_coefficient=0.1),
+    "vespo": VespoPolicyLossSpec(),
+    "vespo_flat": VespoPolicyLossSpec(power_positive=1.0, power_negative=1.0, kl_in_loss=0.1),
+    "topr": ToprPolicyLossSpec(),
+    "clip_cov": ClipCovPolicyLossSpec(covariance_share=0.1, covariance_low=0.2),
+    "clip_cov_all": ClipCovPolicyLossSpec(
+        covariance_share=1.0, covariance_low=-0.1, covariance_high=0.3, kl_in_loss=0.1
+    ),
+    "kl_cov": KlCovPolicyLossSpec(covariance_share=0.2),
+    "kl_cov_one": KlCovPolicyLossSpec(penalty_coefficient=0.3, entropy_coefficient=0.1),
     **{
         f"{name}_{mode}": spec.model_copy(
             update={
@@ -61,6 +121,9 @@ SPECS: dict[str, PolicyTermsSpec] = {
             ("gspo_wide", WIDE),
             ("cispo", CispoPolicyLossSpec()),
             ("reinforce", ReinforcePolicyLossSpec()),
+            ("gmpo", GmpoPolicyLossSpec()),
+            ("vespo", VespoPolicyLossSpec()),
+            ("kl_cov", KlCovPolicyLossSpec(covariance_share=0.2)),
         )
     },
 }
@@ -84,7 +147,9 @@ def run(
     new = batch.packed("new", dtype).requires_grad_()
     experience = batch.experience(dtype)
     outputs = ModelOutputs(logprobs_N=new, entropy_N=batch.packed("entropy", dtype))
-    loss, metrics = make_loss(spec)(outputs, experience, LossScale.of(experience))
+    made = make_loss(spec)
+    scale = made.completed(made.scale_of(experience), experience, lambda facts: [facts])
+    loss, metrics = made(outputs, experience, scale)
     loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     numbers = {name: float(number.detach()) for name, number in metrics.items()}
@@ -189,37 +254,100 @@ def test_columns_say_what_the_loss_reads() -> None:
             entropy_N=make_batch().packed("entropy", torch.float32),
         )
         loss(outputs, experience.require(loss.columns), LossScale.of(experience))
-    assert "proximal_logprobs" in PpoPolicyLossSpec(importance_cap=2.0).columns()
-    assert "proximal_logprobs" not in PpoPolicyLossSpec().columns()
+    form = TokenTruncationSpec()
+    for spec in (PpoPolicyLossSpec, GspoPolicyLossSpec, CispoPolicyLossSpec):
+        assert "proximal_logprobs" in spec(off_policy=form).columns()
+        assert "proximal_logprobs" not in spec().columns()
+    # By the policy now, unless the mean of the weights must be known before.
+    assert "proximal_logprobs" not in ReinforcePolicyLossSpec(off_policy=form).columns()
+    normalized = ReinforcePolicyLossSpec(off_policy=TokenTruncationSpec(normalize="batch"))
+    assert "proximal_logprobs" in normalized.columns()
 
 
 def test_a_missing_proximal_column_is_named() -> None:
     batch = make_batch()
     del batch.columns["proximal_logprobs"]
     with pytest.raises(ColumnMissingError, match="'proximal_logprobs' is missing"):
-        run(batch, PpoPolicyLossSpec(importance_cap=2.0))
+        run(batch, PpoPolicyLossSpec(off_policy=TokenTruncationSpec()))
 
 
-# --- decoupled PPO -----------------------------------------------------------------------------
+# --- corrections -------------------------------------------------------------------------------
 
 
-def test_without_staleness_decoupled_ppo_is_ppo() -> None:
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize(
+    "loss", [PpoPolicyLossSpec(), WIDE, ReinforcePolicyLossSpec()], ids=["ppo", "gspo", "reinforce"]
+)
+@pytest.mark.parametrize("normalize", [None, "batch"])
+def test_samples_of_the_same_policy_need_no_correction(
+    form: OffPolicySpec, loss: PolicyTermsSpec, normalize: str | None
+) -> None:
     batch = make_batch()
+    # Of REINFORCE the policy now must be that of the samples, too.
     batch.columns["proximal_logprobs"] = batch.columns["logprobs"]
-    plain, plain_gradient, _ = run(batch, PpoPolicyLossSpec())
-    loss, gradient, metrics = run(batch, PpoPolicyLossSpec(importance_cap=2.0))
-    assert loss == plain
+    if isinstance(loss, ReinforcePolicyLossSpec):
+        batch.columns["new"] = batch.columns["logprobs"]
+    plain, plain_gradient, _ = run(batch, loss)
+    part = form.model_copy(update={"normalize": normalize})
+    found, gradient, metrics = run(batch, loss.model_copy(update={"off_policy": part}))
+    assert found == plain
     assert torch.equal(gradient, plain_gradient)
     assert metrics["importance_weight_mean"] == pytest.approx(1.0)
-    assert metrics["importance_capped_fraction"] == 0.0
+    struck = {"importance_capped_fraction", "importance_masked_fraction"} & metrics.keys()
+    assert [metrics[name] for name in struck] == [0.0]
+
+
+def test_bounds_that_nothing_reaches_change_nothing() -> None:
+    batch = make_batch()
+    loose = PpoPolicyLossSpec(clip_low=0.999, clip_high=1e6)
+    # Without clips the weight and the ratio multiply to the ratio to the samples.
+    for form in (TokenTruncationSpec(cap=1e6), MaskingSpec(low=0, high=1e6)):
+        plain, gradient, _ = run(batch, loose)
+        found, found_gradient, _ = run(batch, loose.model_copy(update={"off_policy": form}))
+        assert found == pytest.approx(plain, rel=1e-12)
+        torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-14)
+    # Rows that all stay are not weighted; the update has no clip at its start.
+    batch.columns["new"] = batch.columns["proximal_logprobs"]
+    everything = GeometricRejectionSpec(low=0, high=1e6)
+    found = run(batch, PpoPolicyLossSpec(off_policy=everything))[0]
+    advantages = oracles.unmasked(batch.columns["advantages"], batch.masks)
+    assert found == pytest.approx(-statistics.fmean(advantages), rel=1e-12)
+
+
+def test_a_mask_takes_a_token_s_gradient_and_leaves_the_divisor() -> None:
+    batch = random_batch([[True, True], [True, False], []], RANGES, 0)
+    batch.columns["logprobs"] = [[-1.0, -1.0], [-1.0, -1.0], []]
+    batch.columns["new"] = [[-1.0, -3.0], [-1.0, -1.0], []]
+    batch.columns["proximal_logprobs"] = batch.columns["new"]
+    batch.columns["advantages"] = [[1.0, 1.0], [1.0, 1.0], []]
+
+    def gradient(form: OffPolicySpec) -> list[float]:
+        return run(batch, PpoPolicyLossSpec(off_policy=form))[1].tolist()
+
+    third = -1 / 3
+    assert gradient(MaskingSpec()) == pytest.approx([third, 0, third, 0])
+    assert gradient(MaskingSpec(level="sequence")) == pytest.approx([0, 0, third, 0])
+    assert gradient(GeometricRejectionSpec()) == pytest.approx([0, 0, third, 0])
+    assert gradient(GeometricRejectionSpec(low=0.36)) == pytest.approx([third, third, third, 0])
+    # Divided by their mean the weights leave masked tokens out of it.
+    assert gradient(MaskingSpec(normalize="batch")) == pytest.approx([-0.5, 0, -0.5, 0])
+    assert gradient(GeometricRejectionSpec(normalize="batch")) == pytest.approx([0, 0, -1, 0])
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_a_broken_log_prob_of_the_sampler_is_not_masked_away(form: OffPolicySpec) -> None:
+    batch = random_batch([[True, True]], RANGES, 0)
+    batch.columns["logprobs"] = [[math.nan, -1.0]]
+    assert math.isnan(run(batch, PpoPolicyLossSpec(off_policy=form))[0])
 
 
 def test_the_pass_at_the_start_stands_for_the_scored_column() -> None:
     batch = make_batch()
     batch.columns["proximal_logprobs"] = batch.columns["new"]
-    scored, scored_gradient, metrics = run(batch, PpoPolicyLossSpec(importance_cap=1.2))
+    form = TokenTruncationSpec(cap=1.2)
+    scored, scored_gradient, metrics = run(batch, PpoPolicyLossSpec(off_policy=form))
     del batch.columns["proximal_logprobs"]
-    spec = PpoPolicyLossSpec(importance_cap=1.2, proximal="same_pass")
+    spec = PpoPolicyLossSpec(off_policy=TokenTruncationSpec(cap=1.2, proximal="same_pass"))
     loss, gradient, own_metrics = run(batch, spec)
     assert loss == scored
     assert torch.equal(gradient, scored_gradient)
@@ -230,7 +358,7 @@ def test_the_pass_at_the_start_stands_for_the_scored_column() -> None:
 
 def test_decoupled_metrics_are_those_of_the_definitions() -> None:
     batch = make_batch()
-    _, _, metrics = run(batch, PpoPolicyLossSpec(importance_cap=1.5))
+    _, _, metrics = run(batch, PpoPolicyLossSpec(off_policy=TokenTruncationSpec(cap=1.5)))
     new, sampled, proximal, advantages = (
         oracles.unmasked(batch.columns[name], batch.masks)
         for name in ("new", "logprobs", "proximal_logprobs", "advantages")
@@ -251,6 +379,59 @@ def test_decoupled_metrics_are_those_of_the_definitions() -> None:
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-10)
     assert 0 < metrics["importance_capped_fraction"] < 1
+    _, _, metrics = run(batch, PpoPolicyLossSpec(off_policy=MaskingSpec(low=0.6, high=1.5)))
+    outside = [not 0.6 <= w <= 1.5 for w in weights]
+    assert 0 < metrics["importance_masked_fraction"] < 1
+    assert metrics["importance_masked_fraction"] == pytest.approx(statistics.fmean(outside))
+
+
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_the_gap_to_the_sampler_is_told_with_and_without_a_correction(is_corrected: bool) -> None:
+    batch = make_batch()
+    start, form = ("proximal_logprobs", MaskingSpec()) if is_corrected else ("new", None)
+    _, _, shares = run(batch, PpoPolicyLossSpec(off_policy=form))
+    metrics = make_loss(PpoPolicyLossSpec()).finished(shares)
+    start_M, sampled_M = (
+        oracles.unmasked(batch.columns[name], batch.masks) for name in (start, "logprobs")
+    )
+    logs = [p - s for p, s in zip(start_M, sampled_M, strict=True)]
+    ratios = list(map(math.exp, logs))
+    squares = statistics.fmean(r * r for r in ratios)
+    expected = {
+        "sampler_ratio_mean": statistics.fmean(ratios),
+        "sampler_kl_k1": -statistics.fmean(logs),
+        "sampler_kl_k3": statistics.fmean(math.exp(x) - 1 - x for x in logs),
+        "sampler_chi_square": squares - 1,
+        "effective_sample_fraction": statistics.fmean(ratios) ** 2 / squares,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-10)
+    assert not any(name.startswith("age/") for name in metrics)
+
+
+def test_the_gap_is_told_by_the_age_of_the_weights_that_sampled() -> None:
+    batch = make_batch()
+    experience = batch.experience(torch.float64)
+    versions = [[10 - t for t in range(len(mask))] for mask in batch.masks]
+    column = Column.ragged(ColumnKind.COMPLETION, versions, torch.int64)
+    experience |= Experience({"policy_versions": column})
+    loss = make_loss(PpoPolicyLossSpec())
+    loss.policy_version = 11
+    outputs = ModelOutputs(logprobs_N=batch.packed("new", torch.float64))
+    _, shares = loss(outputs, experience, loss.scale_of(experience))
+    metrics = loss.finished({name: float(number) for name, number in shares.items()})
+    by_age: dict[int, list[float]] = {}
+    for b, mask in enumerate(batch.masks):
+        for t, counts in enumerate(mask):
+            if counts:
+                log = batch.columns["new"][b][t] - batch.columns["logprobs"][b][t]
+                by_age.setdefault(min(1 + t, 4), []).append(math.exp(log) - 1 - log)
+    total = sum(map(len, by_age.values()))
+    expected = {f"age/{age}/fraction": len(numbers) / total for age, numbers in by_age.items()} | {
+        f"age/{age}/sampler_kl_k3": statistics.fmean(numbers) for age, numbers in by_age.items()
+    }
+    assert set(by_age) == {1, 2, 3, 4}
+    found = {name: number for name, number in metrics.items() if name.startswith("age/")}
+    assert found == pytest.approx(expected, rel=1e-10)
 
 
 # --- GSPO --------------------------------------------------------------------------------------
@@ -332,6 +513,8 @@ def test_on_policy_all_losses_have_the_gradient_of_reinforce() -> None:
     batch.columns["proximal_logprobs"] = batch.columns["logprobs"]
     expected = run(batch, ReinforcePolicyLossSpec(aggregation="token_mean"))[1]
     for spec in SPECS.values():
+        if isinstance(spec, ClipCovPolicyLossSpec):
+            continue  # takes the gradient of some tokens, on-policy too
         bare = spec.model_copy(
             update={
                 "aggregation": "token_mean",
@@ -340,16 +523,17 @@ def test_on_policy_all_losses_have_the_gradient_of_reinforce() -> None:
                 "entropy_coefficient": 0.0,
             }
         )
-        cap = getattr(spec, "importance_cap", None)
-        factor = 1.0 if cap is None else min(1.0, cap)
+        cap = getattr(spec.off_policy, "cap", 1.0)
+        is_cut = spec.off_policy is not None and spec.off_policy.normalize is None
+        factor = min(1.0, cap) if is_cut else 1.0
         torch.testing.assert_close(run(batch, bare)[1], factor * expected, rtol=1e-12, atol=1e-14)
 
 
-def test_reinforce_reports_its_weights_only_where_it_has_them() -> None:
+def test_reinforce_weighs_by_the_policy_now() -> None:
     batch = make_batch()
     _, _, plain = run(batch, ReinforcePolicyLossSpec())
     assert "importance_weight_mean" not in plain
-    _, _, metrics = run(batch, ReinforcePolicyLossSpec(importance_cap=1.2))
+    _, _, metrics = run(batch, ReinforcePolicyLossSpec(off_policy=TokenTruncationSpec(cap=1.2)))
     new, sampled = (
         oracles.unmasked(batch.columns[name], batch.masks) for name in ("new", "logprobs")
     )
@@ -360,3 +544,4 @@ def test_reinforce_reports_its_weights_only_where_it_has_them() -> None:
     assert metrics["importance_capped_fraction"] == pytest.approx(
         statistics.fmean(ratio > 1.2 for ratio in ratios)
     )
+    assert metrics["ratio_mean"] == plain["ratio_mean"]

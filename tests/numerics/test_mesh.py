@@ -12,7 +12,10 @@ from support.rank_processes import RankContext, RankPool
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 
-GROUPS = ("world", "tp", "pp", "dp", "fsdp", "replicate", "model", "generate_tp", "micro_dp")
+GROUPS = (
+    *("world", "tp", "pp", "dp", "fsdp", "replicate", "stage", "model", "generate_tp"),
+    "micro_dp",
+)
 
 LAYOUTS = {
     "figure-7": HybridLayout(TrainLayout(tp=2, dp=2), GenerateLayout(tp=1)),
@@ -57,6 +60,7 @@ def test_an_all_gather_in_each_group_gives_the_layouts_members(rank_pool: RankPo
             "dp": train.dp_groups(),
             "fsdp": train.fsdp_groups(),
             "replicate": train.replicate_groups(),
+            "stage": train.stage_groups(),
             "model": train.model_groups(),
             "generate_tp": layout.tp_groups(),
             "micro_dp": layout.micro_dp_groups(),

@@ -27,10 +27,24 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
+from rolemesh.engine.specs import (
+    ClipCovPolicyLossSpec,
+    KlCovPolicyLossSpec,
+    LossSpec,
+    MaskingSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PpoPolicyLossSpec,
+    PpoValueLossSpec,
+)
 from rolemesh.engine.train.trainer import Trainer
 
-POLICY_LOSS = PpoPolicyLossSpec(entropy_coefficient=0.01, kl_in_loss=0.1)
+POLICY_LOSS = PpoPolicyLossSpec(
+    entropy_coefficient=0.01,
+    kl_in_loss=0.1,
+    # The mean of its weights is that of all ranks.
+    off_policy=MaskingSpec(low=0.7, high=1.4, normalize="batch"),
+)
 VALUE_LOSS = PpoValueLossSpec()
 LAYERS = 3
 """Not a multiple of two stages."""
@@ -249,6 +263,23 @@ def test_replicas_without_rows_take_part(rank_pool: RankPool, folders: Any, name
     found = _spread(rank_pool, job)
     for key, gradient in expected.gradients[0].items():
         assert distance(found.gradients[0][key], gradient) < GRADIENT_TOLERANCE, key
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ClipCovPolicyLossSpec(covariance_share=0.1, covariance_low=0.1),
+        KlCovPolicyLossSpec(covariance_share=0.1),
+    ],
+    ids=lambda loss: loss.type,
+)
+def test_tokens_are_chosen_among_those_of_all_ranks(
+    rank_pool: RankPool, jobs: dict[tuple[str, bool], Job], loss: LossSpec
+) -> None:
+    job = replace(jobs["policy", True], loss=loss, layout=LAYOUTS["dp2"])
+    alone = joined(rank_pool.run(train, 1, replace(job, layout=TrainLayout())), TrainLayout())
+    assert alone.metrics["covariance_chosen_fraction"] >= 0.1
+    assert_agree(_spread(rank_pool, job), alone)
 
 
 def _assert_equal(found: Trained, expected: Trained) -> None:

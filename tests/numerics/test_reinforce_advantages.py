@@ -1,4 +1,4 @@
-"""REINFORCE++ and ReMax, against returns written out as series."""
+"""REINFORCE++ and ReMax, against returns written out as series, and the running baseline."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rolemesh.engine.specs import (
     OverlongSpec,
     ReinforcePlusPlusSpec,
     RemaxSpec,
+    RunningBaselineSpec,
 )
 
 TOLERANCE = 1e-5
@@ -202,3 +203,103 @@ def test_a_bad_baseline_is_refused() -> None:
         estimate_advantages(
             experience, RemaxSpec(), None, good | Experience({"prompt_ids": floats})
         )
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.2])
+def test_the_running_baseline_is_the_mean_score_of_the_steps_before(coefficient: float) -> None:
+    """The first step's rows are each compared with the mean of the others."""
+    kl_spec = FixedKlSpec(coefficient=coefficient) if coefficient else None
+    spec = RunningBaselineSpec(
+        decay=0.75, kl_in_reward=kl_spec, overlong=OverlongSpec(max_length=9, buffer=6)
+    )
+    controllers = Controllers.from_spec(spec)
+    baseline = None
+    for seed in (91, 92, 93, 94):
+        grouped = make_batch(seed)
+        batch = grouped.batch
+        rewards = [
+            reward + estimator_oracles.overlong(len(mask), 9, 6, 1.0)
+            for reward, mask in zip(batch.row_columns["rewards"], batch.masks, strict=True)
+        ]
+        penalties = estimator_oracles.kl_penalties(batch, coefficient, "k1")
+        earned = estimator_oracles.token_rewards(rewards, batch.masks, penalties)
+        scores = [sum(row) for row in earned]
+        counted = [score for score, mask in zip(scores, batch.masks, strict=True) if any(mask)]
+        assert len(counted) < len(scores), "otherwise a case is not seen"
+        mean = statistics.fmean(counted)
+        result, metrics = estimate_advantages(grouped.experience(), spec, controllers)
+        expected = []
+        for score, mask in zip(scores, batch.masks, strict=True):
+            others = (sum(counted) - score) / (len(counted) - 1)
+            number = score - (others if baseline is None else baseline)
+            expected.append([number if counts else 0.0 for counts in mask])
+        assert_close(result["advantages"], expected)
+        assert_close(result["token_rewards"], earned)
+        assert metrics["reward/baseline_mean"] == pytest.approx(
+            mean if baseline is None else baseline
+        )
+        kept = oracles.unmasked(expected, batch.masks)
+        assert metrics["advantages/mean"] == pytest.approx(statistics.fmean(kept))
+        baseline = mean if baseline is None else 0.75 * baseline + 0.25 * mean
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits() -> None:
+    """The state goes through JSON, as in a checkpoint; 0.1 and its sums have no short binary."""
+    spec = RunningBaselineSpec(decay=0.9)
+
+    def step(seed: int, controllers: Controllers) -> torch.Tensor:
+        found, _ = estimate_advantages(make_batch(seed).experience(), spec, controllers)
+        return found["advantages"].values
+
+    through, interrupted = Controllers.from_spec(spec), Controllers.from_spec(spec)
+    # Also before the first step, where there is no mean yet.
+    for seed in range(91, 96):
+        again = Controllers.from_spec(spec)
+        again.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
+        interrupted = again
+        assert torch.equal(step(seed, through), step(seed, interrupted))
+        assert through.state_dict() == interrupted.state_dict()
+    assert through.baseline is not None
+    assert through.baseline.value is not None
+
+
+def test_what_fails_leaves_the_running_baseline_alone() -> None:
+    spec = RunningBaselineSpec()
+    controllers = Controllers.from_spec(spec)
+    estimate_advantages(make_batch().experience(), spec, controllers)
+    before = controllers.state_dict()
+    grouped = make_batch()
+    grouped.batch.row_columns["rewards"][0] = float("inf")
+    with pytest.raises(ValueError, match="'rewards' is inf at row 0"):
+        estimate_advantages(grouped.experience(), spec, controllers)
+    nothing = random_batch([[False], []], {}, 0, {"rewards": (5, 6)}).experience(torch.float32)
+    _, metrics = estimate_advantages(nothing, spec, controllers)
+    json.dumps(metrics, allow_nan=False)
+    assert controllers.state_dict() == before
+
+
+def test_a_running_baseline_and_its_spec_must_go_together() -> None:
+    experience = make_batch().experience()
+    with pytest.raises(ValueError, match="RunningBaselineSpec, but there is no running baseline"):
+        estimate_advantages(experience, RunningBaselineSpec(), Controllers())
+    held = Controllers.from_spec(RunningBaselineSpec())
+    with pytest.raises(ValueError, match="ReinforcePlusPlusSpec, but there is a running baseline"):
+        estimate_advantages(experience, ReinforcePlusPlusSpec(), held)
+    for state in ({}, {"value": float("nan")}, {"value": "1"}, {"value": 1.0, "decay": 0.5}):
+        with pytest.raises(ValueError, match="state of the running baseline is"):
+            held.load_state_dict({"running_baseline": state})
+
+
+def test_the_documented_numbers_of_the_running_baseline() -> None:
+    spec = RunningBaselineSpec(decay=0.9)
+    controllers = Controllers.from_spec(spec)
+    for rewards, expected in (
+        ([1.0, 0.0, 0.0], [1, -0.5, -0.5]),
+        ([1.0, 1.0, 0.0], [2 / 3, 2 / 3, -1 / 3]),
+    ):
+        batch = random_batch([[True]] * 3, {}, 0)
+        batch.row_columns["rewards"] = rewards
+        found, _ = estimate_advantages(batch.experience(torch.float32), spec, controllers)
+        assert found["advantages"].values.tolist() == pytest.approx(expected, abs=1e-6)
+    assert controllers.baseline is not None
+    assert controllers.baseline.value == pytest.approx(0.9 / 3 + 0.1 * 2 / 3)

@@ -49,7 +49,7 @@ FILE_BYTES = 100_000
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """A tied policy; a critic, which has a score head; another model's policy."""
+    """A tied policy, by AdamW and by Muon; a critic, which has a score head; another model's."""
 
     def folder(seed: int, *, tied: bool, num_layers: int = 2) -> Path:
         return write_tiny_llama(
@@ -60,8 +60,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     tied = folder(4, tied=True)
     trainer = Trainer.policy(ModelSpec(path=tied, compute_dtype="float32"), OptimizerSpec())
     scored = near_policy(batch, trainer.compute_logprobs(batch, temperature=1.0)["logprobs"])
+    policy = Job(tied, scored, PpoPolicyLossSpec())
     return {
-        "policy": Job(tied, scored, PpoPolicyLossSpec()),
+        "policy": policy,
+        "muon": replace(policy, optimizer={"type": "muon"}),
         "critic": Job(folder(5, tied=False), batch, PpoValueLossSpec(), kind="critic"),
         "other": Job(folder(6, tied=True, num_layers=3), scored, PpoPolicyLossSpec()),
     }
@@ -89,7 +91,7 @@ def _assert_same(found: Trained, expected: Trained) -> None:
     ("kind", "before", "targets"),
     mostly_slow(
         # Each layout once, as what is read or as what reads.
-        (0, 4, 5),
+        (0, 4, 5, 6),
         [
             ("policy", TENSOR_FSDP, (ONE, TWO, EIGHT)),
             ("policy", PIPELINE_TENSOR, (ONE, TWO, EIGHT)),
@@ -97,6 +99,7 @@ def _assert_same(found: Trained, expected: Trained) -> None:
             ("policy", ONE, (TENSOR_FSDP, PIPELINE_TENSOR)),
             ("critic", ONE, (UNEVEN_FSDP, EIGHT)),
             ("policy", EIGHT, (PIPELINE_TENSOR, ONE)),
+            ("muon", TENSOR_FSDP, (ONE, EIGHT)),
         ],
     ),
 )
@@ -119,7 +122,8 @@ def test_any_layout_loads_what_any_other_saved(
         for number, rank in enumerate(loaded):
             assert rank.extra == {"kl_coefficient": 0.25, "rank": 0}
             assert rank.policy_version == saved[0].policy_version > 0
-            assert rank.steps == dict.fromkeys(rank.part.weights, step)
+            # Of what Muon steps there is one moment, and no count.
+            assert rank.steps == dict.fromkeys(rank.part.moments["exp_avg_sq"], step)
             if number < len(saved):
                 assert rank.draw == saved[number].draw
         assert len({rank.draw for rank in loaded}) == len(loaded), "each has numbers of its own"
@@ -137,16 +141,17 @@ def test_a_checkpoint_that_went_through_eight_ranks_is_the_same(
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("kind", "layout"),
     [
-        pytest.param(TENSOR_FSDP, id="tp-fsdp"),
-        pytest.param(PIPELINE_TENSOR, id="pp-tp", marks=pytest.mark.slow),
+        pytest.param("policy", TENSOR_FSDP, id="tp-fsdp"),
+        pytest.param("muon", TENSOR_FSDP, id="muon, tp-fsdp"),
+        pytest.param("policy", PIPELINE_TENSOR, id="pp-tp", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_go_on_from_a_checkpoint_bit_for_bit(
-    rank_pool: RankPool, jobs: dict[str, Job], tmp_path: Path, layout: TrainLayout
+    rank_pool: RankPool, jobs: dict[str, Job], tmp_path: Path, kind: str, layout: TrainLayout
 ) -> None:
-    job = replace(jobs["policy"], layout=layout)
+    job = replace(jobs[kind], layout=layout)
     _run(rank_pool, save, job, tmp_path / "checkpoint")
     whole = _run(rank_pool, load_and_train, job, None)
     resumed = _run(rank_pool, load_and_train, job, tmp_path / "checkpoint")
@@ -219,6 +224,12 @@ def test_what_is_wrong_with_a_checkpoint_all_ranks_say_and_nobody_changes(
             replace(jobs["critic"], layout=PIPELINE_TENSOR),
             "CheckpointMismatchError",
             "is of a policy, not of a critic",
+        ),
+        (
+            good,
+            replace(jobs["muon"], layout=PIPELINE_TENSOR),
+            "CheckpointMismatchError",
+            "has the moments of optimizer.type 'adamw', but this role's is 'muon'",
         ),
         (tmp_path / "nowhere", job, "ValueError", "has no manifest.json"),
     ]

@@ -18,15 +18,17 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError
+from rolemesh.engine.parallel import matrix_owners
 from rolemesh.engine.specs import (
     LossSpec,
     ModelSpec,
+    MuonSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
 )
 from rolemesh.engine.train import optimizer
-from rolemesh.engine.train.host_moments import STATE_NAMES
+from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
 from rolemesh.engine.train.model_in_training import GradientPendingError
 from rolemesh.engine.train.optimizer import Optimizer, warmed_up
 from rolemesh.engine.train.trainer import (
@@ -52,7 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _trainer(folder: Path, kind: str = "policy", **options: Any) -> Trainer:
-    optimizer = OptimizerSpec(**{"learning_rate": 1e-3, **options.pop("optimizer", {})})
+    given = {"learning_rate": 1e-3, **options.pop("optimizer", {})}
+    optimizer = (MuonSpec if given.get("type") == "muon" else OptimizerSpec)(**given)
     spec = ModelSpec.model_validate({"path": folder, "compute_dtype": "float32", **options})
     return (Trainer.policy if kind == "policy" else Trainer.critic)(spec, optimizer)
 
@@ -471,20 +474,25 @@ def test_a_checkpoint_is_refused_while_gradients_are_pending(folder: Path, tmp_p
     trainer.save(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_stepping_parameters_in_groups_changes_no_bit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     # What offload does on a GPU, by streams that are as late as they may be.
-    once = _trainer(folder, optimizer={"max_grad_norm": 0.05})
+    options = {"type": kind, "max_grad_norm": 0.05}
+    once = _trainer(folder, optimizer=options)
     monkeypatch.setattr(Optimizer, "is_offloaded", property(lambda self: self.spec.offload))
     monkeypatch.setattr(optimizer, "OFFLOAD_BYTES", 40_000)
-    grouped = _trainer(folder, optimizer={"max_grad_norm": 0.05, "offload": True})
+    monkeypatch.setattr(matrix_owners, "ROUND_BYTES", 40_000)
+    grouped = _trainer(folder, optimizer={**options, "offload": True})
+    # Bytes of moments: two of each weight, or Muon's one.
     groups = [
-        sum(weight.nbytes for group in adamw.param_groups for weight in group["params"])
-        for adamw in grouped._optimizer._adamws
+        sum(weight.nbytes for group in one.param_groups for weight in group["params"])
+        * (2 if isinstance(one, torch.optim.AdamW) else 1)
+        for one in grouped._optimizer._groups
     ]
     assert len(groups) > 3
-    resumed = _trainer(folder, optimizer={"max_grad_norm": 0.05, "offload": True})
+    resumed = _trainer(folder, optimizer={**options, "offload": True})
     batch, places = _batch(once), set()
     for step in range(3):
         for trainer in (once, grouped, resumed):
@@ -493,10 +501,11 @@ def test_stepping_parameters_in_groups_changes_no_bit(
         for trainer in (grouped, resumed):
             with FakeStreams(monkeypatch) as cuda:
                 trainer.optim_step()
-            # Two moments of each weight, of two groups at a time.
+            # Those of two groups at a time.
             neighbours = max(map(sum, pairwise(groups)))
-            assert cuda.most_made_bytes == (2 * neighbours if step else 0)
-            assert cuda.log.count("copy") == (4 if step else 2) * len(once._optimizer._weights)
+            assert cuda.most_made_bytes == (neighbours if step else 0)
+            num_moments = sum(len(once.optimizer_state(moment)) for moment in MOMENTS)
+            assert cuda.log.count("copy") == (2 if step else 1) * num_moments
         states = {name: grouped._optimizer.state(name) for name in STATE_NAMES}
         places.add(tuple(state.data_ptr() for state in states["exp_avg"].values()))
         resumed._optimizer.restore(states, step + 1)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,17 +24,35 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = REPOSITORY / ".venv-clients"
 PROGRAMS = REPOSITORY / "tests" / "clients" / "programs"
 EXAMPLES = REPOSITORY / "examples" / "agents"
+PAGE = (REPOSITORY / "docs" / "clients.md").read_text()
+
+NEEDS_NEWER_PYTHON = {
+    "nemo_gym": (
+        " where it finds Python 3.12 or 3.13; elsewhere install one and run "
+        "`make test-clients NEWER_PYTHON=/path/to/python3.12`"
+    )
+}
+"""Why an environment may be missing though the others are there, by client; and the remedy."""
 
 PROGRAM_S = 480.0
-START_S = 60.0
-"""Within which a server answers; its imports take 3 s on a machine that does nothing else."""
+START_S = 120.0
+"""Within which a server answers, and ends. That takes 3 s on a machine that does nothing else, and
+12 s for a resources server of NeMo-Gym with its Ray."""
+
+
+def program_of_page(heading: str) -> str:
+    """The Python below a heading of the page on clients."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return str(code)
 
 
 def python_of(client: str) -> Path:
     """The Python of a client's environment; the test is skipped where there is none."""
     python = ENVIRONMENTS / client / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"{python} is not there: run `make test-clients`, which makes it")
+        remedy = NEEDS_NEWER_PYTHON.get(client, "")
+        pytest.skip(f"{python} is not there: run `make test-clients`, which makes it{remedy}")
     return python
 
 
@@ -94,26 +113,58 @@ def example_server(
     Yields:
         Where it plays trajectories.
     """
-    python = python_of(client)
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
+    (port,) = free_ports(1)
+    command = ("python", str(EXAMPLES / example), str(port), *arguments)
     with (
         tempfile.TemporaryDirectory() as own,
+        serving(client, *command, ports=[port], folder=Path(own), variables=variables),
+    ):
+        yield f"http://127.0.0.1:{port}/play"
+
+
+@contextlib.contextmanager
+def serving(
+    client: str,
+    *command: str,
+    ports: Sequence[int],
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """A server in a client's environment, from when it listens to the end of the block.
+
+    Args:
+        client: Names the environment.
+        command: A program of its bin folder, with its arguments.
+        ports: All those on which it will listen.
+        folder: Where it runs; it is its home, too.
+        variables: Of its environment.
+    """
+    bin_folder = python_of(client).parent
+    own = {"HOME": str(folder), "TMPDIR": str(folder)}
+    with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
-            [str(python), str(EXAMPLES / example), str(port), *arguments],
-            cwd=own,
-            env={"HOME": own, "TMPDIR": own, **_environment(python.parent, None, variables)},
+            [str(bin_folder / command[0]), *command[1:]],
+            cwd=folder,
+            env={**own, **_environment(bin_folder, None, variables)},
             stdout=log,
             stderr=log,
         ) as process,
     ):
         try:
-            _await_port(port, process, log)
-            yield f"http://127.0.0.1:{port}/play"
+            for port in ports:
+                _await_port(port, process, log)
+            yield
         finally:
             process.terminate()
             process.wait(START_S)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine on which nothing listens."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in held]
 
 
 def _await_port(port: int, process: subprocess.Popen[bytes], log: TextIO) -> None:

@@ -6,9 +6,10 @@ which are exact. They share no code with the engine and use no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +125,54 @@ def rloo(score: float, members: list[float]) -> float:
     others = list(members)
     others.remove(score)
     return score - statistics.fmean(others) if others else 0.0
+
+
+def pass_at_k(k: int) -> Callable[[float, list[float]], float]:
+    """Set by set: k * (mean best of sets of k with the score - mean best of those without)."""
+
+    def advantage(score: float, members: list[float]) -> float:
+        others = list(members)
+        others.remove(score)
+        if len(others) < k:
+            return 0.0
+        with_it = [max(score, *rest) for rest in itertools.combinations(others, k - 1)]
+        without_it = [max(best) for best in itertools.combinations(others, k)]
+        return k * (statistics.fmean(with_it) - statistics.fmean(without_it))
+
+    return advantage
+
+
+def maxrl(score: float, members: list[float]) -> float:
+    """The score over the mean, less 1; 0 where nothing is right."""
+    mean = statistics.fmean(members)
+    return score / mean - 1 if mean else 0.0
+
+
+def gdpo(
+    parts: Mapping[str, Sequence[float]],
+    weights: Mapping[str, float],
+    prompt_ids: Sequence[int],
+    masks: MaskRows,
+) -> list[float]:
+    """One advantage a row: each part normalised in its groups, summed, normalised over the batch.
+
+    NaN: the part does not apply to the row.
+    """
+    sums = [0.0] * len(masks)
+    for name, weight in weights.items():
+        values = parts[name]
+        for rows in groups(prompt_ids, masks).values():
+            applies = [row for row in rows if not math.isnan(values[row])]
+            members = [values[row] for row in applies]
+            for row in applies:
+                sums[row] += weight * grpo(values[row], members)
+    counted = [row for rows in groups(prompt_ids, masks).values() for row in rows]
+    mean = statistics.fmean(sums[row] for row in counted)
+    std = statistics.stdev(sums[row] for row in counted) if len(counted) > 1 else 0.0
+    return [
+        (number - mean) / (std + STD_EPS) if row in counted else 0.0
+        for row, number in enumerate(sums)
+    ]
 
 
 def overlong(length: int, max_length: int, buffer: int, penalty: float) -> float:

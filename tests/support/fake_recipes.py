@@ -12,6 +12,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "actor": {"model": _MODEL, "rollout": {"type": "hf"}, "data": _DATA},
     "critic": {"model": _MODEL},
     "reference": {"model": _MODEL},
+    "teacher": {"model": _MODEL},
     "reward": {"source": {"type": "arithmetic"}},
     "cost": {"source": {"type": "arithmetic"}},
     "rollout": {"model": _MODEL, "rollout": {"type": "hf"}, "data": _DATA},

@@ -28,6 +28,7 @@ MADE_BY: dict[str, tuple[str, ...]] = {
     "safe_rlhf": ("advantages", "returns", "token_rewards"),
     "online_dpo": ("pair_ids", "preference"),
     "kto": ("kl_reference_point",),
+    "reverse_kl": ("advantages",),
 }
 """Columns that estimators make; others make advantages and token_rewards."""
 
@@ -48,7 +49,10 @@ class FakeTraining(FakeCore):
     async def ComputeLogprobs(self, request: Any, context: Any) -> AsyncIterator[Any]:
         def work() -> Message:
             rows = [-0.5 for _ in self.mesh.values(request.experience, "tokens")]
-            return self.experience(request, {request.column: rows})
+            # What a teacher finds likeliest has several elements a token, which no fake reads.
+            top = ("_top_ids", "_top") if request.top_k else ()
+            names = (request.column, *(f"{request.column}{name}" for name in top))
+            return self.experience(request, dict.fromkeys(names, rows))
 
         async for response in self.keyed(
             "ComputeLogprobs", request, context, logprob_pb2.ComputeLogprobsResponse, work
@@ -62,9 +66,11 @@ class FakeTraining(FakeCore):
             error = statistics.stdev(rows) / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
             passed = {f"pass__{k}": 0.5 for k in request.pass_at}
             column = "costs" if self.role == "cost" else "rewards"
+            sources = self.spec.get("source", {}).get("rewards", ())
+            parts = [one["name"] for one in sources]
             return self.experience(
                 request,
-                {column: rows},
+                {column: rows, **{f"reward/{name}": rows for name in parts}},
                 reward__mean=statistics.fmean(rows),
                 reward__standard_error=error,
                 **passed,

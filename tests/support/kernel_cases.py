@@ -22,7 +22,7 @@ from rolemesh.engine.models.logprobs import token_logprobs
 from rolemesh.engine.models.shared_attention import inputs_of, sharing_attention
 from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.packing.pass_cost import PassCost
-from rolemesh.engine.specs import PpoPolicyLossSpec
+from rolemesh.engine.specs import MaskingSpec, PpoPolicyLossSpec, TokenTruncationSpec
 
 TOLERANCE = 2e-5
 """float32: sums over some hundred numbers of size 1 in another order."""
@@ -120,11 +120,14 @@ LOSSES = {
     "asymmetric": PpoPolicyLossSpec(clip_low=0.1, clip_high=0.35),
     "entropy": PpoPolicyLossSpec(entropy_coefficient=0.02),
     "dual clip, k1": PpoPolicyLossSpec(dual_clip=1.5, kl_in_loss=0.1, kl_form="k1"),
-    "capped, k2": PpoPolicyLossSpec(importance_cap=1.2, kl_in_loss=0.1, kl_form="k2"),
+    "masked": PpoPolicyLossSpec(off_policy=MaskingSpec(low=0.5, high=2.0)),
+    "capped, k2": PpoPolicyLossSpec(
+        off_policy=TokenTruncationSpec(cap=1.2), kl_in_loss=0.1, kl_form="k2"
+    ),
     "everything, k3": PpoPolicyLossSpec(
         aggregation="seq_mean_token_mean",
-        **{"dual_clip": 2.0, "importance_cap": 1.5, "entropy_coefficient": 0.01},
-        **{"kl_in_loss": 0.05, "kl_form": "k3"},
+        off_policy=TokenTruncationSpec(cap=1.5),
+        **{"dual_clip": 2.0, "entropy_coefficient": 0.01, "kl_in_loss": 0.05, "kl_form": "k3"},
     ),
 }
 

@@ -25,9 +25,9 @@ from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 
-ROLES = ("actor", "critic", "reference", "reward", "cost")
+ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost")
 START_TIMEOUT_S = 300.0
-"""Five processes that import torch at once, on a machine that has two cores and other work."""
+"""Six processes that import torch at once, on a machine that has two cores and other work."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from support.rank_processes import RankContext
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
@@ -17,7 +18,13 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.boxes import train_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs import (
+    AnyOptimizerSpec,
+    ClassifierRewardSpec,
+    LossSpec,
+    ModelSpec,
+    OptimizerSpec,
+)
 from rolemesh.engine.train.host_moments import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
 
@@ -50,7 +57,7 @@ class Job:
     model: dict[str, Any] = field(default_factory=dict)
     """Further fields of the ModelSpec."""
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """Fields of the OptimizerSpec."""
+    """Fields of the optimizer's spec."""
 
 
 @dataclass
@@ -73,7 +80,7 @@ def make_trainer(job: Job, at: RankContext, mesh: Any) -> Trainer:
     spec = ModelSpec.model_validate(
         {"path": job.folder, "compute_dtype": "float32", "micro_batch_tokens": 24, **job.model}
     )
-    optimizer = OptimizerSpec.model_validate({"learning_rate": 1e-3, "eps": 1e-6, **job.optimizer})
+    optimizer = _optimizer(job.optimizer)
     if job.kind == "reward":
         return Trainer.reward(ClassifierRewardSpec(model=spec, label=1), optimizer, mesh=mesh)
     trainer = make(spec, optimizer, mesh=mesh)
@@ -86,6 +93,14 @@ def make_trainer(job: Job, at: RankContext, mesh: Any) -> Trainer:
             torch.nn.init.normal_(whole, std=0.1, generator=torch.Generator().manual_seed(1))
             head.copy_(whole[: len(head)] if mesh.fsdp.is_first else whole[:0])
     return trainer
+
+
+def _optimizer(given: dict[str, Any]) -> AnyOptimizerSpec:
+    eps = {"adamw": {"eps": 1e-6}} if given.get("type") == "muon" else {"eps": 1e-6}
+    found: AnyOptimizerSpec = TypeAdapter(AnyOptimizerSpec).validate_python(
+        {"learning_rate": 1e-3, **eps, **given}
+    )
+    return found
 
 
 def train(at: RankContext, job: Job) -> Trained:
@@ -160,8 +175,10 @@ def joined(parts: list[Trained], layout: TrainLayout) -> Trained:
 
 
 def whole(parts: list[Tensors], shape: DecoderShape, layout: TrainLayout) -> Tensors:
-    """Puts local tensors together by the boxes of the planner."""
+    """Puts local tensors together by the boxes of the planner: of all weights, or of some."""
     plan = train_layout(shape, layout, trained_only=True)
+    if all(set(part) < set(shard.shapes) for part, shard in zip(parts, plan.ranks, strict=True)):
+        plan = plan.of({name for part in parts for name in part}.__contains__)
     found = {
         name: torch.full(parameter.shape, torch.nan) for name, parameter in plan.manifest.items()
     }
@@ -226,11 +243,24 @@ def policy_job(folder: Path, loss: LossSpec) -> Job:
 
 
 def near_policy(batch: Experience, scored: Column, seed: int = 0) -> Experience:
-    """A batch whose old log-probs are near the trainer's, so that some ratios are clipped."""
+    """A batch whose old log-probs are near the trainer's, so that some ratios are clipped.
+
+    Its tokens were sampled by weights of three versions.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def moved(scale: float) -> Column:
         noise_N = scale * torch.randn(len(scored.values), generator=generator)
         return Column(ColumnKind.COMPLETION, scored.values + noise_N, scored.offsets)
 
-    return batch | Experience({"logprobs": moved(0.3), "reference_logprobs": moved(0.5)})
+    versions = Column(
+        ColumnKind.COMPLETION, -(torch.arange(len(scored.values)) % 3), scored.offsets
+    )
+    return batch | Experience(
+        {
+            "logprobs": moved(0.3),
+            "reference_logprobs": moved(0.5),
+            "proximal_logprobs": moved(0.2),
+            "policy_versions": versions,
+        }
+    )

@@ -41,7 +41,7 @@ MODULES = {
     "SERVICES": (
         *(
             f"rolemesh.services.{role}.servicers"
-            for role in ("actor", "cost", "critic", "reference", "reward", "rollout")
+            for role in ("actor", "cost", "critic", "reference", "reward", "rollout", "teacher")
         ),
         "rolemesh.services.runtime.process",
         "rolemesh.services.runtime.ranks.agent",

@@ -256,14 +256,20 @@ ALGORITHM = Topic(
             verl=cell(_LOSS, text="`actor.policy_loss.loss_mode=cispo`"),
         ),
         Fact(
-            what="weights against the sampler's rounding",
-            target="algorithm.policy_loss.importance_cap",
-            trl=cell("vllm_importance_sampling_clip_max", take=of.trl_importance),
-            openrlhf=cell("algo.advantage.is_correction_threshold", take=of.openrlhf_importance),
+            what="weights against another sampler",
+            target="algorithm.off_policy",
+            trl=cell(
+                *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
+                take=of.trl_off_policy,
+            ),
+            openrlhf=cell(
+                *("algo.advantage.is_correction_level", "algo.advantage.is_correction_threshold"),
+                take=of.openrlhf_off_policy,
+            ),
             verl=cell(
                 *("algorithm.rollout_correction.rollout_is",),
                 "algorithm.rollout_correction.rollout_is_threshold",
-                take=of.verl_importance,
+                take=of.verl_off_policy,
             ),
         ),
         Fact(

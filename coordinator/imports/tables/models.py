@@ -23,6 +23,16 @@ def _of_role(role: str) -> tuple[Fact, ...]:
     optimizer = f"{role}.optimizer"
     return (
         Fact(
+            what="optimizer",
+            target=f"{optimizer}.type",
+            here=f"`{optimizer}.type`: adamw, muon",
+            take=of.optimizer_type(role),
+            openrlhf=cell(f"{role}.optim"),
+            verl=cell(f"{verl}optim.optimizer"),
+            is_shown=is_actor,
+            trl=own(cell("optim")),
+        ),
+        Fact(
             what="learning rate",
             target=f"{optimizer}.learning_rate",
             openrlhf=cell(f"{role}.adam.lr"),
@@ -82,6 +92,7 @@ def _of_role(role: str) -> tuple[Fact, ...]:
             what="betas of AdamW",
             target=f"{optimizer}.betas",
             take=lambda source: of.betas(source, role),
+            put=of.put_moments(role, "betas"),
             openrlhf=cell(f"{role}.adam.betas"),
             verl=cell(f"{verl}optim.betas"),
             is_shown=is_actor,
@@ -90,18 +101,27 @@ def _of_role(role: str) -> tuple[Fact, ...]:
         Fact(
             what="eps of AdamW",
             target=f"{optimizer}.eps",
+            put=of.put_moments(role, "eps"),
             openrlhf=cell(f"{role}.adam.eps"),
             is_shown=is_actor,
             trl=own(cell("adam_epsilon")),
         ),
         Fact(
-            what="another optimizer",
-            here="none",
-            take=of.muon(role),
-            openrlhf=cell(f"{role}.optim"),
-            verl=cell(f"{verl}optim.optimizer"),
+            what="momentum of Muon",
+            target=f"{optimizer}.momentum",
+            openrlhf=cell(
+                f"{role}.muon.momentum",
+                take=of.only_muon(role, f"{role}.muon.momentum", "number"),
+            ),
             is_shown=is_actor,
-            trl=own(cell("optim")),
+        ),
+        Fact(
+            what="iterations of Muon",
+            target=f"{optimizer}.ns_steps",
+            openrlhf=cell(
+                f"{role}.muon.ns_steps", take=of.only_muon(role, f"{role}.muon.ns_steps", "whole")
+            ),
+            is_shown=is_actor,
         ),
         Fact(
             what="moments in the host's memory",

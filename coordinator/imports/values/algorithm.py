@@ -229,46 +229,55 @@ def openrlhf_overlong(source: Source) -> dict[str, Any] | None:
     return {"max_length": most, "buffer": min(length, most), "penalty": factor}
 
 
-def verl_importance(source: Source) -> float | None:
-    """The bound of weights against the sampler."""
+def verl_off_policy(source: Source) -> dict[str, Any] | None:
+    """The weights against the sampler."""
     rule = "algorithm.rollout_correction."
     if source.given(f"{ACTOR}tis_imp_ratio_cap"):
         cap = source.number(f"{ACTOR}tis_imp_ratio_cap") or 0
-        return cap if cap > 0 else None
+        return {"type": "token_truncation", "cap": cap} if cap > 0 else None
     level = source.text(f"{rule}rollout_is")
-    if level not in (None, "token"):
-        source.lose(f"{rule}rollout_is", "weights are those of tokens here: taken as token")
-    return None if level is None else source.number(f"{rule}rollout_is_threshold")
-
-
-def openrlhf_importance(source: Source) -> float | None:
-    """The bound of weights against the sampler."""
-    level, high = "algo.advantage.is_correction_level", "algo.advantage.is_correction_threshold"
-    is_on = source.text(level) not in (None, "off") or source.flag(
-        "algo.advantage.is_correction_enable"
-    )
-    bounds = source.numbers(high)
-    mode = source.text("algo.advantage.is_correction_mode")
-    if not is_on:
+    if level is None:
         return None
-    if mode != "clip" or source.text(level) == "seq":
-        for name in (level, "algo.advantage.is_correction_mode"):
-            source.lose(name, "weights are cut at the upper bound here, and no token is left out")
-    source.lose(high, "of the two bounds the upper one is taken")
-    return bounds[-1] if bounds else None
+    cap = source.number(f"{rule}rollout_is_threshold") or 2.0
+    return {"type": f"{level}_truncation", "cap": cap}
 
 
-def trl_importance(source: Source) -> float | None:
-    """The bound of weights against the sampler."""
-    prefix = "vllm_importance_sampling_"
-    is_on, cap = source.flag(f"{prefix}correction"), source.number(f"{prefix}clip_max")
+def openrlhf_off_policy(source: Source) -> dict[str, Any] | None:
+    """The weights against the sampler."""
+    prefix = "algo.advantage.is_correction_"
+    level, bounds = source.text(f"{prefix}level"), source.numbers(f"{prefix}threshold")
     mode = source.text(f"{prefix}mode")
-    if not (is_on and source.flag("use_vllm")) or is_rloo(source) or not cap:
+    if level in (None, "off"):
+        # Earlier versions had a switch and a kind in the place of level and mode.
+        if not source.flag(f"{prefix}enable"):
+            return None
+        kind = source.text(f"{prefix}type")
+        level = "seq" if kind == "seq-mask-tis" else "token"
+        mode = "mask" if kind == "icepop" else "clip"
+    if not bounds:
         return None
-    if mode != "token_truncate":
-        source.lose(f"{prefix}mode", "weights are those of tokens here, cut at the bound")
+    low, high = (bounds if len(bounds) > 1 else [0.0, *bounds])[:2]
+    if level == "seq":
         source.say(
-            f"TRL's {prefix}mode is {mode}; here the weight of each token is cut at the bound "
-            "(policy_loss.importance_cap), and no completion is left out"
+            "OpenRLHF also weighs the tokens of the rows that stay; here they are not weighted "
+            "(algorithm.off_policy)"
         )
-    return cap
+        return {"type": "geometric_rejection", "low": low, "high": high}
+    if mode == "clip":
+        source.lose(f"{prefix}threshold", "of the two bounds the upper one is taken")
+        return {"type": "token_truncation", "cap": high}
+    return {"type": "masking", "low": low, "high": high}
+
+
+def trl_off_policy(source: Source) -> dict[str, Any] | None:
+    """The weights against the sampler."""
+    prefix = "vllm_importance_sampling_"
+    is_on, high = source.flag(f"{prefix}correction"), source.number(f"{prefix}clip_max")
+    mode = source.text(f"{prefix}mode") or ""
+    if not (is_on and source.flag("use_vllm")) or is_rloo(source) or not high:
+        return None
+    level, _, form = mode.partition("_")
+    if form == "truncate":
+        return {"type": f"{level}_truncation", "cap": high}
+    low = source.number(f"{prefix}clip_min") or 0.0
+    return {"type": "masking", "level": level, "low": low, "high": high}

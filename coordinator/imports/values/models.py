@@ -212,17 +212,46 @@ def verl_clip(role: str) -> Callable[[Source], float | None]:
     return take
 
 
-def muon(role: str) -> Callable[[Source], None]:
-    """Says that there is one optimizer."""
-    names = (f"{VERL[role]}optim.optimizer", f"{role}.optim", "optim")
+def optimizer_type(role: str) -> Callable[[Source], str | None]:
+    """Takes the type of an optimizer; None for AdamW, which needs no type."""
+    names = {"verl": f"{VERL[role]}optim.optimizer", "openrlhf": f"{role}.optim", "trl": "optim"}
 
-    def take(source: Source) -> None:
-        for name in names:
-            given = source.text(name) if source.given(name) else None
-            if given is not None and "adam" not in given.lower():
-                source.lose(name, "AdamW is the optimizer here: choose a learning rate for it")
+    def take(source: Source) -> str | None:
+        name = names[source.system]
+        given = (source.text(name) or "").lower() if source.given(name) else ""
+        if "8bit" in given:
+            source.lose(name, "no moments in 8 bits here: AdamW keeps them in float32")
+        elif "muon" in given:
+            if adapter(source) is not None:
+                source.lose(name, "Muon does not train the factors of an adapter: AdamW does")
+                return None
+            source.lose(f"{role}.muon.lr", "AdamW's rate is for all weights, also Muon's")
+            return "muon"
+        elif given and "adam" not in given:
+            source.lose(name, "AdamW and Muon are the optimizers here: choose a rate for AdamW")
+        return None
 
     return take
+
+
+def only_muon(role: str, name: str, kind: str) -> Callable[[Source], Any]:
+    """Takes a number that Muon alone reads."""
+
+    def take(source: Source) -> Any:
+        return None if optimizer_type(role)(source) is None else getattr(source, kind)(name)
+
+    return take
+
+
+def put_moments(role: str, name: str) -> Callable[[Draft, Any], None]:
+    """Puts a number of AdamW, which stands beside Muon in a section of its own."""
+
+    def put(draft: Draft, value: Any) -> None:
+        section = f"{role}.optimizer"
+        is_beside = draft.get(f"{section}.type") == "muon"
+        draft.put(f"{section}.adamw.{name}" if is_beside else f"{section}.{name}", value)
+
+    return put
 
 
 # Passes and samplers

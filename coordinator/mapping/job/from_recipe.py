@@ -17,7 +17,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, VllmServerSpec, VllmSpec
+from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, MuonSpec, VllmServerSpec, VllmSpec
 from rolemesh.engine.specs.by_device import Device, model_choices
 
 _MOST_ROWS = 1024
@@ -207,6 +207,7 @@ def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -
         most_rows=given_rows or (_MOST_ROWS if on_gpus else 64),
         is_plain=isinstance(sampler, HfSpec),
         frozen_bytes=_frozen_bytes(recipe, name, spec, on_gpus=on_gpus, trains=trains),
+        has_muon=trains and isinstance(section.optimizer, MuonSpec),
     )
 
 

@@ -31,6 +31,8 @@ class Role:
     """Whether plain transformers samples, which computes a prompt for each of its completions."""
     frozen_bytes: int | None = None
     """Of a parameter that is not trained; None: as the system has it."""
+    has_muon: bool = False
+    """Whether matrices of layers are trained by Muon, which keeps one moment of each."""
 
     @property
     def only_samples(self) -> bool:

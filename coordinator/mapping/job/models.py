@@ -144,6 +144,11 @@ class Model:
         manifest = _one_layer(self.shape)
         return sum(math.prod(sizes) for name, sizes in manifest if not _is_of_layer(name))
 
+    @property
+    def layers_share(self) -> float:
+        """Share of all parameters that the layers have, which are matrices but for few vectors."""
+        return 1 - self.outer_parameters / self.num_parameters
+
     @cached_property
     def active_parameters(self) -> int:
         """Parameters of matrices that a token is multiplied with: no embedding, chosen experts."""

@@ -24,8 +24,9 @@ class System:
     weight_bytes: int = 4
     """Of a parameter that is trained."""
     gradient_bytes: int = 4
-    moment_bytes: int = 8
-    """Adam's two moments; with a float32 copy of the weights, where those are narrower."""
+    moment_bytes: float = 8
+    """Adam's two moments, or in the mean over all weights Muon's one and those; with a float32 copy
+    of the weights, where those are narrower."""
     frozen_bytes: int = 2
     """Of a parameter that is not trained."""
     gathered_bytes: int = 4

@@ -75,6 +75,9 @@ class RoleCosts:
         self._system = job.system
         if role.frozen_bytes is not None:
             self._system = replace(job.system, frozen_bytes=role.frozen_bytes)
+        if role.has_muon:
+            moments = self._system.moment_bytes - 4 * role.model.layers_share
+            self._system = replace(self._system, moment_bytes=moments)
         self._generations: dict[tuple[tuple[int, int, int], int], GenerationSeconds | None] = {}
         self.usable_bytes = group.device.memory_bytes * (1 - job.system.spare)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
+from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.results.evaluation import can_evaluate
-from rolemesh.engine.specs import GspoPolicyLossSpec
+from rolemesh.engine.specs import GspoPolicyLossSpec, PolicyTermsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,19 @@ def cautions(recipe: Recipe, num_train: int | None, num_held_out: int | None) ->
                 f"give mini_batch_rows as a multiple of {group}",
             )
         loss = section.parts.fields.get("policy_loss")
-        if run.numerics == "fast" and isinstance(loss, GspoPolicyLossSpec):
+        if isinstance(loss, PolicyTermsSpec):
+            yield from _of_old_weights(recipe, loss)
+        if (
+            run.numerics == "fast"
+            and isinstance(loss, GspoPolicyLossSpec)
+            and loss.off_policy is None
+        ):
             yield Caution(
                 "run.numerics is 'fast', in which log-probs of sampler and trainer differ by about "
                 f"0.02 a token, but algorithm.policy_loss clips ratios at {loss.clip_low:g} and "
-                f"{loss.clip_high:g} from 1 and has no importance weights: the clip takes most "
+                f"{loss.clip_high:g} from 1 and algorithm.off_policy is null: the clip takes most "
                 "gradients away",
-                "set run.numerics to 'exact', or give wider clip_low and clip_high",
+                "leave algorithm.off_policy out, or set run.numerics to 'exact'",
             )
     evaluation = run.evaluation
     is_asked = evaluation.num_prompts > 0 and "num_prompts" in evaluation.model_fields_set
@@ -80,3 +87,28 @@ def cautions(recipe: Recipe, num_train: int | None, num_held_out: int | None) ->
             f"{num_held_out} prompts are held out and {num_train} are left to train on",
             "lower held_out_size of the data",
         )
+
+
+def _of_old_weights(recipe: Recipe, loss: PolicyTermsSpec) -> Iterator[Caution]:
+    """A schedule that samples with old weights, and a loss that takes them for new ones."""
+    sampler = recipe.schedule.sampler
+    if not isinstance(sampler, AsyncSamplerSpec | OneStepAheadSpec):
+        return
+    if loss.off_policy is not None or loss.corrects_itself:
+        return
+    steps = sampler.max_staleness if isinstance(sampler, AsyncSamplerSpec) else 1
+    name = getattr(loss, "type", None)
+    old = f"weights up to {steps} step{'s' * (steps > 1)} old"
+    harm = (
+        f"the loss {name!r} takes their samples for its own, and its gradient is biased"
+        if loss.weighs_now
+        else f"the clip of the loss {name!r} is around them, so that tokens which have moved "
+        "since lose their gradient, and updates are held back to old weights (arXiv 2505.24298, "
+        "section 5.2)"
+    )
+    yield Caution(
+        f"schedule.sampler.type is {sampler.type!r}, so that {old} sample, but "
+        f"algorithm.off_policy corrects for nothing: {harm}",
+        "give algorithm.off_policy: {type: token_truncation, cap: 2.0}, or another form of "
+        "docs/algorithms.md",
+    )

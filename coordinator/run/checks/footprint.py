@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rolemesh.coordinator.recipe.model_sizes import (
     models_of,
+    num_orthogonalised,
     num_parameters,
     num_trained_parameters,
     trained_models,
@@ -32,6 +33,9 @@ TRAINED_BYTES = 16
 
 SAVED_BYTES = 12
 """Bytes of a trained weight in a checkpoint or a cut: itself and two moments, in float32."""
+
+_MOMENT_BYTES = 4
+"""Bytes of the moment that a weight lacks which Muon steps."""
 
 EXPORTED_BYTES = 2
 """Bytes of a weight in the exported model: bfloat16. An adapter is exported in float32."""
@@ -104,7 +108,8 @@ def footprint_of(recipe: Recipe, own_services: Mapping[str, str | None]) -> Foot
             if count is None and str(model.path) not in found.unknown:
                 found.unknown.append(str(model.path))
             changing = (num_trained_parameters(model) or 0) if role in trained else 0
-            one = _Weights(count or 0, changing)
+            spared = num_orthogonalised(recipe, role)
+            one = _Weights(count or 0, changing, orthogonalised=spared)
             if model.adapter is not None:
                 one = _Weights(one.all + one.trained, one.trained, _base_bytes(recipe, role, model))
             sizes[role] = sizes.get(role, _Weights()).beside(one)
@@ -112,7 +117,7 @@ def footprint_of(recipe: Recipe, own_services: Mapping[str, str | None]) -> Foot
     for service, address in own_services.items():
         if address is None:
             _add_service(found, recipe, service, sizes)
-    saved = SAVED_BYTES * sum(sizes[role].trained for role in trained if role in own_services)
+    saved = sum(sizes[role].saved for role in trained if role in own_services)
     found.checkpoint = saved
     num_best = 0 if recipe.run.checkpoint.keep_best is None else 1
     # One more while it is written.
@@ -136,16 +141,28 @@ class _Weights:
     """Of all, those that change."""
     frozen_bytes: int = WEIGHT_BYTES
     """Of each that does not."""
+    orthogonalised: int = 0
+    """Of those that change, those that Muon steps."""
 
     def beside(self, other: _Weights) -> _Weights:
         """Those of both."""
         widest = max(self.frozen_bytes if self.all else 0, other.frozen_bytes)
-        return _Weights(self.all + other.all, self.trained + other.trained, widest)
+        return _Weights(
+            self.all + other.all,
+            self.trained + other.trained,
+            widest,
+            self.orthogonalised + other.orthogonalised,
+        )
+
+    @property
+    def saved(self) -> int:
+        """Bytes of those that change, and of their moments."""
+        return SAVED_BYTES * self.trained - _MOMENT_BYTES * self.orthogonalised
 
     @property
     def rest(self) -> int:
         """Bytes between calls."""
-        return SAVED_BYTES * self.trained + self.frozen_bytes * (self.all - self.trained)
+        return self.saved + self.frozen_bytes * (self.all - self.trained)
 
     @property
     def peak(self) -> int:

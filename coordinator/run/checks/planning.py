@@ -58,6 +58,7 @@ async def plan_step(recipe: Recipe) -> Sequence[Node]:
         connections=connections,
         on_phase=lambda service, stage, done, total: None,
         may_drop=recipe.may_drop,
+        reward_columns=recipe.reward_columns,
         is_reference_base=recipe.is_reference_base,
     )
     try:

@@ -304,6 +304,7 @@ class TrainingLoop(RunLoop):
             on_phase=self._on_phase,
             is_evaluation=is_evaluation,
             may_drop=self._recipe.may_drop,
+            reward_columns=self._recipe.reward_columns,
             is_reference_base=self._recipe.is_reference_base,
         )
 

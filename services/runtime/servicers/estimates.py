@@ -40,8 +40,8 @@ from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc
 class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """ComputeAdvantages and SelectGroups of TrainerService; `TrainerServicer` adds the rest.
 
-    Invariant: the estimator's controllers (weight of the KL, Lagrange multiplier) move once per
-    ComputeAdvantages, and are part of the trainer's checkpoint.
+    Invariant: the estimator's controllers (weight of the KL, Lagrange multiplier, running baseline)
+    move once per ComputeAdvantages, and are part of the trainer's checkpoint.
     """
 
     def __init__(self, role: ModelRole, runtime: Runtime) -> None:
@@ -157,11 +157,8 @@ def _columns_of(spec: PartSpec, ref: experience_pb2.ExperienceRef) -> list[str]:
     And always which rows are judged, where the batch says so.
     """
     there = names_of(ref)
-    optional, used = (
-        (spec.optional_columns(), spec.used_columns())
-        if isinstance(spec, EstimatorPartSpec)
-        else ((), ())
-    )
+    optional = spec.optional_columns()
+    used = spec.used_columns() if isinstance(spec, EstimatorPartSpec) else ()
     read = (
         *spec.columns(),
         *(optional if set(optional) <= set(there) else ()),

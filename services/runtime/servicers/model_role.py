@@ -10,7 +10,7 @@ import torch
 
 from rolemesh.engine.layout.manifest import Manifest
 from rolemesh.engine.own_functions import OwnFunctions
-from rolemesh.engine.specs import OptimizerSpec
+from rolemesh.engine.specs import AnyOptimizerSpec
 from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.randomness import seed_random_state
 from rolemesh.engine.transport.slot_files import SlotOwner
@@ -49,7 +49,7 @@ class ModelRole(Role):
         return self.initialized(self._trainer)
 
     def train_with(
-        self, model: TrainedModel, optimizer: OptimizerSpec, run_seed: int
+        self, model: TrainedModel, optimizer: AnyOptimizerSpec, run_seed: int
     ) -> InitializeResult:
         """Makes the trainer of a model that was just loaded."""
         # Here: a reward that is not trained is a role of this kind too, and holds no model.

@@ -178,7 +178,10 @@ class TrainerServicer(EstimateServicer):
         plan: UpdatePlan,
         call: Call,
     ) -> Experience:
-        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns()))
+        optional = loss.optional_columns()
+        if not set(optional) <= set(names_of(ref)):
+            optional = ()
+        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns(), *optional))
         return await self._runtime.pull(ref, list(columns), call, rows=plan.rows)
 
 

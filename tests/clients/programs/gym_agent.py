@@ -1,7 +1,8 @@
-"""An agent of a resources server of NeMo-Gym: gym_agent.py ROW prints what it saw as JSON.
+"""An agent of a resources server of NeMo-Gym: gym_agent.py URL ROW prints what it saw as JSON.
 
-Base URL and key of the session come from OPENAI_BASE_URL and OPENAI_API_KEY. It ends the session
-with the verifier's reward; where the verifier failed, with none.
+URL is that of the server. Base URL and key of the session come from OPENAI_BASE_URL and
+OPENAI_API_KEY. It ends the session with the verifier's reward; where the verifier failed, with
+none.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import http.cookiejar
 import json
 import os
 import sys
+import urllib.error
 import urllib.request
 from typing import Any
 
-import gym_resources
 from openai import OpenAI
 
 MODEL = "policy"
@@ -34,11 +35,11 @@ class Server:
             return json.load(answer)
 
 
-def rollout(server: Server, row: dict[str, Any]) -> dict[str, Any]:
-    """Plays a row; gives what the verifier answers."""
+def rollout(server: Server, row: dict[str, Any]) -> Any:
+    """Plays a row; gives what the verifier answers, or why it does not."""
     asked = row["responses_create_params"]
     policy: Any = OpenAI()
-    server.post("/seed_session", {"start": row.get("start", 0)})
+    server.post("/seed_session", row)
     messages: list[Any] = list(asked["input"])
     # Responses have the function's fields beside the type, chat completions below it.
     tools: list[Any] = [
@@ -70,21 +71,31 @@ def rollout(server: Server, row: dict[str, Any]) -> dict[str, Any]:
             name, arguments = call.function.name, call.function.arguments
             result = json.dumps(server.post(f"/{name}", json.loads(arguments)))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-            item = {"type": "function_call", "call_id": call.id, "name": name}
+            item = {"type": "function_call", "id": call.id, "call_id": call.id, "name": name}
             output.append({**item, "arguments": arguments, **drawn})
             output.append({"type": "function_call_output", "call_id": call.id, "output": result})
         if not choice.message.tool_calls:
             text = {"type": "output_text", "text": choice.message.content, "annotations": []}
-            output.append({"type": "message", "role": "assistant", "content": [text], **drawn})
-    response = {"id": answer.id, "object": "response", "model": MODEL, "output": output}
-    verified: dict[str, Any] = server.post("/verify", {**row, "response": response})
-    return verified
+            item = {"type": "message", "id": answer.id, "role": "assistant", "content": [text]}
+            output.append({**item, "status": "completed", **drawn})
+    response = {
+        "id": answer.id,
+        "object": "response",
+        "created_at": answer.created,
+        "model": MODEL,
+        "output": output,
+        "tools": asked["tools"],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+    }
+    try:
+        return server.post("/verify", {**row, "response": response})
+    except urllib.error.HTTPError as error:
+        return {"_ng_failure_class": f"status {error.code}: {error.read().decode()}"}
 
 
 def main() -> None:
-    row = json.loads(sys.argv[1])
-    with gym_resources.serving() as url:
-        verified = rollout(Server(url), row)
+    verified = rollout(Server(sys.argv[1]), json.loads(sys.argv[2]))
     # A judge that failed says nothing about the answer: its reward of 0 is none.
     failure = verified.get("_ng_failure_class")
     session = Server(os.environ["OPENAI_BASE_URL"].removesuffix("/v1"))

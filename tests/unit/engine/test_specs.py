@@ -10,6 +10,7 @@ from rolemesh.engine.specs import (
     GaeSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
+    RewardSpec,
     SamplingSpec,
 )
 
@@ -41,6 +42,48 @@ def test_a_senseless_value_is_refused_by_its_field(spec, field, value):
 def test_a_critic_has_its_own_learning_rate_unless_one_is_given(given, rate):
     spec = CriticSpec(model={"path": "model"}, optimizer=given)
     assert spec.optimizer.learning_rate == rate
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"type": "muon", "betas": (0.9, 0.9)}, "betas is given, but type is 'muon'.*adamw.betas"),
+        ({"momentum": 0.9}, "momentum is given, but type is 'adamw'.*or give type: muon"),
+        ({"type": "muon", "momentum": 1.0}, "less than 1"),
+        ({"type": "muon", "ns_steps": 0}, "greater than or equal to 1"),
+        ({"type": "sgd"}, "'sgd'.*'adamw', 'muon'"),
+        ({"type": "adamw_8bit"}, "8 bits share a scale .* give type muon"),
+        ({"type": "AdamW8bit"}, "8 bits share a scale .* give type muon"),
+    ],
+)
+def test_settings_of_another_optimizer_are_refused_with_what_to_do(given, says):
+    with pytest.raises(ValidationError, match=says):
+        CriticSpec(model={"path": "model"}, optimizer=given)
+
+
+def test_an_optimizer_without_a_type_is_adamw():
+    assert CriticSpec(model={"path": "model"}, optimizer={"eps": 1e-6}).optimizer.type == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("role", "fields"),
+    [
+        (CriticSpec, {"model": {"path": "model", "adapter": {"rank": 2}}}),
+        (
+            RewardSpec,
+            {
+                "source": {
+                    "type": "classifier",
+                    "model": {"path": "model", "adapter": {"rank": 2}},
+                },
+                "data": {"type": "jsonl", "path": "pairs.jsonl"},
+            },
+        ),
+    ],
+)
+def test_muon_with_an_adapter_is_refused(role, fields):
+    with pytest.raises(ValidationError, match=r"'muon', but model\.adapter is given"):
+        role(**fields, optimizer={"type": "muon"})
 
 
 def test_an_unknown_key_is_refused():

@@ -6,10 +6,10 @@ import fnmatch
 from typing import Any, get_args
 
 import pytest
-from support.imports import PREFIX
+from support.imports import PREFIX, of_trl, of_verl, recipe_of
 
 from rolemesh.coordinator.imports.draft import Draft
-from rolemesh.coordinator.imports.recipe import TOPICS, imported, table_fields
+from rolemesh.coordinator.imports.recipe import TOPICS, Imported, imported, table_fields
 from rolemesh.coordinator.imports.source import Source, SystemName, known
 from rolemesh.coordinator.imports.tables.facts import unsupported
 from rolemesh.coordinator.imports.values.models import place
@@ -88,3 +88,22 @@ def test_names_at_the_hub_are_told_from_paths() -> None:
     assert place("/models/a") == "/models/a"
     assert place("./models/a") == "./models/a"
     assert not place("~/a").startswith("~")
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "said"),
+    [
+        (of_trl({"optim": "muon"}), "muon", ""),
+        (of_trl({"optim": "adamw_bnb_8bit"}), "adamw", "no moments in 8 bits here"),
+        (of_trl({"optim": "lion_32bit"}), "adamw", "AdamW and Muon are the optimizers here"),
+        (of_verl("actor_rollout_ref.actor.optim.optimizer=Muon"), "muon", ""),
+        (
+            of_verl("actor_rollout_ref.actor.optim.optimizer=AdamW8bit"),
+            "adamw",
+            "no moments in 8 bits here",
+        ),
+    ],
+)
+def test_optimizers_by_the_names_of_others(made: Imported, kind: str, said: str) -> None:
+    assert recipe_of(made).actor.optimizer.type == kind
+    assert said in " ".join(made.lost.values())

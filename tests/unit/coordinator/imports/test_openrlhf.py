@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.imports import of_openrlhf, recipe_of, tree_of
 
@@ -61,6 +63,32 @@ def test_the_kl_goes_where_the_flags_say() -> None:
     assert loss["policy_loss"]["kl_in_loss"] == 0.02
     assert loss["policy_loss"]["kl_form"] == "k3"
     assert "advantages" not in loss
+
+
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [
+        ("", None),
+        ("LEVEL token", {"type": "masking", "low": 0.5, "high": 5.0}),
+        ("LEVEL token MODE clip BOUNDS 2.0", {"type": "token_truncation", "cap": 2.0}),
+        (
+            "LEVEL seq BOUNDS 0.99 1.01",
+            {"type": "geometric_rejection", "low": 0.99, "high": 1.01},
+        ),
+        ("--vllm_enable_is_correction", {"type": "token_truncation", "cap": 5.0}),
+        (
+            "--vllm_enable_is_correction --vllm_is_correction_type icepop",
+            {"type": "masking", "low": 0.5, "high": 5.0},
+        ),
+    ],
+    ids=["off", "masked", "cut", "rows", "switch of before", "kind of before"],
+)
+def test_weights_against_the_sampler(flags: str, form: dict[str, Any] | None) -> None:
+    for name, flag in {"LEVEL": "level", "MODE": "mode", "BOUNDS": "threshold"}.items():
+        flags = flags.replace(name, f"--algo.advantage.is_correction_{flag}")
+    made = of_openrlhf(f"{NEW} {flags}")
+    assert tree_of(made)["algorithm"].get("off_policy") == form
+    assert recipe_of(made).algorithm.off_policy is not None or form is None
 
 
 def test_two_clips_in_one_flag() -> None:
@@ -124,3 +152,13 @@ def test_bad_arguments_are_refused() -> None:
         of_openrlhf("--n_samples_per_prompt 1 --advantage_estimator rloo")
     with pytest.raises(ImportedError, match=r"--algo\.advantage\.estimator is 'flash_reinforce'"):
         of_openrlhf("--algo.advantage.estimator flash_reinforce")
+
+
+def test_muon_takes_adamws_rate_and_its_own_momentum() -> None:
+    flags = "--actor.optim muon --actor.adam.lr 2e-6 --actor.muon.momentum 0.9 --actor.muon.lr 0.01"
+    imported = of_openrlhf(f"{NEW} {flags}")
+    made = recipe_of(imported).actor.optimizer
+    assert (made.type, made.learning_rate, made.momentum) == ("muon", 2e-6, 0.9)
+    assert "adamw" in tree_of(imported)["actor"]["optimizer"]
+    with_adapter = recipe_of(of_openrlhf(f"{NEW} {flags} --ds.lora.rank 8"))
+    assert with_adapter.actor.optimizer.type == "adamw"

@@ -72,6 +72,29 @@ def test_sequence_ratios_and_clipped_weights() -> None:
     assert weights["policy_loss"]["clip_high"] == 4.0
 
 
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        ({}, {"type": "masking", "level": "sequence", "low": 0.0, "high": 3.0}),
+        ({"mode": "token_truncate"}, {"type": "token_truncation", "cap": 3.0}),
+        ({"mode": "sequence_truncate", "clip_max": 2}, {"type": "sequence_truncation", "cap": 2.0}),
+        (
+            {"mode": "token_mask", "clip_min": 0.5, "clip_max": 5.0},
+            {"type": "masking", "level": "token", "low": 0.5, "high": 5.0},
+        ),
+        ({"correction": False}, None),
+    ],
+    ids=["default", "tokens", "rows", "masked tokens", "off"],
+)
+def test_weights_against_the_sampler(given: dict[str, Any], form: dict[str, Any] | None) -> None:
+    prefix = "vllm_importance_sampling_"
+    settings = {f"{prefix}{name}": value for name, value in given.items()}
+    made = of_trl({**BASE, "use_vllm": True, **settings})
+    assert tree_of(made)["algorithm"].get("off_policy") == form
+    assert not [name for name in made.lost if name.startswith(prefix)]
+    assert recipe_of(made).algorithm.off_policy is not None or form is None
+
+
 def test_rloo_has_its_own_defaults() -> None:
     values = {key: value for key, value in BASE.items() if key != "num_generations"}
     made = recipe_of(of_trl({**values, "trainer": "rloo"}))

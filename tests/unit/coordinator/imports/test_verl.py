@@ -62,6 +62,15 @@ def test_clips_and_kl() -> None:
     assert tree_of(made)["reference"]["model"]["path"] == "/models/mine"
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_against_the_sampler(level: str) -> None:
+    made = of_verl(
+        f"algorithm.rollout_correction.rollout_is={level}",
+        "algorithm.rollout_correction.rollout_is_threshold=3.0",
+    )
+    assert tree_of(made)["algorithm"]["off_policy"] == {"type": f"{level}_truncation", "cap": 3.0}
+
+
 def test_a_plain_clip_counts_for_nothing_in_verl_and_says_so() -> None:
     made = of_verl(f"{ACTOR}.clip_ratio=0.4")
     assert tree_of(made)["algorithm"]["policy_loss"]["clip_low"] == 0.2

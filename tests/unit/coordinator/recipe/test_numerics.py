@@ -23,6 +23,12 @@ def _loss(recipe: Recipe) -> Any:
     return recipe.algorithm.policy_loss  # type: ignore[union-attr]
 
 
+def _off_policy(recipe: Recipe) -> Any:
+    section = recipe.algorithm.off_policy  # type: ignore[union-attr]
+    assert section == _loss(recipe).off_policy
+    return section
+
+
 def test_roles_are_told_of_fast_numerics_alone() -> None:
     assert _recipe(numerics="exact").sent_section("actor").numerics is None
     fast = _recipe()
@@ -41,31 +47,32 @@ def test_a_role_may_compute_otherwise_than_the_recipe() -> None:
 
 
 def test_fast_numerics_weigh_tokens_unless_the_recipe_says_otherwise() -> None:
-    assert _loss(_recipe(numerics="exact")).importance_cap is None
-    assert _loss(_recipe()).importance_cap == 2.0
+    assert _off_policy(_recipe(numerics="exact")) is None
+    assert _off_policy(_recipe()).type == "token_truncation"
+    assert _off_policy(_recipe()).cap == 2.0
     # What the algorithm's own default says beside it stays.
     assert _loss(_recipe()).aggregation == "seq_mean_token_mean"
-    off = {**GRPO, "policy_loss": {"importance_cap": None}}
-    assert _loss(_recipe(off)).importance_cap is None
-    other = {**GRPO, "policy_loss": {"importance_cap": 5.0}}
-    assert _loss(_recipe(other)).importance_cap == 5.0
-    rloo = {**GRPO, "type": "rloo"}
-    assert _loss(_recipe(rloo)).type == "reinforce"
-    assert _loss(_recipe(rloo)).importance_cap == 2.0
-    # Losses without such weights stay as they are.
-    assert (
-        _recipe({**GRPO, "type": "gspo"}).algorithm
-        == _recipe({**GRPO, "type": "gspo"}, numerics="exact").algorithm
-    )
+    assert _off_policy(_recipe({**GRPO, "off_policy": None})) is None
+    other = {**GRPO, "off_policy": {"type": "masking"}}
+    assert _off_policy(_recipe(other)).high == 5.0
+    for name, loss in (("rloo", "reinforce"), ("gspo", "gspo")):
+        recipe = _recipe({**GRPO, "type": name})
+        assert _loss(recipe).type == loss
+        assert _off_policy(recipe).cap == 2.0
+    # One that corrects itself stays as it is.
+    cispo = {**GRPO, "type": "cispo"}
+    assert _recipe(cispo).algorithm == _recipe(cispo, numerics="exact").algorithm
 
 
 def test_one_optimizer_step_needs_no_scoring_pass() -> None:
     # 2 prompts x 2 samples are one mini-batch of 4 rows; 3 prompts are two.
-    assert _loss(_recipe(prompts=2)).proximal == "same_pass"
+    assert _loss(_recipe(prompts=2)).weighs_by == "same_pass"
     assert "proximal_logprobs" not in _loss(_recipe(prompts=2)).columns()
-    assert _loss(_recipe(prompts=3)).proximal == "scored"
+    assert _loss(_recipe(prompts=3)).weighs_by == "scored"
     assert "proximal_logprobs" in _loss(_recipe(prompts=3)).columns()
-    assert _loss(_recipe({**GRPO, "epochs": 2})).proximal == "scored"
+    assert _loss(_recipe({**GRPO, "epochs": 2})).weighs_by == "scored"
+    # Its weights are those of the policy now anyway.
+    assert _loss(_recipe({**GRPO, "type": "rloo"}, prompts=3)).weighs_by == "now"
 
 
 def test_a_saved_recipe_says_what_was_filled_in() -> None:
@@ -73,22 +80,70 @@ def test_a_saved_recipe_says_what_was_filled_in() -> None:
     assert read_recipe(dump_recipe(recipe), "saved") == recipe
 
 
+CAPPED = {"type": "token_truncation", "cap": 2.0}
+
+
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
         (
-            {**PPO, "epochs": 3, "policy_loss": {"importance_cap": 2, "proximal": "same_pass"}},
+            {**PPO, "epochs": 3, "off_policy": {**CAPPED, "proximal": "same_pass"}},
             "a step makes 3 of optimizer steps",
         ),
         (
+            {**PPO, "policy_loss": {"importance_cap": 2.0}},
+            r"importance_cap is 2.0, .* algorithm.off_policy: {type: token_truncation, cap: 2.0}",
+        ),
+        (
+            {**GRPO, "type": "rloo", "policy_loss": {"type": "reinforce", "importance_cap": None}},
+            "importance_cap is None, .* give algorithm.off_policy: null",
+        ),
+        (
             {**PPO, "policy_loss": {"proximal": "same_pass"}},
-            "'same_pass' without importance_cap",
+            "proximal is 'same_pass', .* cap: 2.0, proximal: same_pass}",
+        ),
+        (
+            {**PPO, "policy_loss": {"off_policy": CAPPED}},
+            "policy_loss.off_policy is 'token_truncation', .* in algorithm.off_policy: move it",
+        ),
+        (
+            {**GRPO, "type": "online_dpo", "off_policy": CAPPED},
+            "off_policy is 'token_truncation', but policy_loss is 'dpo'",
+        ),
+        (
+            {**PPO, "off_policy": {**CAPPED, "normalize": "batch", "proximal": "same_pass"}},
+            "normalize is 'batch' and proximal is 'same_pass'",
+        ),
+        (
+            {**PPO, "off_policy": {"type": "masking", "low": 1.5}},
+            "low is 1.5 and high is 5, which leaves out the ratio 1",
         ),
     ],
-    ids=["three steps", "no cap"],
+    ids=[
+        *("three steps", "old cap", "no old cap", "old proximal", "within the loss"),
+        *("no log-probs of sampling", "unknown mean", "bounds beside 1"),
+    ],
 )
-def test_a_pass_that_is_not_at_the_start_is_refused(
+def test_a_correction_that_cannot_be_made_is_refused(
     algorithm: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         _recipe(algorithm, numerics="exact")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PPO,
+        {**GRPO, "type": "gspo"},
+        {**GRPO, "type": "cispo"},
+        {**GRPO, "type": "custom", "function": "f", "policy_loss": "reinforce"},
+        {**PPO, "policy_loss": "python:loss.py:f"},
+    ],
+    ids=["ppo", "gspo", "cispo", "custom", "own loss"],
+)
+def test_the_section_travels_within_the_loss_of_every_algorithm(algorithm: dict[str, Any]) -> None:
+    recipe = _recipe({**algorithm, "off_policy": {"type": "sequence_truncation", "cap": 3}})
+    assert _loss(recipe).off_policy == _off_policy(recipe)
+    assert _off_policy(recipe).cap == 3.0
+    assert read_recipe(dump_recipe(recipe), "saved") == recipe

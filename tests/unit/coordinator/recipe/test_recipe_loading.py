@@ -225,8 +225,8 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
         ),
         (
             "services.actr.threads=1",
-            "services.actr: no such role; roles are actor, critic, reference, reward, cost, "
-            "rollout",
+            "services.actr: no such role; roles are actor, critic, reference, teacher, "
+            "reward, cost, rollout",
         ),
         ("run.seed", "--set run.seed: give a field and a value, e.g. --set run.seed=7"),
         (".seed=1", "--set .seed=1: give a field and a value, e.g. --set run.seed=7"),

@@ -16,7 +16,7 @@ from rolemesh.coordinator.recipe.loading import load_recipe
 
 PPO = "recipes/quickstart-ppo.yaml"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
-ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
+ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost", "rollout")
 TWO_REWARDS = (
     "--set=services.reward.replicas=2",
     "--set=schedule.sampler={type: sync, batch_size: 4}",

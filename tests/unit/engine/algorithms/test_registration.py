@@ -22,11 +22,13 @@ from rolemesh.engine.specs import (
     EstimatorSpec,
     FixedKlSpec,
     GaeSpec,
+    GdpoSpec,
     KlPenaltySpec,
     LossSpec,
     OverlongSpec,
     OwnFunctionSpec,
     PartSpec,
+    PassAtKSpec,
     PpoPolicyLossSpec,
     PythonEstimatorSpec,
     PythonPolicyLossSpec,
@@ -46,11 +48,16 @@ OWN = {
 }
 """Functions of the specs that name one."""
 LOADED = OwnFunctions({name: OwnFunctionSpec(function=name) for name in OWN.values()})
+FIELDS: dict[type[Any], dict[str, Any]] = {
+    **{spec_class: {"function": name} for spec_class, name in OWN.items()},
+    GdpoSpec: {"weights": {"form": 1.0}},
+    PassAtKSpec: {"k": 2},
+}
+"""What a spec needs, or needs for groups as small as those here."""
 
 
 def smallest(spec_class: type[Any]) -> Any:
-    name = OWN.get(spec_class)
-    return spec_class(function=name) if name else spec_class()
+    return spec_class(**FIELDS.get(spec_class, {}))
 
 
 ESTIMATORS = pytest.mark.parametrize(
@@ -64,24 +71,28 @@ def every_column() -> Experience:
     numbers = [torch.linspace(-1, -0.5, n) for n in lengths]
     columns = {
         name: Column.ragged(ColumnKind.COMPLETION, numbers, torch.float32)
-        for name in ("logprobs", "reference_logprobs", "proximal_logprobs", "values")
+        for name in (
+            *("logprobs", "reference_logprobs", "proximal_logprobs", "teacher_logprobs"),
+            "values",
+        )
     }
     masks = [[True] * n for n in lengths]
     columns["loss_mask"] = Column.ragged(ColumnKind.COMPLETION, masks, torch.bool)
     for name, row in {
         "rewards": [1.0, 0.0, 0.5, 0.25],
+        "reward/form": [0.0, 0.0, 1.0, 0.0],
         "costs": [0.0, 1.0, 2.0, 1.0],
         "preference": [1.0, -1.0, 0.0, 0.0],
     }.items():
         columns[name] = Column(ColumnKind.ROW, torch.tensor(row))
-    columns["prompt_ids"] = Column(ColumnKind.ROW, torch.tensor([4, 4, 2, 2]))
-    columns["sample_indexes"] = Column(ColumnKind.ROW, torch.tensor([0, 1, 0, 1]))
+    columns["prompt_ids"] = Column(ColumnKind.ROW, torch.tensor([4, 4, 4, 2]))
+    columns["sample_indexes"] = Column(ColumnKind.ROW, torch.tensor([0, 1, 2, 0]))
     return Experience(columns)
 
 
 def estimate(spec: EstimatorPartSpec, experience: Experience) -> tuple[Experience, Any]:
     needed = spec.baseline_columns()
-    baseline = every_column().slice(1, 3).require(needed) if needed else None
+    baseline = every_column().slice(2, 4).require(needed) if needed else None
     return estimate_advantages(experience, spec, Controllers.from_spec(spec), baseline, LOADED)
 
 

@@ -22,6 +22,7 @@ def rows_of(prompt_ids: list[int], rewards: list[float]) -> Experience:
         {
             "prompt_ids": Column(ColumnKind.ROW, torch.tensor(prompt_ids, dtype=torch.int64)),
             "rewards": Column(ColumnKind.ROW, torch.tensor(rewards, dtype=torch.float64)),
+            "loss_mask": Column.ragged(ColumnKind.COMPLETION, [[True]] * len(rewards), torch.bool),
         }
     )
 

@@ -170,6 +170,18 @@ def test_replicas_of_hsdp_hold_the_same() -> None:
         assert len({layout.ranks[rank].pieces for rank in group}) == 1
 
 
+def test_a_layout_of_some_parameters_leaves_the_others_out() -> None:
+    train = TrainLayout(tp=2, dp=4, fsdp=2)
+    whole = train_layout(decoder(), train)
+    some = whole.of(lambda name: "q_proj" in name)
+    assert len(some.manifest) == 5
+    for before, after in zip(whole.ranks, some.ranks, strict=True):
+        assert set(after.shapes) == set(some.manifest)
+        assert after.pieces == tuple(one for one in before.pieces if "q_proj" in one.parameter)
+    first, second = train.replicate_groups()[0]
+    assert some.ranks[first] is some.ranks[second], "replicas share a shard"
+
+
 def test_fused_tensors_hold_their_parts_one_below_the_other() -> None:
     shape = decoder(model_type="qwen2")
     layout = generate_layout(

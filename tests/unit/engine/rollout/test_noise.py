@@ -132,6 +132,6 @@ def test_a_likely_token_among_very_many_unlikely_ones() -> None:
 
 def test_no_noise_is_zero_or_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
     # The bits of 0 and of the largest number, which no search for a seed would find.
-    monkeypatch.setattr(noise, "_mixed", lambda bits: torch.tensor([[0, -1, 1 << 62]]))
+    monkeypatch.setattr(noise, "mixed", lambda bits: torch.tensor([[0, -1, 1 << 62]]))
     found = exponential_noise(torch.zeros(1, dtype=torch.int64), 3)
     assert found.tolist()[0] == pytest.approx([2.0**-63, 24 * math.log(2), -math.log1p(-0.25)])

@@ -12,12 +12,17 @@ from support.mapping_jobs import LLAMAS
 
 from rolemesh.coordinator.mapping.job.from_recipe import job_of, one_call_a_role, work_of
 from rolemesh.coordinator.mapping.job.job import Job
+from rolemesh.coordinator.mapping.job.layouts import Layout
 from rolemesh.coordinator.mapping.job.systems import ROLEMESH, ROLEMESH_FAST
 from rolemesh.coordinator.mapping.job.tasks import TaskKind
+from rolemesh.coordinator.mapping.machines.cluster import group_of
+from rolemesh.coordinator.mapping.machines.devices import device_of
+from rolemesh.coordinator.mapping.simulators.costs import RoleCosts
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.planning import plan_step
+from rolemesh.engine.layout.matrices import num_matrix_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 
@@ -188,3 +193,18 @@ def test_steps_of_a_client_cannot_be_planned(model: Path) -> None:
     external = recipe.model_copy(update={"algorithm": ExternalSpec()})
     with pytest.raises(RecipeError, match="a client makes its steps"):
         work_of(external)
+
+
+def test_a_matrix_that_muon_steps_has_a_moment_less(model: Path) -> None:
+    by_adamw = job(model, "quickstart-ppo")
+    by_muon = job(model, "quickstart-ppo", "actor.optimizer.type=muon")
+    group = group_of(device_of("a100-80"), 2)
+    held = []
+    for found in (by_adamw, by_muon):
+        actor, critic, _ = found.roles
+        held += [
+            RoleCosts(found, role, group).option(Layout()).bytes.rest for role in (actor, critic)
+        ]
+    # The plan takes norms for matrices.
+    assert held[0] - held[2] == pytest.approx(4 * num_matrix_parameters(LLAMAS["tiny"]), rel=0.01)
+    assert held[1] == held[3]

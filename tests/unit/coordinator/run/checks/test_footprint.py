@@ -71,6 +71,21 @@ def test_a_trained_role_takes_four_numbers_a_weight_and_saves_three(model: Path)
     assert found.export == 2 * size
 
 
+def test_a_matrix_that_muon_steps_has_a_moment_less(model: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    matrices = sum(
+        weight.numel() for weight in loaded.model.layers.parameters() if weight.dim() > 1
+    )
+    values = ppo(model).model_dump(mode="json")
+    del values["actor"]["optimizer"]
+    both = footprint_of(Recipe.model_validate(values), SERVICES)
+    values["actor"]["optimizer"] = {"type": "muon"}
+    one = footprint_of(Recipe.model_validate(values), SERVICES)
+    assert both.memory["actor"] - one.memory["actor"] == 4 * matrices
+    assert both.checkpoint - one.checkpoint == 4 * matrices
+    assert both.cuts - one.cuts == 2 * 4 * matrices
+
+
 @pytest.mark.parametrize("targets", ["all_linear", ["q_proj", "down_proj"]])
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_of_an_adapter_only_its_factors_are_trained_saved_and_exported(

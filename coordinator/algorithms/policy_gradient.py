@@ -1,4 +1,8 @@
-"""REINFORCE++ with the group's mean as baseline (arXiv 2501.03262), as one step."""
+"""The family of GRPO (arXiv 2402.03300), as one step over the mesh.
+
+GRPO, Dr. GRPO, GSPO, CISPO, RLOO and REINFORCE++ are these statements. Each has its own estimator
+of advantages, loss and number of samples: a row of `coordinator/recipe/policy_gradients.py`.
+"""
 
 from rolemesh.coordinator.dataflow.roles import (
     ActorHandle,
@@ -8,16 +12,16 @@ from rolemesh.coordinator.dataflow.roles import (
 )
 
 
-def reinforce_plus_plus_baseline(
+def policy_gradient(
     prompts: PromptBatch,
     actor: ActorHandle,
     reward: RewardHandle,
     reference: ReferenceHandle | None = None,
 ) -> None:
-    """One step: sample groups, judge, subtract means, normalise over the batch, train."""
+    """One step: sample, judge, make advantages of the rewards, train the actor."""
     rollouts = actor.generate(prompts)
     if reference is not None:
         rollouts |= reference.compute_logprobs(rollouts)
     rollouts |= reward.compute_reward(rollouts)
-    rollouts |= actor.compute_advantages(rollouts, "reinforce_plus_plus_baseline")
+    rollouts |= actor.compute_advantages(rollouts)
     actor.update(rollouts)

@@ -1,0 +1,55 @@
+"""Every loss that a recipe can name, told apart by `type`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rolemesh.engine.specs.losses import (
+    CispoPolicyLossSpec,
+    DistillationLossSpec,
+    GspoPolicyLossSpec,
+    PpoPolicyLossSpec,
+    PpoValueLossSpec,
+    PythonPolicyLossSpec,
+    ReinforcePolicyLossSpec,
+)
+from rolemesh.engine.specs.policy_losses import (
+    ClipCovPolicyLossSpec,
+    DppoPolicyLossSpec,
+    GmpoPolicyLossSpec,
+    KlCovPolicyLossSpec,
+    SapoPolicyLossSpec,
+    ToprPolicyLossSpec,
+    VespoPolicyLossSpec,
+)
+from rolemesh.engine.specs.preferences import (
+    BradleyTerryLossSpec,
+    DpoLossSpec,
+    KtoLossSpec,
+    SftLossSpec,
+)
+
+LossSpec = Annotated[
+    PpoPolicyLossSpec
+    | GspoPolicyLossSpec
+    | CispoPolicyLossSpec
+    | ReinforcePolicyLossSpec
+    | DppoPolicyLossSpec
+    | SapoPolicyLossSpec
+    | GmpoPolicyLossSpec
+    | VespoPolicyLossSpec
+    | ToprPolicyLossSpec
+    | ClipCovPolicyLossSpec
+    | KlCovPolicyLossSpec
+    | PythonPolicyLossSpec
+    | DistillationLossSpec
+    | PpoValueLossSpec
+    | SftLossSpec
+    | DpoLossSpec
+    | KtoLossSpec
+    | BradleyTerryLossSpec,
+    Field(discriminator="type"),
+]
+"""Losses that train policy and values from sampled experience, and those on given data."""
