@@ -17,10 +17,12 @@ from rolemesh.coordinator.compliance.contract import Level
 from rolemesh.coordinator.compliance.samples import Sample, ordinary_samples
 from rolemesh.coordinator.compliance.scoring_checks import ABOVE_ZERO, scored, scores_of
 from rolemesh.coordinator.compliance.subject import Subject, events_of, expect, shorten
-from rolemesh.rpc.limits import MAX_WIDTH
 from rolemesh.v1 import experience_pb2, tensor_pb2
 
 TOP_K = 3
+
+MOST = 1024
+"""Greatest top_k of the contract."""
 
 TOLERANCE = 0.05
 """Largest difference of two computations of one log-prob, in nats. bfloat16 stays below it."""
@@ -182,14 +184,11 @@ async def sampled(subject: Subject) -> None:
 async def refusals(subject: Subject) -> None:
     """A top_k out of range is refused, and one beside an entropy."""
     ref = subject.producer.serve(ordinary_samples(), subject.run_id)
-    for options in (
-        {"top_k": -1},
-        {"top_k": MAX_WIDTH + 1},
-        {"top_k": TOP_K, "with_entropy": True},
-    ):
+    for top_k, with_entropy in ((-1, False), (MOST + 1, False), (TOP_K, True)):
+        call = subject.logprobs(subject.key(), ref, top_k=top_k, with_entropy=with_entropy)
         await subject.refused(
-            events_of(subject.logprobs(subject.key(), ref, **options)),
-            f"ComputeLogprobs with {options}",
+            events_of(call),
+            f"ComputeLogprobs with top_k {top_k} and with_entropy {with_entropy}",
             "INVALID_ARGUMENT (SPEC_INVALID)",
             "refuse what the contract does not allow",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
-from rolemesh.engine.specs import TeacherSpec
+from rolemesh.engine.specs import PartSpec, TeacherSpec
 
 
 def check_teacher(recipe: Any) -> None:
@@ -21,7 +21,7 @@ def check_teacher(recipe: Any) -> None:
     if teacher is None or teacher.server is None or not isinstance(algorithm, AlgorithmSection):
         return
     loss = algorithm.parts.fields.get("policy_loss")
-    temperature = 1.0 if loss is None else loss.logprob_temperature
+    temperature = loss.logprob_temperature if isinstance(loss, PartSpec) else 1.0
     if temperature != 1.0:
         raise ValueError(
             f"algorithm.policy_loss.temperature is {temperature}, that of algorithm.sampling where "

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from support.scripted_core import OutsiderCore
 
+from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.columns import ColumnData, ColumnKind, Columns
 from rolemesh.rpc.errors import (
@@ -21,7 +22,6 @@ from rolemesh.rpc.errors import (
     InvalidRequestError,
     PreconditionError,
 )
-from rolemesh.rpc.limits import MAX_WIDTH
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import (
     experience_pb2,
