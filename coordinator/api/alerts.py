@@ -304,6 +304,17 @@ def _reward_trouble(run: _Run) -> Iterator[coordinator_pb2.Alert]:
             )
 
 
+def _teacher_trouble(run: _Run) -> Iterator[coordinator_pb2.Alert]:
+    num_steps = len(run.records[-RECENT_STEPS:])
+    if (dropped := run.recent_sum("teacher/dropped_rows")) > 0:
+        yield _alert(
+            "TEACHER_ROWS_DROPPED",
+            f"{dropped:.0f} rows of the last {num_steps} steps were left out, because the "
+            "teacher's servers did not score them.",
+            "See the log of the teacher service, and the servers' own.",
+        )
+
+
 def _step_slowed(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     seconds = run.values("time/step")
     before = seconds[-SLOW_STEPS - RECENT_STEPS - EARLIER_STEPS : -SLOW_STEPS]
@@ -439,6 +450,7 @@ RULES: tuple[Callable[[_Run], Iterator[coordinator_pb2.Alert]], ...] = (
     _undone,
     _reward_flat,
     _reward_trouble,
+    _teacher_trouble,
     _entropy_collapsed,
     _kl_high,
     _held_out_fell,

@@ -44,12 +44,20 @@ EVEN = 0.01
 Scores = list[np.ndarray[Any, Any]]
 
 
-async def _scored(
+async def scored(
     subject: Subject,
     samples: Sequence[Sample],
     ref: experience_pb2.ExperienceRef | None = None,
     **options: Any,
 ) -> experience_pb2.ExperienceRef:
+    """What scoring of rows answers, under a new key.
+
+    Args:
+        subject: The server.
+        samples: The rows.
+        ref: Reference to the same rows; None: the suite serves them as one shard.
+        **options: Of `Subject.logprobs`.
+    """
     ref = subject.producer.serve(samples, subject.run_id) if ref is None else ref
     call = subject.consume(ref, **options)
     return experience_in(result_in(await events_of(call), "an experience"), "an experience")
@@ -67,7 +75,7 @@ async def scores_of(
         samples: The rows.
         ref: Reference to the same rows; None: the suite serves them as one shard.
     """
-    columns = await subject.rows(await _scored(subject, samples, ref))
+    columns = await subject.rows(await scored(subject, samples, ref))
     name = "values" if subject.role == "critic" else "scores"
     expect(
         name in columns,
@@ -102,17 +110,17 @@ def _expect_close(first: Scores, second: Scores, *, sent: str, remedy: str) -> N
 async def column(subject: Subject) -> None:
     """The column has the right name, kind and dtype, and the rows of the request."""
     samples = ordinary_samples()
-    scored = await _scored(subject, samples)
+    found = await scored(subject, samples)
     wanted = experience_pb2.ColumnSchema(
         name="values" if subject.role == "critic" else "scores",
         kind=experience_pb2.COLUMN_KIND_COMPLETION,
         dtype=tensor_pb2.DATA_TYPE_FLOAT32,
     )
-    schemas = [schema for group in scored.groups for schema in group.columns]
+    schemas = [schema for group in found.groups for schema in group.columns]
     expect(
-        schemas == [wanted] and scored.num_rows == len(samples),
+        schemas == [wanted] and found.num_rows == len(samples),
         sent=f"an experience of {len(samples)} rows",
-        came=f"{scored.num_rows} rows of {shorten(schemas)}",
+        came=f"{found.num_rows} rows of {shorten(schemas)}",
         remedy=f"publish one column {wanted.name!r}, float32, one value a completion token",
     )
 
@@ -250,8 +258,8 @@ async def independent(subject: Subject) -> None:
 )
 async def temperature(subject: Subject) -> None:
     """At a very high temperature all tokens are equally likely."""
-    scored = await _scored(subject, ordinary_samples(), temperature=HOT, with_entropy=True)
-    columns = await subject.rows(scored)
+    found = await scored(subject, ordinary_samples(), temperature=HOT, with_entropy=True)
+    columns = await subject.rows(found)
     expect(
         {"scores", "scores_entropy"} == set(columns),
         sent="ComputeLogprobs with with_entropy",

@@ -201,10 +201,16 @@ class Subject:
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        top_k: int = 0,
     ) -> ResultCall[experience_pb2.ExperienceResult]:
         """Calls ComputeLogprobs with "scores" as the name of the column."""
         return self.client.compute_logprobs(
-            key, ref, "scores", temperature=temperature, with_entropy=with_entropy
+            key,
+            ref,
+            "scores",
+            temperature=temperature,
+            with_entropy=with_entropy,
+            top_k=top_k,
         )
 
     def consume(self, ref: experience_pb2.ExperienceRef, **options: Any) -> ResultCall[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from rolemesh.coordinator.compliance import (
     call_checks,
     consumer_checks,
+    likeliest_checks,
     producer_checks,
     reward_checks,
     rollout_checks,
@@ -48,6 +49,7 @@ MODULES = (
     call_checks,
     reward_checks,
     scoring_checks,
+    likeliest_checks,
     rollout_checks,
     consumer_checks,
     producer_checks,

@@ -133,7 +133,7 @@ class StepContext:
     """Evaluation has nodes and operations of its own, so that training's stay the same, and its
     updates compute losses alone."""
     may_drop: frozenset[str] = frozenset()
-    """Roles that judge and may leave rows out of the step."""
+    """Roles that may leave rows out of the step."""
     reward_columns: tuple[str, ...] = ()
     """Columns with the rewards of one source each, which the reward role makes besides."""
     served_by_actor: frozenset[str] = frozenset()

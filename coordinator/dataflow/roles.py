@@ -341,6 +341,7 @@ def _compute_logprobs(
     told = () if teacher is None or teacher.prompt is None else teacher.prompt.columns()
     is_base = is_served_by_actor and player == ReferenceHandle.role
     is_told = teacher is not None and teacher.as_actor() is not None
+    needs, makes = _dropping(handle)
     return handle.infer(
         # Named apart from what an actor scores for itself.
         f"compute_{player}_logprobs" if is_served_by_actor else "compute_logprobs",
@@ -353,9 +354,17 @@ def _compute_logprobs(
             top_k=top_k,
             as_teacher=is_told,
         ).result(on_progress),
-        experience.select((*INPUT_COLUMNS, *told)),
-        (column, *((f"{column}_top_ids", f"{column}_top") if top_k else ())),
+        experience.select((*INPUT_COLUMNS, *told, *needs), uses=(IS_JUDGED,) if needs else ()),
+        (column, *((f"{column}_top_ids", f"{column}_top") if top_k else ()), *makes),
     )
+
+
+def _dropping(handle: RoleHandle) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Columns that a role reads and makes besides, where it may leave rows out of the step."""
+    if handle.connection.role not in handle.context.may_drop:
+        return (), ()
+    # A row that is left out loses its mask, and so its part in every update.
+    return ("prompt_ids", "loss_mask"), (IS_JUDGED, "loss_mask")
 
 
 def _part(spec: Any) -> trainer_pb2.AlgorithmPart:
@@ -369,23 +378,18 @@ class _JudgingRole(_TrainedRole):
     def _judge(
         self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
     ) -> ExperienceFuture:
-        needs: tuple[str, ...] = TRAJECTORY_COLUMNS
+        needs, makes = _dropping(self)
         # The parts of a cost have no reader, and would have the names of the reward's.
         parts = self.context.reward_columns if self.role == RewardHandle.role else ()
-        produces: tuple[str, ...] = (column, *parts)
-        if self.role in self.context.may_drop:
-            # A row that is left out loses its mask, and so its part in every update.
-            needs = (*needs, "prompt_ids", "loss_mask")
-            produces = (*produces, IS_JUDGED, "loss_mask")
         uses = (ENVIRONMENT_REWARDS, "prompt_ids", IS_JUDGED)
-        reads = experience.select(needs, uses=uses)
+        reads = experience.select((*TRAJECTORY_COLUMNS, *needs), uses=uses)
         return self.infer(
             method,
             lambda client, key, ref, told: client.compute_reward(key, ref, pass_at=pass_at).result(
                 told
             ),
             reads,
-            produces,
+            (column, *parts, *makes),
         )
 
 

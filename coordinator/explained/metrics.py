@@ -97,6 +97,9 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "cost/dropped_rows": "Rows that left the step, since their cost failed.",
         "cost/multiplier": "The Lagrange multiplier, the weight of the cost in the reward.",
         "cost/<source>/<metric>": "As `reward/<source>/...`, of a source of costs.",
+        "teacher/failed_rows": "Rows for which the teacher's servers gave no log-probs "
+        "(`teacher.server`).",
+        "teacher/dropped_rows": "Rows that left the step for that, with those of their prompts.",
     },
     "Advantages": {
         "kl/mean": "KL of the policy to the reference on the sampled tokens, nats a token: "

@@ -31,6 +31,7 @@ from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
 from rolemesh.coordinator.recipe.served_by_actor import check_served_by_actor, served_by_actor
 from rolemesh.coordinator.recipe.server_samplers import check_server_samplers
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
+from rolemesh.coordinator.recipe.teachers import check_teacher, with_policy_folder
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.recipe.tuning import check_tuning
 from rolemesh.engine.layout.ranks import TrainLayout
@@ -58,7 +59,7 @@ from rolemesh.engine.specs.columns import source_column
 ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost", "rollout")
 """Every role that a recipe can have; the algorithm says which it needs."""
 
-_YOUNGER = ("numerics", "teacher", "of", "average", "prompt")
+_YOUNGER = ("numerics", "teacher", "of", "average", "prompt", "server")
 """Fields of a role's section that services of other makes may not know."""
 
 
@@ -254,11 +255,13 @@ class Recipe(Spec):
 
     @property
     def may_drop(self) -> frozenset[str]:
-        """Roles that judge and may leave rows out of a step (on_failure: drop_group)."""
+        """Roles that may leave rows out of a step (on_failure: drop_group)."""
         judges = {role: getattr(self, role) for role in ("reward", "cost")}
-        return frozenset(
-            role for role, spec in judges.items() if spec and may_drop_groups(spec.source)
-        )
+        found = {role for role, spec in judges.items() if spec and may_drop_groups(spec.source)}
+        server = None if self.teacher is None else self.teacher.server
+        if server is not None and server.may_drop:
+            found.add("teacher")
+        return frozenset(found)
 
     @property
     def reward_columns(self) -> tuple[str, ...]:
@@ -312,6 +315,7 @@ class Recipe(Spec):
         check_schedule(self)
         check_replicas(self)
         check_server_samplers(self)
+        check_teacher(self)
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "
@@ -361,6 +365,8 @@ class Recipe(Spec):
         if isinstance(section, RolloutRoleSpec) and self.actor is not None:
             model = section.model.model_copy(update={"adapter": self.actor.model.adapter})
             section = section.model_copy(update={"model": model})
+        if isinstance(section, TeacherSpec):
+            section = with_policy_folder(self, section)
         updates = planned_updates(self.algorithm, run.prompts_per_step)
         return with_length(role, section, updates, run.steps)
 
@@ -408,11 +414,14 @@ class Recipe(Spec):
         return next(name for name, pool in self.pools.items() if role in pool.roles)
 
     def has_model(self, role: str) -> bool:
-        """Whether a role computes with a model, unlike a reward from outside or one that compares.
+        """Whether a role computes with a model, unlike what compares, or asks outside.
 
         Example: the quickstart's reward, which reads numbers, has none.
         """
-        source = getattr(self.section(role), "source", None)
+        section = self.section(role)
+        if isinstance(section, TeacherSpec):
+            return section.model is not None
+        source = getattr(section, "source", None)
         if source is None:
             return True
         return any(isinstance(one.source, ClassifierRewardSpec) for one in named_sources(source))

@@ -1,4 +1,4 @@
-"""Rows that got no reward: the estimators work as if these rows had not been sampled.
+"""Rows that could not be judged: all that follows works as if they had not been sampled.
 
 Shape letters: B rows, J judged rows, N packed completion tokens.
 """
@@ -12,6 +12,34 @@ from rolemesh.engine.specs.columns import IS_JUDGED
 
 _ABSENT = {"pair_ids": -1}
 """What a row that is left out gets in a new column; 0 in others."""
+
+
+LOSS_MASK = "loss_mask"
+"""The mask of a row that is left out becomes False, so that no update counts it."""
+
+
+def whole_groups(failed_B: torch.Tensor, prompt_ids_B: torch.Tensor) -> torch.Tensor:
+    """The rows whose prompt has a row that failed, bool [B]."""
+    return torch.isin(prompt_ids_B, prompt_ids_B[failed_B])
+
+
+def left_out(batch: Experience, is_judged_B: torch.Tensor) -> Experience:
+    """The columns is_judged and loss_mask of a batch of which rows are left out.
+
+    Args:
+        batch: With loss_mask; with is_judged if another role has left rows out.
+        is_judged_B: bool [B], False for the rows to leave out.
+    """
+    if IS_JUDGED in batch:
+        is_judged_B = is_judged_B & batch[IS_JUDGED].values
+    mask = batch[LOSS_MASK]
+    counts_N = is_judged_B.repeat_interleave(mask.lengths())
+    return Experience(
+        {
+            IS_JUDGED: Column(ColumnKind.ROW, is_judged_B),
+            LOSS_MASK: Column(mask.kind, mask.values & counts_N, mask.offsets),
+        }
+    )
 
 
 def judged_rows(batch: Experience) -> torch.Tensor | None:

@@ -146,6 +146,7 @@ from rolemesh.engine.specs.rollout import VllmSpec as VllmSpec
 from rolemesh.engine.specs.selection import PairedSpec as PairedSpec
 from rolemesh.engine.specs.selection import RewardSpreadSpec as RewardSpreadSpec
 from rolemesh.engine.specs.selection import SelectionSpec as SelectionSpec
+from rolemesh.engine.specs.servers import ServersSpec as ServersSpec
 from rolemesh.engine.specs.shaped_rewards import AdaptiveKlSpec as AdaptiveKlSpec
 from rolemesh.engine.specs.shaped_rewards import FixedKlSpec as FixedKlSpec
 from rolemesh.engine.specs.shaped_rewards import KlControllerSpec as KlControllerSpec
@@ -155,3 +156,4 @@ from rolemesh.engine.specs.shaped_rewards import OverlongSpec as OverlongSpec
 from rolemesh.engine.specs.shaped_rewards import ShapedRewardSpec as ShapedRewardSpec
 from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec as SelfTeacherSpec
 from rolemesh.engine.specs.teacher_prompts import TeacherPromptSpec as TeacherPromptSpec
+from rolemesh.engine.specs.teachers import TeacherServerSpec as TeacherServerSpec

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.models import ComputeDtype
-from rolemesh.engine.specs.named import Names
-from rolemesh.engine.specs.urls import as_tuple, check_token_is_safe, check_url
-from rolemesh.engine.specs.variables import TokenVariable
+from rolemesh.engine.specs.servers import ServersSpec
 
 
 class SamplingSpec(Spec):
@@ -87,16 +85,13 @@ class HfSpec(Spec):
     that type can share their memory."""
 
 
-class VllmServerSpec(Spec):
+class VllmServerSpec(ServersSpec):
     """Rollout with `vllm serve` processes, unmodified, that run elsewhere.
 
     Each rank samples its own rows there (generate tp 1, pp 1), and needs no memory of its device.
     """
 
     type: Literal["vllm_server"] = "vllm_server"
-    urls: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1), Names("url")]
-    """Of the servers, e.g. http://host:8000; all serve the actor's model. Requests go to the least
-    busy one."""
     shared_folder: Path | None = None
     """Folder that this service and the servers see: adapters on their way are written there. Needed
     with an adapter."""
@@ -104,38 +99,11 @@ class VllmServerSpec(Spec):
     """The same folder as the servers name it; None: as shared_folder does."""
     max_model_len: int = Field(default=512, ge=2)
     """Longest prompt and completion together, in tokens; no server's --max-model-len is less."""
-    max_num_seqs: int = Field(default=64, ge=1)
-    """Most requests of each rank that are in flight at one server."""
     dtype: ComputeDtype = "bfloat16"
     """Type that the servers compute in (--dtype), and that whole weights are rounded to. With
     float32, sampler and trainer are held to be equal but for the order of sums."""
-    timeout_s: float = Field(default=300.0, gt=0)
-    """Most seconds until the answer to a request is whole; of one that comes token by token, until
-    the next token."""
-    deadline_s: float = Field(default=600.0, gt=0)
-    """Most seconds for which a request is tried again: so long a run waits for servers that are
-    gone."""
     update_timeout_s: float = Field(default=600.0, gt=0)
     """Most seconds that servers may take to load weights."""
-    breaker_failures: int = Field(default=3, ge=1)
-    """Failures in a row after which a server is left alone."""
-    breaker_pause_s: float = Field(default=5.0, gt=0)
-    """Seconds until one request tries that server again."""
-    token_variable: Annotated[TokenVariable | None, Names("variable")] = None
-    """Environment variable of this service that holds the servers' --api-key, where the service's
-    owner grants that; None: no key. Its name ends with TOKEN or KEY, and it is sent over TLS only,
-    or to loopback."""
-
-    @model_validator(mode="after")
-    def _check_urls(self) -> Self:
-        for url in self.urls:
-            check_url(url, ("http", "https"))
-            if self.token_variable is not None:
-                check_token_is_safe(url)
-        plain = [url.rstrip("/") for url in self.urls]
-        if len(set(plain)) < len(plain):
-            raise ValueError(f"urls is {list(self.urls)}: give each server once")
-        return self
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:

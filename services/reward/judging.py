@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rolemesh.engine.algorithms.judged import whole_groups
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rewards.sources import RewardInvalidError, RewardSource, checked
 from rolemesh.engine.specs import DropGroupSpec, FailurePolicySpec, GiveValueSpec
@@ -281,7 +282,5 @@ def _note(source: OutsideSource, judgement: Judgement) -> str:
 
 
 def _whole_groups(failed_B: torch.Tensor, prompt_ids: torch.Tensor | None) -> torch.Tensor:
-    """The rows whose prompt has a row that failed, bool [B]."""
-    if prompt_ids is None:
-        return failed_B
-    return torch.isin(prompt_ids, prompt_ids[failed_B])
+    """The rows whose prompt has a row that failed, bool [B]; without prompts, those alone."""
+    return failed_B if prompt_ids is None else whole_groups(failed_B, prompt_ids)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rolemesh.engine.algorithms.judged import left_out
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.pass_at import pass_at
@@ -25,9 +26,6 @@ from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.reward.outside.make import make_outside_reward
 from rolemesh.services.reward.outside.parts import means
 from rolemesh.services.reward.outside_rows import RowReader
-
-LOSS_MASK = "loss_mask"
-"""The mask of a row that is left out becomes False, so that no update counts it."""
 
 _PARTS = "parts"
 """End of the name of the column with the parts of rewards: a JSON object a row."""
@@ -85,15 +83,8 @@ def judged_columns(
         }
     if sources.asks_outside:
         columns[f"{column}/{_PARTS}"] = Column.text([json.dumps(row) for row in judged.parts])
-    if sources.may_drop:
-        is_judged_B = judged.is_judged_B
-        if IS_JUDGED in batch:
-            is_judged_B = is_judged_B & batch[IS_JUDGED].values
-        mask = batch[LOSS_MASK]
-        counts_N = is_judged_B.repeat_interleave(mask.lengths())
-        columns[IS_JUDGED] = Column(ColumnKind.ROW, is_judged_B)
-        columns[LOSS_MASK] = Column(mask.kind, mask.values & counts_N, mask.offsets)
-    return Experience(columns)
+    found = Experience(columns)
+    return found | left_out(batch, judged.is_judged_B) if sources.may_drop else found
 
 
 def judgement_metrics(

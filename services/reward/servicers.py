@@ -11,6 +11,7 @@ import grpc
 import torch
 from google.protobuf.message import Message
 
+from rolemesh.engine.algorithms.judged import LOSS_MASK
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
@@ -31,7 +32,6 @@ from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.reward.answer_book import AnswerBook
 from rolemesh.services.reward.judging import Judged, OwnSource, RewardSources
 from rolemesh.services.reward.outcome import (
-    LOSS_MASK,
     judged_columns,
     judgement_metrics,
     make_sources,

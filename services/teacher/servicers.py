@@ -1,11 +1,123 @@
-"""The teacher: a frozen policy that scores what another one sampled, and says what it prefers."""
+"""The teacher: a frozen policy that scores what another one sampled, and says what it prefers.
 
-from rolemesh.engine.specs import TeacherSpec
+The service holds it, or asks servers that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+from google.protobuf.message import Message
+
+from rolemesh.engine.algorithms.judged import LOSS_MASK
+from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.specs import ReferenceSpec, TeacherSpec
+from rolemesh.engine.specs.columns import INPUT_COLUMNS, IS_JUDGED
+from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.notes import bounded
+from rolemesh.rpc.references import names_of
 from rolemesh.services.reference.servicers import FrozenPolicyRole
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
+from rolemesh.services.teacher.served import TeacherAtServers
+from rolemesh.v1 import experience_pb2, logprob_pb2
 
 
 class TeacherRole(FrozenPolicyRole):
-    """Holds the policy that the trained one is drawn to."""
+    """Holds the policy that the trained one is drawn to, or asks who holds it."""
 
     name = "teacher"
     spec_class = TeacherSpec
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served: TeacherAtServers | None = None
+        """Asks servers; None where the service holds the policy itself, or nothing yet."""
+
+    def initialize(
+        self,
+        spec: ReferenceSpec | TeacherSpec,
+        run_seed: int,
+        progress: ProgressCallback,
+        mesh: RankMesh,
+    ) -> InitializeResult:
+        """Loads the policy, or checks the servers that hold it."""
+        if not isinstance(spec, TeacherSpec) or spec.server is None:
+            return super().initialize(spec, run_seed, progress, mesh)
+        progress("check the teacher's servers", 0, 1)
+        served = TeacherAtServers(spec.server)
+        served.open()
+        self.served = served
+        return InitializeResult(facts={"teacher.tokens_compared": served.compared})
+
+    def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
+        """Serves log-probs."""
+        return add_servicers(server, TeacherServicer(self, runtime))
+
+    def sleep(self) -> int:
+        """Moves the weights to host memory, where there are any."""
+        return 0 if self.served is not None else super().sleep()
+
+    def wake(self) -> int:
+        """Brings the weights back."""
+        return 0 if self.served is not None else super().wake()
+
+    def close(self) -> None:
+        """Drops the weights, and connections to servers."""
+        if self.served is not None:
+            self.served.close()
+        self.served = None
+        super().close()
+
+
+class TeacherServicer(LogprobServicer):
+    """LogprobService over a policy, or over servers that hold it."""
+
+    _role: TeacherRole
+
+    def ComputeLogprobs(
+        self, request: logprob_pb2.ComputeLogprobsRequest, context: Context
+    ) -> AsyncIterator[logprob_pb2.ComputeLogprobsResponse]:
+        """See logprob.proto; servers give log-probs at temperature 1, and no entropy."""
+        served = self._role.served
+        if served is None:
+            return super().ComputeLogprobs(request, context)
+
+        async def work(call: Call) -> Message:
+            _check_asked(request)
+            columns: tuple[str, ...] = INPUT_COLUMNS
+            if served.may_drop:
+                before = (IS_JUDGED,) if IS_JUDGED in names_of(request.experience) else ()
+                columns = (*columns, "prompt_ids", LOSS_MASK, *before)
+            batch = await self._runtime.pull(request.experience, columns, call)
+            scored = await served.score(batch, request.column, request.top_k, call)
+            report = call.report(scored.metrics, batch.num_tokens)
+            report.notes.extend(bounded(scored.notes))
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, scored.columns), report=report
+            )
+
+        return self._runtime.keyed(request, logprob_pb2.ComputeLogprobsResponse, work)
+
+
+def _check_asked(request: logprob_pb2.ComputeLogprobsRequest) -> None:
+    """Refuses what servers cannot be asked for; raises InvalidRequestError."""
+    wrong = ""
+    if not request.column:
+        wrong = "column is empty: give the new column a name"
+    elif request.temperature != 1.0:
+        wrong = (
+            f"temperature is {request.temperature}, but the servers of teacher.server give "
+            "log-probs at temperature 1 alone: set algorithm.sampling.temperature to 1, or give "
+            "teacher.model in place of teacher.server"
+        )
+    elif request.with_entropy or request.without_adapter:
+        field = "with_entropy" if request.with_entropy else "without_adapter"
+        wrong = (
+            f"{field} is true, for which the servers of teacher.server cannot be asked: leave it "
+            "out, or give teacher.model in place of teacher.server"
+        )
+    if wrong:
+        raise InvalidRequestError(wrong, reason="SPEC_INVALID")

@@ -52,7 +52,7 @@ def test_ids_are_unique_and_every_check_quotes_a_contract() -> None:
         assert one.run.__doc__
 
 
-@pytest.mark.parametrize("role", ["reward", "reference", "critic", "rollout"])
+@pytest.mark.parametrize("role", ["reward", "reference", "teacher", "critic", "rollout"])
 async def test_an_outsider_that_is_right_passes_everything(role: str) -> None:
     findings = await judge(role)
     assert broken(findings) == [], [findings[name].came for name in broken(findings)]
@@ -171,6 +171,13 @@ SCORE_FAULTS = [
     ("reference", "doubles", "scores.column"),
     ("reference", "pulls_nothing", "worker.references"),
     ("reference", "claims_less", "worker.services"),
+    ("teacher", "narrow", "likeliest.columns"),
+    ("teacher", "least_likely_first", "likeliest.order"),
+    ("teacher", "among_themselves", "likeliest.probabilities"),
+    ("teacher", "one_id", "likeliest.ids"),
+    ("teacher", "ids_from_one", "likeliest.sampled"),
+    ("teacher", "of_the_next", "likeliest.sampled"),
+    ("teacher", "any_top_k", "likeliest.refusals"),
     ("critic", "late_values", "scores.causal"),
     ("critic", "off_by_one", "scores.causal"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,10 @@ from rolemesh.engine.models.adapters import module_in_layer
 from rolemesh.engine.rollout.distribution import sampling_logprobs
 from rolemesh.engine.rollout.model_folder import expected_factors, read_model_folder
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.servers.admission import ServerUnfitError
+from rolemesh.engine.rollout.servers.teacher import ServedTeacher
 from rolemesh.engine.rollout.vllm_server import VllmServerBackend
-from rolemesh.engine.specs import AdapterSpec, SamplingSpec, VllmServerSpec
+from rolemesh.engine.specs import AdapterSpec, SamplingSpec, TeacherServerSpec, VllmServerSpec
 from rolemesh.engine.weights.export import write_adapter_folder
 
 pytestmark = pytest.mark.slow
@@ -182,6 +185,24 @@ def test_a_folder_of_an_export_is_served_as_a_module_of_the_start(
     found = [next(iter(entry.values()))["logprob"] for entry in entries]
     expected = logprobs_of(merged(task, saved), PROBE, SamplingSpec())
     assert found == pytest.approx(expected, abs=FLOAT32)
+
+
+async def test_an_adapter_teaches_one_row_at_a_time(task: Path, servers: list[VllmServer]) -> None:
+    def teacher_of(**fields: Any) -> ServedTeacher:
+        spec = {"urls": servers[1].url, "model": "saved", **fields}
+        return ServedTeacher(TeacherServerSpec.model_validate(spec), None)
+
+    # vLLM 0.32 ends where it scores several prompts at once, and may serve adapters.
+    several = teacher_of()
+    with pytest.raises(ServerUnfitError, match=r"teacher\.server\.max_num_seqs to 1"):
+        await several.open()
+    await several.close()
+    teacher = teacher_of(max_num_seqs=1)
+    await teacher.open()
+    expected = logprobs_of(merged(task, task / "adapter"), PROBE, SamplingSpec())
+    for found in await asyncio.gather(*(teacher.score(PROBE, first, 0) for first in (1, 3, 5))):
+        assert found.logprobs == pytest.approx(expected[-len(found.logprobs) :], abs=FLOAT32)
+    await teacher.close()
 
 
 def _recipe(task: Path, servers: list[VllmServer], tmp_path: Path, steps: int) -> dict[str, Any]:

@@ -177,9 +177,9 @@ class FakeVllm:
             answer = await self._plain(method, route, query, body)
         except Refusal as refusal:
             answer = {"error": {"message": str(refusal), "code": refusal.status}}
-            await _send(writer, refusal.status, answer)
+            await send(writer, refusal.status, answer)
             return True
-        await _send(writer, 200, answer)
+        await send(writer, 200, answer)
         return True
 
     async def _plain(self, method: str, route: str, query: str, body: Any) -> Any:
@@ -286,7 +286,7 @@ class FakeVllm:
             for before, token in itertools.pairwise(prompt):
                 entries.append({str(token): {"logprob": self.logprob(before, token, model)}})
             choice = {"index": 0, "prompt_logprobs": entries, "token_ids": [3]}
-            await _send(writer, 200, {"choices": [choice]})
+            await send(writer, 200, {"choices": [choice]})
             return True
         if body["top_k"] == 1 and body["ignore_eos"]:
             self.calls.append(("mode", body))
@@ -357,14 +357,14 @@ class FakeVllm:
             await writer.drain()
             return False
         if fault == "huge":
-            await _send(writer, 200, {"choices": [], "text": "x" * 2**23})
+            await send(writer, 200, {"choices": [], "text": "x" * 2**23})
             return True
         if fault == "no_json":
-            await _send(writer, 200, "<html>")
+            await send(writer, 200, "<html>")
             return True
         tokens = [token for piece, _ in pieces for token in piece]
         logprobs = [logprob for _, piece in pieces for logprob in piece]
-        await _send(
+        await send(
             writer, 200, {"choices": [self._choice(tokens, logprobs, reason, prompt, fault)]}
         )
         return True
@@ -401,7 +401,7 @@ class FakeVllm:
         }
 
 
-async def _send(writer: asyncio.StreamWriter, status: int, answer: Any) -> None:
+async def send(writer: asyncio.StreamWriter, status: int, answer: Any) -> None:
     text = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
     head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
     writer.write(head.encode() + b"\r\n\r\n" + text)

@@ -1,9 +1,9 @@
-"""The reference role as an outsider writes it: from the protos alone, with libraries of his choice.
+"""Reference or teacher as an outsider writes them: from the protos alone, with his own libraries.
 
 A program of its own: threads instead of asyncio, transformers instead of the engine. Of rolemesh
 it imports the code generated from the protos and nothing else.
 
-    python outside_reference.py ANNOUNCE_FILE
+    python outside_reference.py ANNOUNCE_FILE reference
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ from rolemesh.v1 import (
 )
 
 CHUNK_BYTES = 1 << 20
+MAX_TOP_K = 1024
 FETCH_TIMEOUT_S = 60.0
 SERVICES = tuple(f"rolemesh.v1.{name}Service" for name in ("Worker", "Experience", "Logprob"))
 SCHEMA = {"type": "object", "properties": {"model": {"type": "object"}, "layout": {}}}
 
-Rows = list[list[float]]
+DTYPES = {
+    torch.float32: tensor_pb2.DATA_TYPE_FLOAT32,
+    torch.int32: tensor_pb2.DATA_TYPE_INT32,
+}
+Rows = list[torch.Tensor]
+"""Of a column: one number a token, [T], or k of them, [T, k]."""
 
 
 class Refusal(Exception):
@@ -63,7 +69,8 @@ def refuse(context: grpc.ServicerContext, refusal: Refusal) -> None:
 class State:
     """What all threads share."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: str) -> None:
+        self.role = role
         self.lock = threading.RLock()
         self.run_id = ""
         self.model: Any = None
@@ -117,24 +124,31 @@ class State:
             experience_id=experience_id,
             num_rows=num_rows,
             address=self.address,
-            role="reference",
-            num_bytes=sum(4 * len(row) for rows in columns.values() for row in rows),
+            role=self.role,
+            num_bytes=num_bytes(columns),
         )
         return experience_pb2.ExperienceRef(
             run_id=key.run_id,
             step=key.step,
             num_rows=num_rows,
             groups=[
-                experience_pb2.ColumnGroup(columns=[schema(n) for n in columns], shards=[shard])
+                experience_pb2.ColumnGroup(
+                    columns=[schema(name, rows) for name, rows in columns.items()], shards=[shard]
+                )
             ],
         )
 
 
-def schema(name: str) -> experience_pb2.ColumnSchema:
+def num_bytes(columns: dict[str, Rows]) -> int:
+    return sum(row.nbytes for rows in columns.values() for row in rows)
+
+
+def schema(name: str, rows: Rows) -> experience_pb2.ColumnSchema:
     return experience_pb2.ColumnSchema(
         name=name,
         kind=experience_pb2.COLUMN_KIND_COMPLETION,
-        dtype=tensor_pb2.DATA_TYPE_FLOAT32,
+        dtype=DTYPES[rows[0].dtype],
+        width=rows[0].shape[1] if rows[0].dim() > 1 else 0,
     )
 
 
@@ -144,12 +158,12 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
     def GetCapabilities(self, request: Any, context: Any) -> Any:
         return worker_pb2.GetCapabilitiesResponse(
-            role="reference",
+            role=self._state.role,
             services=SERVICES,
             world_size=1,
             chunk_bytes=CHUNK_BYTES,
             experience_capacity_bytes=1 << 30,
-            dtypes=[tensor_pb2.DATA_TYPE_FLOAT32],
+            dtypes=list(DTYPES.values()),
             accepts_references=True,
             spec_schema_json=json.dumps(SCHEMA),
             pid=os.getpid(),
@@ -260,9 +274,9 @@ class Experience(experience_pb2_grpc.ExperienceServiceServicer):
             chosen = [held[name][row] for row in rows]
             offsets = [0, *itertools.accumulate(len(row) for row in chosen)]
             header.columns.add(
-                schema=schema(name),
+                schema=schema(name, held[name]),
                 offsets_at=place(torch.tensor(offsets).numpy().tobytes()),
-                values_at=place(torch.tensor([*itertools.chain(*chosen)]).numpy().tobytes()),
+                values_at=place(torch.cat(chosen).numpy().tobytes()),
                 num_values=offsets[-1],
             )
         header.num_bytes = len(payload)
@@ -279,8 +293,7 @@ class Experience(experience_pb2_grpc.ExperienceServiceServicer):
                 gone = [state.held.pop(one) for one in ids if one in state.held]
         except Refusal as refusal:
             refuse(context, refusal)
-        freed = sum(4 * len(row) for held in gone for rows in held.values() for row in rows)
-        return experience_pb2.ReleaseResponse(released_bytes=freed)
+        return experience_pb2.ReleaseResponse(released_bytes=sum(map(num_bytes, gone)))
 
 
 class Logprobs(logprob_pb2_grpc.LogprobServiceServicer):
@@ -292,6 +305,10 @@ class Logprobs(logprob_pb2_grpc.LogprobServiceServicer):
             self._state.check_holds(request.key.run_id)
             if request.temperature <= 0:
                 message = "temperature must be above 0"
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "SPEC_INVALID", message)
+            most = min(MAX_TOP_K, self._state.model.config.vocab_size)
+            if not 0 <= request.top_k <= most or (request.top_k and request.with_entropy):
+                message = f"top_k must be 0 to {most}, and 0 with an entropy"
                 raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "SPEC_INVALID", message)
             columns = self._score(request)
             return experience_pb2.ExperienceResult(
@@ -310,14 +327,18 @@ class Logprobs(logprob_pb2_grpc.LogprobServiceServicer):
     def _score(self, request: Any) -> dict[str, Rows]:
         columns: dict[str, Rows] = {request.column: []}
         entropies = columns.setdefault(f"{request.column}_entropy", [])
+        ids = columns.setdefault(f"{request.column}_top_ids", [])
+        top = columns.setdefault(f"{request.column}_top", [])
         for tokens, cut in pull(request.experience):
             logits = self._state.model(tokens[None]).logits[0, cut - 1 : -1].float()
             scores = torch.log_softmax(logits / request.temperature, dim=-1)
-            columns[request.column].append(scores.gather(1, tokens[cut:, None])[:, 0].tolist())
-            entropies.append((-(scores.exp() * scores).sum(-1)).tolist())
-        if not request.with_entropy:
-            del columns[f"{request.column}_entropy"]
-        return columns
+            columns[request.column].append(scores.gather(1, tokens[cut:, None])[:, 0])
+            entropies.append(-(scores.exp() * scores).sum(-1))
+            likeliest = scores.topk(request.top_k, dim=1)
+            top.append(likeliest.values)
+            ids.append(likeliest.indices.int())
+        wanted = {request.column: True, f"{request.column}_entropy": request.with_entropy}
+        return {name: rows for name, rows in columns.items() if wanted.get(name, request.top_k)}
 
 
 def pull(ref: Any) -> list[tuple[torch.Tensor, int]]:
@@ -375,9 +396,9 @@ def fetch(shard: Any, name: str) -> tuple[Any, bytearray]:
     return header, payload
 
 
-def main(announce: Path) -> None:
+def main(announce: Path, role: str) -> None:
     torch.set_num_threads(1)
-    state = State()
+    state = State(role)
     server = grpc.server(ThreadPoolExecutor(8))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(state), server)
     experience_pb2_grpc.add_ExperienceServiceServicer_to_server(Experience(state), server)
@@ -394,4 +415,4 @@ def main(announce: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 from support.scripted_core import OutsiderCore
 
+from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.rpc.channel import open_channel
-from rolemesh.rpc.columns import ColumnData, Columns
+from rolemesh.rpc.columns import ColumnData, ColumnKind, Columns
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,
@@ -43,6 +44,7 @@ class ScriptedOutsider(OutsiderCore):
     families: ClassVar = {
         "reward": ("RewardService",),
         "reference": ("LogprobService",),
+        "teacher": ("LogprobService",),
         "critic": ("ValueService", "TrainerService", "WeightsService"),
         "actor": ("RolloutService", "LogprobService"),
         "rollout": ("RolloutService", "WeightsService"),
@@ -135,6 +137,9 @@ class ScriptedOutsider(OutsiderCore):
     async def _logprobs(self, request: Any) -> AsyncIterator[Any]:
         if request.temperature <= 0 and not self.has("any_temperature"):
             raise InvalidRequestError("temperature", reason="SPEC_INVALID")
+        is_known = 0 <= request.top_k <= min(MAX_WIDTH, VOCABULARY)
+        if not self.has("any_top_k") and (not is_known or (request.top_k and request.with_entropy)):
+            raise InvalidRequestError("top_k", reason="SPEC_INVALID")
 
         async def work() -> Any:
             temperature = request.temperature or 1.0
@@ -151,6 +156,8 @@ class ScriptedOutsider(OutsiderCore):
                 columns[f"{request.column}_entropy"] = await self._completions(
                     request.experience, lambda last, now: entropy[last]
                 )
+            if request.top_k > 0:
+                columns |= await self._likeliest(request, scores)
             return experience_pb2.ExperienceResult(
                 experience=self._publish(request.key, Columns(columns))
             )
@@ -158,6 +165,35 @@ class ScriptedOutsider(OutsiderCore):
         events = self._streamed(request, logprob_pb2.ComputeLogprobsResponse, work)
         async for event in events:
             yield event
+
+    async def _likeliest(self, request: Any, scores: Any) -> dict[str, ColumnData]:
+        ids = np.argsort(-scores, axis=1, kind="stable")[:, : request.top_k].astype(np.int32)
+        if self.has("least_likely_first"):
+            ids = ids[:, ::-1]
+        top = np.take_along_axis(scores, ids, 1)
+        if self.has("among_themselves"):
+            top = top - np.log(np.exp(top).sum(1, keepdims=True)) + 0.1
+        if self.has("one_id"):
+            ids = np.repeat(ids[:, :1], request.top_k, 1)
+        if self.has("ids_from_one"):
+            ids = ids + 1
+        if self.has("narrow"):
+            ids, top = ids[:, :-1], top[:, :-1]
+        batch = await self._pull(request.experience, ["tokens", "prompt_lengths"])
+        shift = 0 if self.has("of_the_next") else 1
+        places = [
+            tokens[int(cut) - shift : len(tokens) - shift]
+            for tokens, cut in zip(
+                batch["tokens"].rows(), batch["prompt_lengths"].values, strict=True
+            )
+        ]
+        offsets = np.cumsum([0, *map(len, places)])
+        before = np.concatenate(places)
+        kind = ColumnKind.COMPLETION
+        return {
+            f"{request.column}_top_ids": ColumnData(kind, ids[before], offsets),
+            f"{request.column}_top": ColumnData(kind, top[before], offsets),
+        }
 
     async def _values(self, request: Any) -> AsyncIterator[Any]:
         async def work() -> Any:

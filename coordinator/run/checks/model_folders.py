@@ -73,6 +73,9 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
         if isinstance(section, RewardSpec):
             yield from judge_folders(f"{role}.source", section.source)
             continue
+        if section.model is None:
+            # Of a teacher that servers hold.
+            continue
         is_rollout = role == "rollout"
         # The rollout role samples with the adapter of the actor.
         owner = "actor" if is_rollout and recipe.actor is not None else role

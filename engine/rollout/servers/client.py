@@ -11,7 +11,7 @@ import httpx
 
 from rolemesh.engine.bearer_tokens import bearer_token
 from rolemesh.engine.outgoing_http import outgoing_client
-from rolemesh.engine.specs import VllmServerSpec
+from rolemesh.engine.specs import ServersSpec
 
 SHOWN_CHARACTERS = 400
 """Of what a server says, in an error."""
@@ -79,7 +79,7 @@ class ServerClient:
         answer = await client.post("/v1/completions", body, timeout_s=60, max_bytes=10_000)
     """
 
-    def __init__(self, url: str, spec: VllmServerSpec) -> None:
+    def __init__(self, url: str, spec: ServersSpec) -> None:
         """Prepares; opens no connection yet.
 
         Raises:

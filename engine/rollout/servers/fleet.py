@@ -20,7 +20,7 @@ from rolemesh.engine.rollout.servers.client import (
     ServerUnavailableError,
     WeightsLostError,
 )
-from rolemesh.engine.specs import VllmServerSpec
+from rolemesh.engine.specs import ServersSpec
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Server:
         """Whether its log-probs are those of the distribution that it draws from."""
         self.name = ""
         """Of the model that it serves, without an adapter."""
+        self.max_model_len: int | None = None
+        """Of a teacher: most tokens that it takes; None: it does not say."""
         self.last_error: ServerError | None = None
         self.admission = asyncio.Lock()
         """One at a time."""
@@ -93,9 +95,10 @@ class Fleet:
 
     def __init__(
         self,
-        spec: VllmServerSpec,
+        spec: ServersSpec,
         admission: Admission,
         *,
+        field: str = "rollout",
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -104,6 +107,7 @@ class Fleet:
         Args:
             spec: Addresses and bounds.
             admission: What makes a server fit.
+            field: Of the recipe that names the servers, for errors.
             clock: Returns seconds.
             sleep: Coroutine that waits between tries.
 
@@ -112,6 +116,7 @@ class Fleet:
         """
         self._spec = spec
         self._admission = admission
+        self._field = field
         self._clock = clock
         self._sleep = sleep
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -237,7 +242,7 @@ class Fleet:
             f"{one.url}: {one.last_error or 'its breaker is open'}" for one in self.servers
         )
         return SamplersUnavailableError(
-            f"none of the {len(self.servers)} servers in rollout.urls does what it is asked "
+            f"none of the {len(self.servers)} servers in {self._field}.urls does what it is asked "
             f"({found}): {_REMEDY}"
         )
 

@@ -35,6 +35,9 @@ _ENVELOPE_BYTES = 2**16
 _TOKEN_BYTES = 4096
 """Most bytes that a token takes in an answer, with an event of a stream around it: some 500."""
 
+_ENTRY_BYTES = 512
+"""Most bytes of each further token that is told of at a place, on average: some 80."""
+
 
 @dataclass(slots=True)
 class Segment:
@@ -167,12 +170,15 @@ def body_of(
     }
 
 
-def scoring_body(tokens: Sequence[int], served: Served) -> dict[str, Any]:
-    """A request for the log-probs of a row. One token is drawn, too; a greedy one is no chance."""
+def scoring_body(tokens: Sequence[int], served: Served, *, top_k: int = 0) -> dict[str, Any]:
+    """A request for the log-probs of a row, and of the likeliest tokens at each of its places.
+
+    One token is drawn, too; a greedy one is no chance.
+    """
     return _body(tokens, served) | {
         "temperature": 0.0,
         "max_tokens": 1,
-        "prompt_logprobs": 0,
+        "prompt_logprobs": top_k,
         "ignore_eos": True,
     }
 
@@ -221,9 +227,9 @@ def _body(tokens: Sequence[int], served: Served) -> dict[str, Any]:
     return body
 
 
-def most_bytes(num_tokens: int) -> int:
-    """Longest answer with so many tokens, prompt or completion."""
-    return _ENVELOPE_BYTES + _TOKEN_BYTES * num_tokens
+def most_bytes(num_tokens: int, top_k: int = 0) -> int:
+    """Longest answer with so many tokens, prompt or completion, and others told of at each."""
+    return _ENVELOPE_BYTES + (_TOKEN_BYTES + _ENTRY_BYTES * top_k) * num_tokens
 
 
 def add_answer(
@@ -251,28 +257,28 @@ def add_answer(
     """
     choices = _get(answer, "choices")
     if not isinstance(choices, list) or len(choices) != 1:
-        raise _invalid(where, "one choice", choices)
+        raise answer_invalid(where, "one choice", choices)
     choice = choices[0]
     taken = _get(choice, "prompt_token_ids")
     if taken is None and not segment.tokens:
-        raise _invalid(where, "prompt_token_ids (return_token_ids)", taken)
+        raise answer_invalid(where, "prompt_token_ids (return_token_ids)", taken)
     if taken is not None and taken != list(prompt):
-        raise _invalid(where, "the prompt's own tokens", taken)
+        raise answer_invalid(where, "the prompt's own tokens", taken)
     tokens = _get(choice, "token_ids")
     if not isinstance(tokens, list) or not all(
         type(token) is int and 0 <= token < vocab_size for token in tokens
     ):
-        raise _invalid(where, f"token ids below {vocab_size}", tokens)
+        raise answer_invalid(where, f"token ids below {vocab_size}", tokens)
     if len(segment.tokens) + len(tokens) > most:
-        raise _invalid(where, f"at most {most} tokens", len(segment.tokens) + len(tokens))
+        raise answer_invalid(where, f"at most {most} tokens", len(segment.tokens) + len(tokens))
     told = _get(choice, "logprobs")
     # A last event without tokens has none.
     names, logprobs = ([], []) if told is None and not tokens else _columns(told)
     if names != [f"token_id:{token}" for token in tokens] or len(logprobs) != len(tokens):
-        raise _invalid(where, f"{len(tokens)} log-probs, one a token of {tokens}", told)
+        raise answer_invalid(where, f"{len(tokens)} log-probs, one a token of {tokens}", told)
     for logprob in logprobs:
         if not _is_logprob(logprob):
-            raise _invalid(where, "finite log-probs (NaN in its weights?)", logprob)
+            raise answer_invalid(where, "finite log-probs (NaN in its weights?)", logprob)
     segment.tokens += tokens
     segment.logprobs += map(float, logprobs)
     reason = _get(choice, "finish_reason")
@@ -297,7 +303,7 @@ def check_end(segment: Segment, *, most: int, stop_tokens: Sequence[int], where:
         return
     if segment.reason == "length" and len(segment.tokens) == most:
         return
-    raise _invalid(
+    raise answer_invalid(
         where,
         f"a completion that ends by a stop token or at {most} tokens",
         f"{segment.reason!r} after {len(segment.tokens)}",
@@ -310,19 +316,36 @@ def scores_of(answer: Any, tokens: Sequence[int], *, where: str) -> list[float]:
     Raises:
         AnswerInvalidError: They are not there, not the tokens', or not finite.
     """
+    entries = entries_of(answer, len(tokens), where=where)
+    pairs = zip(tokens[1:], entries, strict=True)
+    return [logprob_in(entry, token, where=where) for token, entry in pairs]
+
+
+def entries_of(answer: Any, num_tokens: int, *, where: str) -> list[Any]:
+    """What a scored row is told of each of its places but the first.
+
+    Raises:
+        AnswerInvalidError: It is not there.
+    """
     choices = _get(answer, "choices")
     choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
     found = _get(choice, "prompt_logprobs")
-    if not isinstance(found, list) or len(found) != len(tokens):
+    if not isinstance(found, list) or len(found) != num_tokens:
         num = len(found) if isinstance(found, list) else found
-        raise _invalid(where, f"prompt_logprobs of {len(tokens)} tokens", num)
-    logprobs = []
-    for token, entry in zip(tokens[1:], found[1:], strict=True):
-        logprob = _get(_get(entry, str(token)), "logprob")
-        if not _is_logprob(logprob):
-            raise _invalid(where, f"a finite log-prob of token {token}", logprob)
-        logprobs.append(float(logprob))
-    return logprobs
+        raise answer_invalid(where, f"prompt_logprobs of {num_tokens} tokens", num)
+    return found[1:]
+
+
+def logprob_in(entry: Any, token: int | str, *, where: str) -> float:
+    """The log-prob of a token in what is told of a place.
+
+    Raises:
+        AnswerInvalidError: It is not there, or not finite.
+    """
+    logprob = _get(_get(entry, str(token)), "logprob")
+    if not _is_logprob(logprob):
+        raise answer_invalid(where, f"a finite log-prob of token {token}", logprob)
+    return float(logprob)
 
 
 def _is_logprob(value: Any) -> bool:
@@ -334,7 +357,8 @@ def _get(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, dict) else None
 
 
-def _invalid(where: str, expected: str, found: Any) -> AnswerInvalidError:
+def answer_invalid(where: str, expected: str, found: Any) -> AnswerInvalidError:
+    """The error of an answer that is none."""
     text = repr(found)
     shown = text if len(text) <= 200 else f"{text[:200]}..."
     return AnswerInvalidError(

@@ -74,6 +74,8 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.rollout.servers.client.ServerRefusedError": "SAMPLER_REFUSED",
         "rolemesh.engine.rollout.servers.admission.ServerUnfitError": "SAMPLER_REFUSED",
         "rolemesh.engine.rollout.servers.client.AnswerInvalidError": "SAMPLER_ANSWER_INVALID",
+        "rolemesh.services.teacher.served.TeacherFailedError": "TEACHER_FAILED",
+        "rolemesh.services.teacher.served.TeacherUnavailableError": "TEACHER_UNAVAILABLE",
         "rolemesh.engine.train.optimizer.LossNotFiniteError": "LOSS_NOT_FINITE",
         "rolemesh.engine.train.optimizer.NoGradientError": "NO_GRADIENT",
         "rolemesh.engine.train.model_in_training.GradientPendingError": "GRADIENT_PENDING",

@@ -376,6 +376,15 @@ REASONS: Mapping[str, Reason] = {
     "STORE_UNAVAILABLE": Reason(
         "The store does not answer.", "See that Redis or Valkey runs, at the URL of the recipe."
     ),
+    "TEACHER_FAILED": Reason(
+        "A server in `teacher.server.urls` refused a row, or was started in a way that it cannot "
+        "be used.",
+        "Start it as the message says; see `teacher.server.on_failure`.",
+    ),
+    "TEACHER_UNAVAILABLE": Reason(
+        "No server in `teacher.server.urls` can be reached.",
+        "Start them; look at the addresses in the recipe.",
+    ),
     "TENSOR_MALFORMED": Reason(
         "A tensor's bytes do not fit its type and shape.", "Send what its header says."
     ),

@@ -104,6 +104,7 @@ def test_a_healthy_run_gives_no_alert_after_any_of_its_steps(steps: int) -> None
         ({"groups/all_equal": 7.5}, 10, "GROUPS_ALIKE", "94 %"),
         ({"reward/helpful/errors": 2.0}, 3, "REWARD_ERRORS", "helpful failed 6 times"),
         ({"reward/helpful/dropped_rows": 4.0}, 2, "REWARD_ROWS_DROPPED", "8 rows"),
+        ({"teacher/dropped_rows": 3.0}, 2, "TEACHER_ROWS_DROPPED", "6 rows"),
         ({"entropy": 0.001}, 10, "ENTROPY_COLLAPSED", "from 0.30 to 0.0010"),
         ({"kl/mean": 2.5}, 10, "KL_HIGH", "2.50 nats a token away"),
         ({"actor/grad_norm": 84.0}, 1, "GRADIENT_GREW", "the actor is 84, 12 times"),

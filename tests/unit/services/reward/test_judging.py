@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.fake_calls import FakeCall
 from support.fake_rewards import lie
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
@@ -57,25 +58,6 @@ class Own:
 
     def score(self, batch, progress):
         return torch.tensor(self.rewards)
-
-
-class FakeCall:
-    """Computes at once."""
-
-    def __init__(self):
-        self.stages = []
-        self.is_wanted = True
-
-    async def compute(self, function, *args, **kwargs):
-        return function(*args, **kwargs)
-
-    def progress(self, stage, done=0, total=0):
-        self.stages.append(stage)
-        if not self.is_wanted:
-            raise UnavailableError("the service drains", reason="SERVICE_DRAINING")
-
-    def phase(self, name):
-        return contextlib.nullcontext()
 
 
 def batch(num_rows=3):
