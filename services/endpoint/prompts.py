@@ -17,7 +17,8 @@ from rolemesh.services.endpoint.asked import ASKED
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS = frozenset({"tools", "chat_template_kwargs", "documents", "reasoning_effort"})
+_BESIDE = frozenset({"documents", "reasoning_effort"})
+_SETTINGS = _BESIDE | {"tools", "chat_template_kwargs"}
 """Fields that a prompt is rendered from beside its messages."""
 
 
@@ -81,12 +82,28 @@ def settings_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: body[name] for name in _SETTINGS if body.get(name) is not None}
 
 
+def beside_messages(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM gives the template of a chat for fields other than messages and tools.
+
+    Example: of the effort "none" also "enable_thinking": False, unless the caller says otherwise.
+    """
+    given = {name: body[name] for name in _BESIDE if body.get(name) is not None}
+    chosen = body.get("chat_template_kwargs") or {}
+    if "reasoning_effort" in given and "enable_thinking" not in chosen:
+        given["enable_thinking"] = given["reasoning_effort"] != "none"
+    return given
+
+
 def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     """What the template is given beside the messages."""
-    given = dict(settings_of(body))
-    chosen = given.pop("chat_template_kwargs", {})
+    chosen = body.get("chat_template_kwargs") or {}
     ours = {"add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
-    return {**{name: value for name, value in chosen.items() if name not in ours}, **given}
+    tools = {} if body.get("tools") is None else {"tools": body["tools"]}
+    return {
+        **{name: value for name, value in chosen.items() if name not in ours},
+        **tools,
+        **beside_messages(body),
+    }
 
 
 def _as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:

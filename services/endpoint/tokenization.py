@@ -7,7 +7,8 @@ from typing import Any
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
-from rolemesh.services.endpoint.prompts import SessionPrompts
+from rolemesh.services.endpoint.asked import ASKED
+from rolemesh.services.endpoint.prompts import SessionPrompts, beside_messages
 
 
 class SessionTokenization(ServingTokenization):  # type: ignore[misc]
@@ -21,6 +22,10 @@ class SessionTokenization(ServingTokenization):  # type: ignore[misc]
 
     async def create_tokenize(self, request: TokenizeRequest, raw_request: Any) -> Any:
         """See vLLM."""
-        if isinstance(request, TokenizeChatRequest):
+        asked = ASKED.get()
+        if asked is not None and isinstance(request, TokenizeChatRequest):
+            # VLLM's own knows no fields for these, and would pass them over.
+            beside = beside_messages(asked.body)
+            request.chat_template_kwargs = {**(request.chat_template_kwargs or {}), **beside}
             self.prompts.put_into(request)
         return await super().create_tokenize(request, raw_request)

@@ -6,6 +6,7 @@ Each session's rows are checked against full forward passes of the version that 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.endpoints import (
     ADD,
     FIRST_VERSION,
     LETTERS,
+    TEMPLATE,
     Sampler,
     Served,
     Session,
@@ -296,6 +298,31 @@ def test_tokenize_has_the_variants_of_a_call(
     # A prompt that no answer is opened behind is rendered, as that of a call is.
     is_opened = variant["add_generation_prompt"]
     assert (tokens == rendered(served, messages, **variant)) is not is_opened
+
+
+def test_what_a_template_is_given_beside_messages_shapes_every_prompt(
+    sampler: Sampler, tmp_path: Path
+) -> None:
+    """VLLM's /tokenize passes documents and efforts over; an effort of "none" stops thoughts."""
+    template = tmp_path / "thoughts.jinja"
+    template.write_text(
+        "{%- if documents %}{{ documents[0].text }}{% endif %}"
+        + TEMPLATE
+        + "{%- if add_generation_prompt and enable_thinking is false %}<think></think>{% endif %}"
+    )
+    settings = {"documents": [{"text": "of old"}], "reasoning_effort": "none"}
+    with serving_endpoint(sampler, chat_template=template) as served:
+        session, messages = served.session(seed=1), list(ASK)
+        for turn in range(2):
+            given = session.chat(messages, max_tokens=8, return_token_ids=True, **WORDS, **settings)
+            tokens = prompt_of(given)
+            text = sampler.tokenizer.decode(tokens)
+            assert text.startswith("of old<|im_start|>")
+            assert text.endswith("<|im_start|>assistant\n<think></think>")
+            assert session.tokenize(messages, **settings)["tokens"] == tokens
+            assert (rendered(served, messages, **settings) == tokens) is (turn == 0)
+            messages += [answer_of(given), *MORE]
+        assert [call["parent"] for call in session.read()["calls"]] == [None, 0]
 
 
 def test_tokenize_of_a_text_is_the_tokenizer_s_own(served: Served) -> None:
