@@ -28,6 +28,7 @@ GENERATOR_INSTALLED := $(GENERATOR)/.installed-$(shell echo "$(GENERATOR_PINS)" 
 MODEL := .models/SmolLM2-135M-Instruct
 JUDGE := .models/form-judge
 TEACHER := runs/teacher
+ANSWERS := .data/teacher
 SUMS := .data/sums
 # Those against a peer need an environment of their own: bench-peers makes it and runs them.
 AGAINST_PEERS = $(sort $(wildcard tests/benchmarks/*_against_trl.py))
@@ -63,7 +64,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup tools model judge teacher sums quickstart system-packages test test-slow fuzz test-gpu \
+.PHONY: help setup tools model judge teacher teacher-answers sums quickstart system-packages test test-slow fuzz test-gpu \
 	gpu-minutes gpu-wheels test-kernels test-trackers test-clients images sbom audit \
 	test-containers format \
 	lint type protos protos-check sdk bench bench-peers check check-slow lock \
@@ -100,6 +101,9 @@ sums: setup ## given answers to sums, for the recipes that learn from data
 
 teacher: model ## the teacher of recipes/distillation.yaml: the model that the quickstart ends with; minutes, or nothing when it is there
 	@[ -e $(TEACHER)/model/config.json ] || $(BIN)/rolemesh train recipes/quickstart-ppo.yaml --out $(TEACHER)
+
+teacher-answers: teacher ## what that teacher answers, for recipes/sequence-distillation.yaml
+	$(BIN)/python -m rolemesh.quickstart.teacher_answers --teacher $(TEACHER)/model --out $(ANSWERS)
 
 quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
 	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)

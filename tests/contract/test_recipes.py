@@ -18,6 +18,7 @@ from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.engine.specs import JsonlSpec, ModelSpec
 from rolemesh.quickstart.form_judge import PROMPTS
 from rolemesh.quickstart.sum_examples import FILES
+from rolemesh.quickstart.teacher_answers import FILE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
@@ -91,7 +92,10 @@ def test_the_data_of_recipes_is_written_by_a_make_target_and_its_absence_says_so
         if getattr(getattr(recipe, role), "data", None) is not None
     }
     stored = {name: data for name, data in sources.items() if isinstance(data, JsonlSpec)}
-    assert stored.keys() == {"sft", "dpo", "kto", "reward-model"}
+    assert stored.keys() == {"sft", "dpo", "kto", "reward-model", "sequence-distillation"}
+    answers = stored.pop("sequence-distillation").path
+    assert answers.parent in written_by(["teacher-answers"])
+    assert answers.name == FILE
     (folder,) = written_by(["sums"])
     for data in stored.values():
         assert data.path.parent == folder

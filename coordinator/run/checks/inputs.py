@@ -91,6 +91,8 @@ def _maker_hint(path: Path) -> str:
         return f"; `python -m rolemesh.quickstart.smollm2 --out {path}` writes this one"
     if path.name == "form-judge":
         return "; `make judge` writes .models/form-judge"
+    if path.name == "teacher":
+        return "; `make teacher-answers` writes .data/teacher"
     if path.name == "sums":
         return "; `make sums` writes .data/sums"
     return ""
