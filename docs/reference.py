@@ -27,7 +27,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "run": ("The run", ("run",)),
     "algorithm": ("The algorithm", ("algorithm",)),
-    "roles": ("Roles: models, data, sampling", ("actor", "critic", "reference", "rollout")),
+    "roles": (
+        "Roles: models, data, sampling",
+        ("actor", "critic", "reference", "teacher", "rollout"),
+    ),
     "rewards": ("Rewards and costs", ("reward", "cost")),
     "mesh": (
         "Placement, services, outputs",

@@ -143,8 +143,12 @@ def _played_by(role: str, recipe: Recipe) -> str:
 
 def unused_roles(recipe: Recipe) -> tuple[str, ...]:
     """Roles that have a section which the recipe's algorithm does not ask for."""
-    used = roles_in(recipe)
-    return tuple(role for role in recipe.roles if role not in used)
+    if isinstance(recipe.algorithm, ExternalSpec):
+        return ()
+    wanted = roles_of(algorithm_of(recipe))
+    used = {*roles_in(recipe), *(_played_by(role, recipe) for role in wanted.every)}
+    with_section = (*recipe.roles, *sorted(recipe.served_by_actor))
+    return tuple(role for role in with_section if role not in used)
 
 
 def _lacking_role(column: str, wanted: Roles, context: StepContext) -> str:

@@ -63,6 +63,7 @@ def _models(recipe: Recipe) -> Iterator[dict[str, Any]]:
                 ).model_dump(mode="json"),
                 "optimizer": section.optimizer.model_dump(mode="json") if is_trained else None,
                 "loss": _loss(recipe, role) if is_trained else None,
+                "average": recipe.actor_average if role == "actor" else None,
                 # Scores of a reward differ by little, so that it computes exactly.
                 "numerics": "exact"
                 if isinstance(section, RewardSpec)

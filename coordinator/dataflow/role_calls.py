@@ -25,7 +25,7 @@ from rolemesh.coordinator.dataflow.graph import OnBlock, StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.recipe.algorithm_parts import AlgorithmParts
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
-from rolemesh.engine.specs import SamplingSpec
+from rolemesh.engine.specs import SamplingSpec, TeacherSpec
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, trainer_pb2
@@ -136,8 +136,10 @@ class StepContext:
     """Roles that may leave rows out of the step."""
     reward_columns: tuple[str, ...] = ()
     """Columns with the rewards of one source each, which the reward role makes besides."""
-    is_reference_base: bool = False
-    """Whether the actor is the reference, with its adapter off."""
+    served_by_actor: frozenset[str] = frozenset()
+    """Roles without a service, for which the actor answers."""
+    teacher: TeacherSpec | None = None
+    """The recipe's section, which says what the teacher is told."""
     policy_updates: list[CallFuture] = field(default_factory=list)
     """Updates of the actor that the step asks for."""
     trained_on: list[ExperienceFuture] = field(default_factory=list)
@@ -145,13 +147,19 @@ class StepContext:
 
     def services_of(self, role: str) -> list[str]:
         """Services of the role that take part; none where it has none."""
-        if role == "reference" and self.is_reference_base:
-            role = "actor"
-        found = [name for name, known in self.connections.items() if known.role == role]
-        if role == "reference" and not found:
-            # The KL is taken to the teacher then.
-            return self.services_of("teacher")
-        return found
+        player = self.played_by(role)
+        answers = "actor" if player in self.served_by_actor else player
+        return [name for name, known in self.connections.items() if known.role == answers]
+
+    def played_by(self, role: str) -> str:
+        """The role itself; of a reference that the recipe does not have, the teacher.
+
+        The KL is taken to the teacher then.
+        """
+        if role != "reference" or role in self.served_by_actor:
+            return role
+        has_service = any(known.role == role for known in self.connections.values())
+        return role if has_service else "teacher"
 
     @property
     def parts(self) -> AlgorithmParts:

@@ -309,17 +309,13 @@ class ReferenceHandle(RoleHandle):
 
     role = "reference"
 
-    def __init__(self, context: StepContext) -> None:
-        super().__init__(context)
-        self._is_base = self.connection.role == ActorHandle.role
-
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """The frozen policy's log-prob of every completion token, at the loss's temperature."""
-        return _compute_logprobs(self, experience, "reference_logprobs", of_base=self._is_base)
+        return _compute_logprobs(self, experience, "reference_logprobs")
 
 
 class TeacherHandle(RoleHandle):
-    """The frozen policy that the trained one is drawn to."""
+    """The policy that the trained one is drawn to: of its own services, or that one itself."""
 
     role = "teacher"
 
@@ -334,22 +330,31 @@ class TeacherHandle(RoleHandle):
 
 
 def _compute_logprobs(
-    handle: RoleHandle,
-    experience: ExperienceFuture,
-    column: str,
-    *,
-    of_base: bool = False,
-    top_k: int = 0,
+    handle: RoleHandle, experience: ExperienceFuture, column: str, *, top_k: int = 0
 ) -> ExperienceFuture:
-    temperature = handle.context.parts.policy_loss.logprob_temperature
+    """Asks whoever plays the role for log-probs, and for the top_k likeliest tokens besides."""
+    context = handle.context
+    temperature = context.parts.policy_loss.logprob_temperature
+    player = context.played_by(handle.role)
+    is_served_by_actor = player in context.served_by_actor
+    teacher = context.teacher if player == TeacherHandle.role else None
+    told = () if teacher is None or teacher.prompt is None else teacher.prompt.columns()
     needs, makes = _dropping(handle)
+    is_base = is_served_by_actor and player == ReferenceHandle.role
+    is_told = teacher is not None and teacher.as_actor() is not None
     return handle.infer(
-        # Named apart from what an actor scores with its adapter.
-        "compute_reference_logprobs" if of_base else "compute_logprobs",
-        lambda client, key, ref, told: client.compute_logprobs(
-            key, ref, column, temperature=temperature, without_adapter=of_base, top_k=top_k
-        ).result(told),
-        experience.select((*INPUT_COLUMNS, *needs), uses=(IS_JUDGED,) if needs else ()),
+        # Named apart from what an actor scores for itself.
+        f"compute_{player}_logprobs" if is_served_by_actor else "compute_logprobs",
+        lambda client, key, ref, on_progress: client.compute_logprobs(
+            key,
+            ref,
+            column,
+            temperature=temperature,
+            without_adapter=is_base,
+            top_k=top_k,
+            as_teacher=is_told,
+        ).result(on_progress),
+        experience.select((*INPUT_COLUMNS, *told, *needs), uses=(IS_JUDGED,) if needs else ()),
         (column, *((f"{column}_top_ids", f"{column}_top") if top_k else ()), *makes),
     )
 

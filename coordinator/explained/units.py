@@ -54,6 +54,7 @@ _BY_NAME: Mapping[str, str] = {
     "alpha": "factor",
     "at_once": "trajectories",
     "attempts": "failures",
+    "average": "share",
     "back": "steps",
     "batch_size": "rows",
     "below": "nats a token",

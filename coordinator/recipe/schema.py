@@ -28,6 +28,7 @@ from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.replicas import check_replicas
 from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
+from rolemesh.coordinator.recipe.served_by_actor import check_served_by_actor, served_by_actor
 from rolemesh.coordinator.recipe.server_samplers import check_server_samplers
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.teachers import check_teacher, with_policy_folder
@@ -47,6 +48,7 @@ from rolemesh.engine.specs import (
     RolloutRoleSpec,
     RolloutSpec,
     SamplingSpec,
+    SelfTeacherSpec,
     Spec,
     TeacherSpec,
     may_drop_groups,
@@ -56,6 +58,9 @@ from rolemesh.engine.specs.columns import source_column
 
 ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost", "rollout")
 """Every role that a recipe can have; the algorithm says which it needs."""
+
+_YOUNGER = ("numerics", "teacher", "server", "of", "average", "prompt")
+"""Fields of a role's section that services of other makes may not know."""
 
 
 class TracingSpec(Spec):
@@ -173,12 +178,26 @@ class Recipe(Spec):
     def roles(self) -> tuple[str, ...]:
         """Roles that have a section, and services by it."""
         named = (role for role in ROLES if getattr(self, role) is not None)
-        return tuple(role for role in named if role != "reference" or not self.is_reference_base)
+        return tuple(role for role in named if role not in self.served_by_actor)
 
     @property
-    def is_reference_base(self) -> bool:
-        """Whether the reference is the actor's base, scored by the actor with its adapter off."""
-        return self.reference is not None and self.reference.model is None
+    def served_by_actor(self) -> frozenset[str]:
+        """Roles that have a section and no service, since the actor answers for them.
+
+        A reference without a model is the actor's base, which scores with the adapter off; a
+        teacher may be the policy itself.
+        """
+        return served_by_actor(self)
+
+    @property
+    def self_teacher(self) -> SelfTeacherSpec | None:
+        """What the actor is told of itself as the teacher; None where there is nothing to tell."""
+        return None if self.teacher is None else self.teacher.as_actor()
+
+    @property
+    def actor_average(self) -> float | None:
+        """Part of the moving average of the policy that a step leaves; None: none is kept."""
+        return None if self.self_teacher is None else self.self_teacher.average
 
     @property
     def sampling(self) -> SamplingSpec | None:
@@ -202,16 +221,8 @@ class Recipe(Spec):
         return self
 
     @model_validator(mode="after")
-    def _check_reference(self) -> Self:
-        # An address in services.reference is not used then, like that of any role without a
-        # section: a mesh of containers has a service for each.
-        if not self.is_reference_base:
-            return self
-        if self.actor is None or self.actor.model.adapter is None:
-            raise ValueError(
-                "reference.model is missing: give {path: FOLDER}, or give actor.model.adapter, "
-                "whose base is the reference then"
-            )
+    def _check_served_by_actor(self) -> Self:
+        check_served_by_actor(self)
         return self
 
     @model_validator(mode="after")
@@ -337,8 +348,9 @@ class Recipe(Spec):
     def sent_section(self, role: str) -> RoleSpec:
         """The role's section as its services get it.
 
-        Its schedule says how long it is, and the actor is told which of the user's functions it
-        loads: those that the section algorithm names, and no others later.
+        Its schedule says how long it is, and the actor is told how it is its own teacher, if it is,
+        and which of the user's functions it loads: those that the section algorithm names, and no
+        others later.
 
         Raises:
             ValueError: There is no section, or the length is not known.
@@ -347,7 +359,9 @@ class Recipe(Spec):
         if section.numerics is None and run.numerics != section.chosen_numerics:
             section = section.model_copy(update={"numerics": run.numerics})
         if isinstance(section, ActorSpec):
-            section = section.model_copy(update={"own_functions": self.own_functions()})
+            section = section.model_copy(
+                update={"own_functions": self.own_functions(), "teacher": self.self_teacher}
+            )
         if isinstance(section, RolloutRoleSpec) and self.actor is not None:
             model = section.model.model_copy(update={"adapter": self.actor.model.adapter})
             section = section.model_copy(update={"model": model})
@@ -363,10 +377,9 @@ class Recipe(Spec):
         they are is left out where it says nothing.
         """
         spec = self.sent_section(role).model_dump(mode="json")
-        if spec["numerics"] is None:
-            del spec["numerics"]
-        if role == "teacher" and spec["server"] is None:
-            del spec["server"]
+        for name in _YOUNGER:
+            if name in spec and spec[name] is None:
+                del spec[name]
         _leave_out_no_adapter(spec)
         return spec
 

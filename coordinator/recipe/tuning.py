@@ -187,7 +187,8 @@ def _scorer(recipe: Any) -> str:
     sources = [one.source for judge in judges for one in named_sources(judge.source)]
     if any(isinstance(source, ClassifierRewardSpec) for source in sources):
         return "the classifier of a reward"
-    return next((role for role in ("reference", "teacher", "critic") if role in recipe.roles), "")
+    scorers = (*recipe.roles, *recipe.served_by_actor)
+    return next((role for role in ("reference", "teacher", "critic") if role in scorers), "")
 
 
 def _check_value(recipe: Any, name: str, value: JsonValue) -> None:

@@ -137,12 +137,14 @@ class AsyncRole(WeightCalls):
         with_entropy: bool = False,
         without_adapter: bool = False,
         top_k: int = 0,
+        as_teacher: bool = False,
     ) -> Experience:
         """Log-prob of every completion token under its policy, as the column of that name.
 
         Without its adapter the base alone scores: the reference of a policy that trains one. With
         top_k also the likeliest tokens at each place, int32 of that width, as the column
-        `<column>_top_ids`, and their log-probs as `<column>_top`.
+        `<column>_top_ids`, and their log-probs as `<column>_top`. An actor scores as its own
+        teacher with as_teacher, as `teacher` of its section says.
         """
         result = await self._call(
             self._client.compute_logprobs,
@@ -153,6 +155,7 @@ class AsyncRole(WeightCalls):
             with_entropy=with_entropy,
             without_adapter=without_adapter,
             top_k=top_k,
+            as_teacher=as_teacher,
         )
         return _experience(result)
 

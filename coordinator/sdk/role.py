@@ -167,12 +167,14 @@ class Role:
         with_entropy: bool = False,
         without_adapter: bool = False,
         top_k: int = 0,
+        as_teacher: bool = False,
     ) -> Experience:
         """Log-prob of every completion token under its policy, as the column of that name.
 
         Without its adapter the base alone scores: the reference of a policy that trains one. With
         top_k also the likeliest tokens at each place, int32 of that width, as the column
-        `<column>_top_ids`, and their log-probs as `<column>_top`.
+        `<column>_top_ids`, and their log-probs as `<column>_top`. An actor scores as its own
+        teacher with as_teacher, as `teacher` of its section says.
         """
         return self._loop.run(
             self._role.compute_logprobs(
@@ -182,6 +184,7 @@ class Role:
                 with_entropy=with_entropy,
                 without_adapter=without_adapter,
                 top_k=top_k,
+                as_teacher=as_teacher,
             )
         )
 

@@ -43,6 +43,7 @@ def records(path: Path, field: str, lines: Lines = ALL) -> Iterator[tuple[Any, s
         DataInvalidError: The file cannot be read, or a line is not JSON.
     """
     at = lines.start
+    place = f"{field} {path}"
     try:
         with path.open("rb") as file:
             file.seek(at)
@@ -50,22 +51,20 @@ def records(path: Path, field: str, lines: Lines = ALL) -> Iterator[tuple[Any, s
             for number, line in enumerate(file, start=lines.first):
                 if at >= lines.end:
                     break
-                where = f"{field} {path}, line {number}"
+                where = f"{place}, line {number}"
                 try:
                     value = _quick_value(line)
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     # Python's own reader takes more (NaN, half of a surrogate pair), and its words
                     # name the place of a fault.
-                    text = _text(line, at, f"{field} {path}")
+                    text = _text(line, at, place)
                     if text.strip():
                         yield _value(text, where), where
                 else:
                     yield value, where
                 at += len(line)
     except OSError as error:
-        raise DataInvalidError(
-            f"{field} {path} cannot be read ({error.strerror}): check it"
-        ) from error
+        raise DataInvalidError(f"{place} cannot be read ({error.strerror}): check it") from error
 
 
 def _text(line: bytes, at: int, where: str) -> str:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 16 << 20
 """A smaller part is not worth the start of a process, which takes two seconds."""
 
-_HEAD_START_BYTES = 6 << 20
+_HEAD_START_BYTES = 20 << 20
 """What the caller reads until the other processes have started."""
 _MOST_PARTS = 8
 _LOOK_EVERY_S = 0.1
@@ -172,7 +172,7 @@ def _started(
 
 def _split(path: Path, size: int, count: int) -> list[Lines]:
     """Cuts a file at ends of lines into parts of about the same size, but for a longer first."""
-    head_start = min(_HEAD_START_BYTES, size // 4)
+    head_start = min(_HEAD_START_BYTES, size // 3)
     found: list[Lines] = []
     start, line = 0, 1
     with path.open("rb") as file:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jinja2
 
 from rolemesh.engine.data.fixed_ends import FixedEnds
+from rolemesh.engine.data.frames import Frames
 from rolemesh.engine.data.rows import Completion, DataInvalidError, Message, PromptRow
 from rolemesh.engine.data.token_bounds import most_tokens
 
@@ -56,6 +57,7 @@ class Renderer:
         self._template = template
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         """The same for many texts at once, where it has threads of its own."""
+        self._frames: Frames | None = None
         self._most_tokens = most_tokens(tokenizer)
         # What is proven of bounds holds because pieces of a text are encoded by themselves.
         self._ends = None if self._most_tokens is None else FixedEnds(tokenizer)
@@ -72,20 +74,34 @@ class Renderer:
         return self._rendered(row.messages, row, answered=False) + row.assistant_prefix
 
     def prompt_texts(self, rows: Sequence[PromptRow]) -> list[str]:
-        """The same for each of several rows, in half the time."""
+        """The same for each of several rows, of most templates in a seventh of the time."""
         if self._backend is None or any(row.text is not None for row in rows) or not rows:
             return [self.prompt_text(row) for row in rows]
+        if self._frames is None:
+            self._frames = Frames(self._tokenizer)
+        texts = [self._frames.text(row) for row in rows]
+        rest = [row for row, text in zip(rows, texts, strict=True) if text is None]
+        rendered = iter(self._rendered_together(rest))
+        return [
+            (next(rendered) if text is None else text) + row.assistant_prefix
+            for row, text in zip(rows, texts, strict=True)
+        ]
+
+    def _rendered_together(self, rows: Sequence[PromptRow]) -> list[str]:
+        """The turns of several rows by the template, in two thirds of the time of one by one."""
+        if not rows:
+            return []
         try:
             _quicken(self._tokenizer)
-            texts = self._tokenizer.apply_chat_template(
+            texts: list[str] = self._tokenizer.apply_chat_template(
                 [[dict(turn) for turn in row.messages] for row in rows],
                 add_generation_prompt=True,
                 tokenize=False,
             )
         except jinja2.TemplateError:
             # One at a time, to name the row.
-            return [self.prompt_text(row) for row in rows]
-        return [text + row.assistant_prefix for text, row in zip(texts, rows, strict=True)]
+            return [self._rendered(row.messages, row, answered=False) for row in rows]
+        return texts
 
     def tokens(self, text: str) -> list[int]:
         """Token ids of a text, without added special tokens."""

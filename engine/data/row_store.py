@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, BinaryIO, overload
 
+import msgspec
 import numpy
 from numpy.typing import NDArray
 
@@ -41,6 +42,8 @@ _ENCODER = json.JSONEncoder(
     # A table may hold a date in a turn: a template writes it as this text too.
     default=str,
 )
+_QUICK = msgspec.json.Encoder()
+"""Writes the same bytes for texts, whole numbers, true, false and null, in a tenth of the time."""
 
 
 class RowStore:
@@ -225,8 +228,25 @@ def _encoded(row: PromptRow) -> bytes:
         row.max_text_tokens,
         row.where,
     )
+    if _has_texts_alone(row):
+        try:
+            return _QUICK.encode(values)
+        except UnicodeEncodeError:
+            pass
     # A role may hold half of a surrogate pair.
     return _ENCODER.encode(values).encode("utf-8", "surrogatepass")
+
+
+def _has_texts_alone(row: PromptRow) -> bool:
+    """Whether all that its turns hold is text: one of a table may hold a date."""
+    for turns in (row.messages, row.completion, row.chosen, row.rejected):
+        if turns is None or isinstance(turns, str):
+            continue
+        for turn in turns:
+            for value in turn.values():
+                if type(value) is not str:
+                    return False
+    return True
 
 
 def _decoded(text: bytes) -> PromptRow:

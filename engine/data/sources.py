@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 
 from rolemesh.engine.data import jsonl
@@ -82,7 +83,7 @@ class Intake:
     def _cut(self, row: PromptRow) -> PromptRow:
         if row.text is None:
             return row
-        return dataclasses.replace(row, max_text_tokens=self.max_row_tokens)
+        return msgspec.structs.replace(row, max_text_tokens=self.max_row_tokens)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,8 @@ class RankWork:
     """None: the model is frozen and only scores."""
     loss: LossSpec | None = None
     """What it is trained on; given with optimizer."""
+    average: float | None = None
+    """Of the moving average of what is trained; None: none is kept."""
     numerics: Numerics = "exact"
     row_tokens: int
     """Tokens in each row, prompt and completion."""
@@ -135,7 +137,7 @@ class _Subject:
                 self._rank_model = RankModel(_model(work, mesh, trainable=False))
             else:
                 model = _model(work, mesh, trainable=True)
-                self._trainer = Trainer(model, work.optimizer)
+                self._trainer = Trainer(model, work.optimizer, average=work.average)
                 self._rank_model = self._trainer.rank_model
         self._watch()
 

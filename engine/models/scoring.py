@@ -17,6 +17,10 @@ from rolemesh.engine.specs.columns import INPUT_COLUMNS
 Progress = Callable[[str, int, int], Any]
 """Called with (stage, rows done, rows)."""
 
+Retold = Callable[[Experience], Experience]
+"""Gives tokens and prompt_lengths of the same rows, with the same completions behind other prompts.
+"""
+
 
 def compute_logprobs(
     model: RankModel,
@@ -26,6 +30,7 @@ def compute_logprobs(
     with_entropy: bool = False,
     without_adapter: bool = False,
     top_k: int = 0,
+    retold: Retold | None = None,
     progress: Progress | None = None,
 ) -> Experience:
     """Scores the completion tokens of a batch.
@@ -40,6 +45,8 @@ def compute_logprobs(
         with_entropy: Whether the entropy is wanted too.
         without_adapter: Whether the base alone scores.
         top_k: How many of the likeliest tokens at each place are wanted; not with an entropy.
+        retold: Puts the completions behind other prompts before they are scored; None: they stand
+            behind those of the batch.
         progress: Called after each micro-batch.
 
     Returns:
@@ -76,6 +83,7 @@ def compute_logprobs(
             {name: top_k if name.startswith("top") else 1 for name in names},
             progress,
             arguments,
+            retold,
         )
 
 
@@ -184,10 +192,11 @@ def _in_micro_batches(
     widths: Mapping[str, int],
     progress: Progress | None,
     arguments: dict[str, Any],
+    retold: Retold | None = None,
 ) -> Experience:
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], int]:
-        inputs = batch.require(INPUT_COLUMNS)
+        inputs = (batch if retold is None else retold(batch)).require(INPUT_COLUMNS)
         passes = model.micro_batches(inputs)
         return (inputs, passes), len(passes)
 

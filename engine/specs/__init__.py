@@ -154,4 +154,6 @@ from rolemesh.engine.specs.shaped_rewards import KlForm as KlForm
 from rolemesh.engine.specs.shaped_rewards import KlPenaltySpec as KlPenaltySpec
 from rolemesh.engine.specs.shaped_rewards import OverlongSpec as OverlongSpec
 from rolemesh.engine.specs.shaped_rewards import ShapedRewardSpec as ShapedRewardSpec
+from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec as SelfTeacherSpec
+from rolemesh.engine.specs.teacher_prompts import TeacherPromptSpec as TeacherPromptSpec
 from rolemesh.engine.specs.teachers import TeacherServerSpec as TeacherServerSpec

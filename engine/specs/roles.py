@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,6 +27,7 @@ from rolemesh.engine.specs.models import (
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
 from rolemesh.engine.specs.rollout import RolloutSpec
+from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec, TeacherPromptSpec
 from rolemesh.engine.specs.teachers import TeacherServerSpec
 
 
@@ -97,6 +98,9 @@ class ActorSpec(RoleSpec):
     own_functions: Mapping[str, OwnFunctionSpec] = Field(default_factory=dict)
     """Functions of yours that losses and estimators may be, by names of your choice for messages:
     for clients that make their own steps. A run adds those of its section algorithm."""
+    teacher: SelfTeacherSpec | None = None
+    """What it does where it is asked as its own teacher: for clients that make their own steps. A
+    run says it of its section teacher; leave it out of a recipe."""
     train: LayoutSpec = LayoutSpec()
     """Layout of training and scoring."""
     generate: GenerateSpec = GenerateSpec()
@@ -224,29 +228,63 @@ class ReferenceSpec(RoleSpec):
 
 
 class TeacherSpec(RoleSpec):
-    """The teacher: a frozen policy that the trained one is drawn to."""
+    """The teacher: a frozen policy that the trained one is drawn to, or that one itself."""
 
     model: ModelSpec | None = None
-    """The policy, with the same vocabulary as the actor's. None: servers hold it."""
+    """The policy, with the same vocabulary as the actor's."""
     server: TeacherServerSpec | None = None
-    """Servers that hold the policy, in place of model; the service then asks them."""
+    """Servers of vLLM that hold the policy, in place of model; the service then asks them."""
+    of: Literal["actor"] | None = None
+    """The role that is the teacher: the policy itself, which the actor scores; then there is no
+    service of the role. None: the model is."""
+    average: float | None = Field(default=None, gt=0, lt=1)
+    """With `of`: the teacher is the policy's own moving average (SDFT, arXiv 2601.19897; SDPO,
+    arXiv 2601.20802), of which an optimizer step leaves this part: average = a * average + (1 - a)
+    * weights. None: the policy as it is now."""
+    prompt: TeacherPromptSpec | None = None
+    """What the teacher is told in the place of what the student was; None: the same."""
     layout: LayoutSpec = LayoutSpec()
     """How the model is spread over ranks."""
 
     @model_validator(mode="after")
-    def _check_holder(self) -> Self:
-        if (self.model is None) == (self.server is None):
-            given = "neither model nor server is" if self.model is None else "both are"
-            raise ValueError(
-                f"{given} given: give model, e.g. {{path: FOLDER}}, or server, e.g. "
-                "{urls: [http://HOST:8000], model: NAME}"
-            )
-        if self.server is not None and self.layout.layout().world_size > 1:
-            raise ValueError(
-                f"layout has {self.layout.layout().world_size} ranks, but the servers hold the "
-                "model: leave layout out, and give vllm serve --tensor-parallel-size"
-            )
+    def _check_of(self) -> Self:
+        if self.of is None:
+            if self.average is not None:
+                raise ValueError(
+                    f"average is {self.average}, but this teacher is a model of its own, which "
+                    "does not change: leave it out, or set of to 'actor' and leave model out"
+                )
+            self._check_holder()
+            return self
+        for name in ("model", "server", "layout", "numerics"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is given, but of is {self.of!r}: the actor scores with its own "
+                    f"model, layout and numerics; leave {name} out, or of"
+                )
         return self
+
+    def _check_holder(self) -> None:
+        """Refuses a teacher that is not the policy, and no other or several."""
+        if self.model is None and self.server is None:
+            raise ValueError(
+                "model is missing: give {path: FOLDER}, or of: actor, and the policy is its "
+                "own teacher, or server: {urls: [http://HOST:8000], model: NAME}"
+            )
+        if self.model is not None and self.server is not None:
+            raise ValueError("model and server are both given: give one of them")
+        num_ranks = self.layout.layout().world_size
+        if self.server is not None and num_ranks > 1:
+            raise ValueError(
+                f"layout has {num_ranks} ranks, but the servers hold the model: leave layout out, "
+                "and give vllm serve --tensor-parallel-size"
+            )
+
+    def as_actor(self) -> SelfTeacherSpec | None:
+        """What the actor is told where it is the teacher; None where there is nothing to tell."""
+        if self.of is None or (self.average is None and self.prompt is None):
+            return None
+        return SelfTeacherSpec(average=self.average, prompt=self.prompt)
 
     def rank_layout(self) -> HybridLayout:
         """The layout as rank arithmetic."""

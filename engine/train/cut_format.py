@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
-from rolemesh.engine.train.state import TrainedWeights
+from rolemesh.engine.train.state import AVERAGE, TrainedWeights
 from rolemesh.engine.transport.slot_files import PAGE_BYTES
 from rolemesh.engine.weights.published import Place
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES
 
 WEIGHTS = "weights"
-GROUPS = (WEIGHTS, *STATE_NAMES)
-"""Groups of tensors of a cut."""
+GROUPS = (WEIGHTS, *STATE_NAMES, AVERAGE)
+"""Groups of tensors of a cut, in the order of its slot."""
 
 EXTRA_BYTES = 1 << 20
 """Room in the header for what is no tensor: random state, and the caller's state."""
@@ -90,11 +90,11 @@ class CutPlan:
         at = 0
         for group in GROUPS:
             entries[group] = {}
-            for name, weight in weights.tensors.items():
-                if group != WEIGHTS and not weights.keeps(name, group):
+            for name, weight in (weights.average if group == AVERAGE else weights.tensors).items():
+                if group in STATE_NAMES and not weights.keeps(name, group):
                     continue
-                shape = tuple(weight.shape) if group == WEIGHTS or group in MOMENTS else ()
-                # The optimizer keeps all it has in float32.
+                shape = tuple(weight.shape) if group not in STATE_NAMES or group in MOMENTS else ()
+                # Optimizer and average are kept in float32.
                 dtype = weight.dtype if group == WEIGHTS else torch.float32
                 entry = TensorEntry(shape=shape, dtype=_DTYPE_NAMES[dtype], offset=at)
                 entries[group][name] = entry
@@ -119,10 +119,16 @@ def check_header(header: CutHeader, plan: CutPlan, kind: str, layout: str, step:
                 f"the cut of step {step} is of {what} {theirs!r}, and this service's is {own!r}: "
                 "start the service as it was when it saved the cut"
             )
+    if bool(header.tensors.get(AVERAGE)) != bool(plan.entries[AVERAGE]):
+        has, keeps = ("no average", "one") if plan.entries[AVERAGE] else ("an average", "none")
+        raise CutMismatchError(
+            f"the cut of step {step} has {has} of the weights, and this service keeps {keeps}: "
+            "give it the teacher.average that it had when it saved the cut"
+        )
     for group in GROUPS:
         found, expected = header.tensors.get(group, {}), plan.entries[group]
         # What an optimizer does not keep yet is absent.
-        names = dict.fromkeys([*found, *(expected if group == WEIGHTS else ())])
+        names = dict.fromkeys([*found, *(() if group in STATE_NAMES else expected)])
         for name in names:
             if (theirs := _kind_of(found.get(name))) != (own := _kind_of(expected.get(name))):
                 raise CutMismatchError(

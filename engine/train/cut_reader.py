@@ -15,7 +15,7 @@ from rolemesh.engine.specs import AnyOptimizerSpec
 from rolemesh.engine.train.cut_format import WEIGHTS
 from rolemesh.engine.train.cut_slots import CutSlots, checked_cut, random_state_of, views_of
 from rolemesh.engine.train.host_moments import STATE_NAMES
-from rolemesh.engine.train.state import TrainedWeights, TrainerState
+from rolemesh.engine.train.state import AVERAGE, TrainedWeights, TrainerState
 from rolemesh.engine.transport.slot_readers import SlotReading
 from rolemesh.engine.weights.checkpoint_writing import OtherParts, Progress, write_part
 
@@ -88,14 +88,16 @@ def hold_cut(
 ) -> HeldCut:
     """Holds the cut of a step; see `ModelInTraining.hold_cut`.
 
-    On the compute thread, so that none is being saved meanwhile. Of the weights, shapes and layout
-    are taken; the spec is what the checkpoint is to say of the optimizer.
+    On the compute thread, so that none is being saved meanwhile. Of the weights and their average,
+    shapes and layout are taken; the spec is what the checkpoint is to say of the optimizer.
     """
     index, slot, header = checked_cut(slots, step, kind, weights)
     held = views_of(slots, slot, header, weights)
     state = TrainerState(
         kind=kind,
-        weights=replace(weights, tensors=held[WEIGHTS], peers=Peers.alone()),
+        weights=replace(
+            weights, tensors=held[WEIGHTS], peers=Peers.alone(), average=held.get(AVERAGE, {})
+        ),
         optimizer={name: held[name] for name in STATE_NAMES},
         optimizer_steps=header.optimizer_steps,
         optimizer_spec=optimizer_spec,

@@ -26,7 +26,7 @@ from rolemesh.engine.train.cut_format import (
 )
 from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.randomness import restore_random_state
-from rolemesh.engine.train.state import TrainedWeights, TrainerState
+from rolemesh.engine.train.state import AVERAGE, TrainedWeights, TrainerState
 from rolemesh.engine.transport.slot_files import NUM_SLOTS, SlotHeldError, SlotOwner, SlotRoomError
 from rolemesh.engine.transport.slot_readers import SlotReaders
 from rolemesh.engine.transport.slots import Slot, read_header
@@ -89,12 +89,17 @@ class CutSlots:
         """Those of the newest cut, while they go on."""
         self._waited_s = 0.0
         self._plan: CutPlan | None = None
-        self._planned_for: dict[str, tuple[torch.Size, torch.dtype, bool]] = {}
+        self._planned_for: dict[str, tuple[torch.Size, torch.dtype, bool, bool]] = {}
 
     def plan(self, weights: TrainedWeights) -> CutPlan:
         """Where everything lies in a slot; the same plan for the same model and optimizer."""
         shapes = {
-            name: (weight.shape, weight.dtype, name in weights.orthogonalised)
+            name: (
+                weight.shape,
+                weight.dtype,
+                name in weights.orthogonalised,
+                name in weights.average,
+            )
             for name, weight in weights.tensors.items()
         }
         if self._plan is None or self._planned_for != shapes:
@@ -234,6 +239,8 @@ def save_cut(slots: CutSlots, step: int, state: TrainerState, progress: Progress
     """Copies a trainer's state into a slot; see `ModelInTraining.save_cut`."""
     plan = slots.plan(state.weights)
     held = {WEIGHTS: state.weights.tensors, **state.optimizer}
+    if state.weights.average:
+        held[AVERAGE] = state.weights.average
     total = sum(tensor.nbytes for tensors in held.values() for tensor in tensors.values())
 
     def reserve() -> tuple[Slot, int]:
@@ -315,8 +322,9 @@ def restore_cut(
         )
     held = views_of(slots, slot, header, weights)
     with torch.no_grad():
-        for name, weight in weights.tensors.items():
-            weight.copy_(held[WEIGHTS][name])
+        for group, tensors in ((WEIGHTS, weights.tensors), (AVERAGE, weights.average)):
+            for name, tensor in tensors.items():
+                tensor.copy_(held[group][name])
     optimizer.restore({name: held[name] for name in STATE_NAMES}, header.optimizer_steps)
     restore_random_state(*random_state_of(header))
     if not keeps_later:

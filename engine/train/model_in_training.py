@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import AnyOptimizerSpec, ComputeDtype
 from rolemesh.engine.train import cut_slots
 from rolemesh.engine.train import state as trainer_state
+from rolemesh.engine.train.average import WeightAverage
 from rolemesh.engine.train.cut_reader import HeldCut, hold_cut
 from rolemesh.engine.train.cut_slots import CutSlots, RestoredCut
 from rolemesh.engine.train.gradients import Gradients
@@ -60,18 +62,30 @@ class ModelInTraining:
 
     `Trainer` adds what changes the weights. Owned by the rank's compute thread.
 
-    Invariant: weights, moments and `policy_version` belong together, in memory and in a checkpoint.
+    Invariant: weights, moments, `policy_version` and the average, where one is wanted, belong
+    together, in memory and in a checkpoint.
     Accumulated gradients are in no checkpoint and move nowhere: with them `save` and `move_to`
     refuse.
     """
 
-    def __init__(self, model: TrainedModel, optimizer: AnyOptimizerSpec) -> None:
+    def __init__(
+        self, model: TrainedModel, optimizer: AnyOptimizerSpec, *, average: float | None = None
+    ) -> None:
+        """Takes a model that was just loaded.
+
+        Args:
+            model: Trainable.
+            optimizer: Of its weights.
+            average: Part of the moving average of its weights that a step leaves; None: no
+                average is kept.
+        """
         self.kind = kind_of(model)
         self.model = model
         self.rank_model = RankModel(model)
         self.policy_version = 0
         self._gradients = Gradients(self.rank_model)
         self._optimizer = Optimizer(optimizer, self._gradients)
+        self._average = None if average is None else WeightAverage(average, self._changing_weights)
         self._has_gradient = False
         self._sleep_memory = SleepMemory()
         adapter = model.spec.adapter
@@ -99,9 +113,31 @@ class ModelInTraining:
         score head. With many ranks: this rank's parts, which are those of
         `layout.boxes.train_layout`. Some may be empty.
         """
-        for name, weight in self.model.trained_weights():
-            yield name, local_part(weight.detach())
+        yield from self._changing_weights().items()
         yield from self.model.saved_buffers()
+
+    def averaged_weights(self) -> Mapping[str, torch.Tensor]:
+        """The moving average of `named_weights` without the buffers; empty where none is kept."""
+        return {} if self._average is None else self._average.tensors
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Has the model score with the average of its weights meanwhile.
+
+        With many ranks all of them call it.
+
+        Raises:
+            ValueError: No average is kept.
+        """
+        if self._average is None:
+            raise ValueError(
+                "no average of these weights is kept: give the actor teacher.average when it is "
+                "initialised"
+            )
+        # Copies of a cut may still read the weights.
+        self._settle_cut()
+        with self._average.in_place_of_weights():
+            yield
 
     @cached_property
     def weights_layout(self) -> WeightLayout:
@@ -132,10 +168,11 @@ class ModelInTraining:
         self._settle_cut()
         moved = move_module(self.rank_model, device, self._sleep_memory)
         self.model.device = device
-        return moved + self._optimizer.move_to(device)
+        moved += self._optimizer.move_to(device)
+        return moved + (0 if self._average is None else self._average.move_to(device))
 
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint: weights, optimizer, schedule, random state, policy_version.
+        """Writes a checkpoint: weights, average, optimizer, schedule, random state, policy_version.
 
         With many ranks all of them call it, each writes its part, and any layout can load it.
 
@@ -311,6 +348,10 @@ class ModelInTraining:
                 f"gradients are accumulated: call optim_step or drop_gradients before {what}"
             )
 
+    def _changing_weights(self) -> dict[str, torch.Tensor]:
+        """Those of `named_weights` that training changes, where they lie now."""
+        return {name: local_part(weight.detach()) for name, weight in self.model.trained_weights()}
+
     def _trained_weights(self) -> TrainedWeights:
         peers = Peers.of(self.mesh.world, self.model.device)
         return TrainedWeights(
@@ -320,6 +361,7 @@ class ModelInTraining:
             self._base,
             self.model.spec.adapter,
             self._optimizer.orthogonalised,
+            self.averaged_weights(),
         )
 
     def _state(self, extra: Mapping[str, Any]) -> TrainerState:

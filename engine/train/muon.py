@@ -93,7 +93,8 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Makes one step."""
-        assert closure is None
+        if closure is not None:
+            raise ValueError("closure is given: compute the gradients before the step, once")
         (group,) = self.param_groups
         rate, decay = group["lr"], group["weight_decay"]
         weights = list(self._named.values())
@@ -121,8 +122,12 @@ class Muon(torch.optim.Optimizer):
             if gradient is None:
                 if self._owners is None:
                     continue
-                # A part without elements; every pass reaches all matrices of a model that is cut.
-                assert not weight.numel(), name
+                if weight.numel():
+                    raise ValueError(
+                        f"{name} has no gradient on this rank: make a pass that reaches all "
+                        "matrices before the step"
+                    )
+                # A part without elements.
                 gradient = torch.zeros_like(weight)
             state = self.state[weight]
             if "exp_avg" not in state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -39,8 +39,14 @@ from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 if TYPE_CHECKING:
     from rolemesh.engine.train.optimizer import Optimizer
 
+AVERAGE = "average"
+"""Group of a checkpoint, and of a cut: the moving average of the weights, where one is kept."""
+
 _States: TypeAlias = dict[str, dict[str, torch.Tensor]]
 """What the optimizer keeps on this rank, by one of STATE_NAMES and by tensor."""
+
+_Checked: TypeAlias = tuple[CheckpointReader, list[Copy], list[Copy], _States, RandomState | None]
+"""A checkpoint; where weights and their average come from; the optimizer's; the generators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class TrainedWeights:
     """What adapter the weights are; None where all weights are trained."""
     orthogonalised: frozenset[str] = frozenset()
     """Those of the whole model that Muon steps."""
+    average: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """This rank's part of their moving average, float32, by name; empty where none is kept."""
 
     def keeps(self, tensor: str, name: str) -> bool:
         """Whether the optimizer keeps one of STATE_NAMES for a weight."""
@@ -92,14 +100,14 @@ class TrainerState:
         """The tensors, as they are written."""
         weights = self.weights
         groups = {"weights": ShardedTensors(weights.layout, weights.tensors)}
-        for name in STATE_NAMES:
+        kept = {f"optimizer-{name}": self.optimizer[name] for name in STATE_NAMES}
+        layouts = {f"optimizer-{name}": weights.moments_layout(name) for name in STATE_NAMES}
+        if weights.average:
+            kept[AVERAGE], layouts[AVERAGE] = weights.average, weights.layout
+        for group, tensors in kept.items():
             # A weight of which this rank has no element has nothing that could be stepped.
-            tensors = {
-                tensor: state
-                for tensor, state in self.optimizer[name].items()
-                if weights.tensors[tensor].numel()
-            }
-            groups[f"optimizer-{name}"] = ShardedTensors(weights.moments_layout(name), tensors)
+            some = {name: one for name, one in tensors.items() if weights.tensors[name].numel()}
+            groups[group] = ShardedTensors(layouts[group], some)
         return groups
 
     def values(self) -> dict[str, Any]:
@@ -154,7 +162,8 @@ def load(
     Args:
         directory: That `TrainerState.write` wrote.
         kind: "policy" or "critic", which must be the checkpoint's.
-        weights: The model's own, written in place.
+        weights: The model's own, written in place with their average; without one, that of the
+            checkpoint is left alone.
         optimizer: Gets moments and counts. Its spec stays: a run may go on with another rate.
 
     Returns:
@@ -166,8 +175,11 @@ def load(
     """
     rank = weights.peers.rank
 
-    def check() -> tuple[tuple[CheckpointReader, list[Copy], _States, RandomState | None], str]:
-        """Checks all that this rank will read, and reads all but the weights."""
+    # A weight of which this rank has no element has no average.
+    average = {name: one for name, one in weights.average.items() if one.numel()}
+
+    def check() -> tuple[_Checked, str]:
+        """Checks all that this rank will read, and reads all but the weights and their average."""
         checkpoint = open_checkpoint(directory)
         check_fits(checkpoint, kind, weights.layout.manifest)
         check_base(checkpoint, weights.base)
@@ -175,10 +187,14 @@ def load(
         ShardedTensors(weights.layout, weights.tensors).check(rank)
         shard = weights.layout.ranks[rank]
         copies = _verified_copies(checkpoint, "weights", shard, weights.tensors)
+        averages: list[Copy] = []
+        if weights.average:
+            _check_average(checkpoint)
+            averages = _verified_copies(checkpoint, AVERAGE, shard, average)
         states = {name: _read_optimizer(checkpoint, name, weights) for name in STATE_NAMES}
-        return (checkpoint, copies, states, checkpoint.random(rank)), checkpoint.sha256
+        return (checkpoint, copies, averages, states, checkpoint.random(rank)), checkpoint.sha256
 
-    (checkpoint, copies, states, random), digests = weights.peers.agree(
+    (checkpoint, copies, averages, states, random), digests = weights.peers.agree(
         check, (*SHARED_ERRORS, ValueError)
     )
     if len(set(digests)) > 1:
@@ -188,6 +204,8 @@ def load(
         )
     state = checkpoint.state
     checkpoint.read("weights", copies, weights.tensors)
+    if averages:
+        checkpoint.read(AVERAGE, averages, average)
     optimizer.restore(states, state["optimizer_steps"])
     if random is None:
         seed_random_state(checkpoint.sha256, rank)
@@ -253,6 +271,16 @@ def _read_optimizer(
     tensors = {tensor: torch.empty(shard.shapes[tensor]) for tensor in parameters}
     checkpoint.read(group, _verified_copies(checkpoint, group, shard, tensors), tensors)
     return tensors
+
+
+def _check_average(checkpoint: CheckpointReader) -> None:
+    """Raises CheckpointMismatchError where a checkpoint has no average of the weights."""
+    if AVERAGE not in checkpoint.groups:
+        raise CheckpointMismatchError(
+            f"checkpoint {str(checkpoint.directory)!r} has no average of the weights, which "
+            "teacher.average asks for: give one that a run with teacher.average wrote, or begin a "
+            "run from its exported model"
+        )
 
 
 def _check_optimizer(

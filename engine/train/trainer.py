@@ -75,9 +75,10 @@ class Trainer(ModelInTraining):
         *,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,
+        average: float | None = None,
     ) -> Trainer:
         """A trainer of a causal LM; raises ModelFolderError when its folder cannot be used."""
-        return cls(CausalLm(model, device=device, mesh=mesh), optimizer)
+        return cls(CausalLm(model, device=device, mesh=mesh), optimizer, average=average)
 
     @classmethod
     def critic(
@@ -206,6 +207,8 @@ class Trainer(ModelInTraining):
         self._has_gradient = False
         self._settle_cut()
         metrics = self._optimizer.step(learning_rate)
+        if self._average is not None:
+            self._average.step()
         self.policy_version += 1
         return metrics
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,11 @@ class CheckpointReader:
                 f"{sorted(self._layouts)}: give one that the same role wrote"
             )
         return self._layouts[group]
+
+    @property
+    def groups(self) -> Collection[str]:
+        """Names of its groups of tensors."""
+        return self._layouts.keys()
 
     def parameters(self, group: str) -> Manifest:
         """A group's parameters: global shapes and element types."""

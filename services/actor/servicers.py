@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import grpc
@@ -22,12 +23,12 @@ from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.probe import ProbeScores, SamplerCheck, check_sampler
 from rolemesh.engine.rollout.trainer_probe import TrainerProbe
-from rolemesh.engine.specs import ActorSpec, Numerics, RolloutSpec
+from rolemesh.engine.specs import ActorSpec, Numerics, RolloutSpec, SelfTeacherSpec
 from rolemesh.engine.weights.exchange import exchange_plan
 from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights, before_each_pass
-from rolemesh.rpc.errors import PreconditionError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.endpoint.role import EndpointRole
 from rolemesh.services.endpoint.servicer import EndpointServicer
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
@@ -37,7 +38,12 @@ from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
 from rolemesh.services.runtime.servicers.exchange import GivingExchangeServicer
 from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
-from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
+from rolemesh.services.runtime.servicers.logprobs import (
+    STUDENT,
+    LogprobServicer,
+    Teaching,
+    load_teacher_prompts,
+)
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.rollout import PromptSource, RolloutServicer
@@ -63,6 +69,7 @@ class ActorRole(ModelRole, EndpointRole):
         self._lent: LentWeights | None = None
         self._rest: RemovableHandle | None = None
         self._source: PromptSource | None = None
+        self._teaching: Teaching | None = None
         self._is_sampler_stale = False
         self._probe: TrainerProbe | None = None
         self._check = SamplerCheck()
@@ -88,8 +95,10 @@ class ActorRole(ModelRole, EndpointRole):
         progress("load policy", 1, 3)
         numerics = spec.chosen_numerics
         model = CausalLm(spec.model, device=rank_device(), mesh=mesh, numerics=numerics)
-        result = self.train_with(model, spec.optimizer, run_seed)
+        average = None if spec.teacher is None else spec.teacher.average
+        result = self.train_with(model, spec.optimizer, run_seed, average=average)
         self.trainer.own_functions = self.own_functions
+        self._teaching = self._as_teacher(spec.teacher, model)
         if spec.rollout is not None:
             progress(f"load {spec.rollout.type}", 2, 3)
             has_endpoint = spec.endpoint is not None
@@ -98,6 +107,27 @@ class ActorRole(ModelRole, EndpointRole):
         progress("ready", 3, 3)
         sampler = "none" if spec.rollout is None else spec.rollout.type
         return replace(result, facts={**self._source.facts, **door, "rollout": sampler})
+
+    def _as_teacher(self, spec: SelfTeacherSpec | None, model: CausalLm) -> Teaching | None:
+        """How the policy scores as its own teacher; None where nothing asks for it."""
+        if spec is None:
+            return None
+        prompts = None
+        if spec.prompt is not None:
+            prompts = load_teacher_prompts(spec.prompt, self.source.tokenizer, model)
+        return Teaching(prompts, nullcontext if spec.average is None else self.trainer.averaged)
+
+    def teaching(self, as_teacher: bool) -> Teaching:
+        """As its own teacher or as the student; see `PolicyHolder`."""
+        if not as_teacher:
+            return STUDENT
+        if self._teaching is None:
+            raise InvalidRequestError(
+                "as_teacher is true, but the actor was initialised without teacher: give it "
+                "teacher.average or teacher.prompt, or leave as_teacher out",
+                reason="SPEC_INVALID",
+            )
+        return self._teaching
 
     def _load_sampler(
         self,
@@ -255,6 +285,7 @@ class ActorRole(ModelRole, EndpointRole):
             if part is not None:
                 part.close()
         self._backend = self._resharder = self._lent = self._source = self._probe = None
+        self._teaching = None
         self._check = SamplerCheck()
         super().close()
 

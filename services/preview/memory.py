@@ -43,6 +43,8 @@ class ModelQuestion(Spec):
     optimizer: AnyOptimizerSpec | None = None
     """None: it is frozen."""
     loss: LossSpec | None = None
+    average: float | None = None
+    """Of the moving average of what is trained; None: none is kept."""
     numerics: Numerics = "exact"
     row_tokens: int
     """Tokens of the longest row, prompt and completion."""
@@ -100,6 +102,7 @@ def _model(asked: ModelQuestion, question: Question) -> dict[str, Any]:
         layout=HybridLayout(asked.layout.layout()),
         optimizer=asked.optimizer,
         loss=asked.loss,
+        average=asked.average,
         numerics=asked.numerics,
         row_tokens=asked.row_tokens,
         prompt_tokens=asked.prompt_tokens,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import grpc
 import torch
 
+from rolemesh.engine.data.teacher_prompts import TeacherPrompts
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import ReferenceSpec, TeacherSpec
+from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.calls.role import (
     InitializeResult,
     ProgressCallback,
@@ -18,7 +21,11 @@ from rolemesh.services.runtime.calls.role import (
 )
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
+from rolemesh.services.runtime.servicers.logprobs import (
+    LogprobServicer,
+    Teaching,
+    load_teacher_prompts,
+)
 from rolemesh.services.runtime.servicers.model_role import num_parameters
 
 
@@ -27,6 +34,7 @@ class FrozenPolicyRole(Role):
 
     def __init__(self) -> None:
         self._policy: RankModel | None = None
+        self._prompts: TeacherPrompts | None = None
         self._sleep_memory = SleepMemory()
 
     @property
@@ -56,7 +64,22 @@ class FrozenPolicyRole(Role):
             numerics=spec.chosen_numerics,
         )
         self._policy = RankModel(model)
+        prompt = getattr(spec, "prompt", None)
+        self._prompts = None
+        if prompt is not None:
+            tokenizer = load_tokenizer(spec.model.path)
+            self._prompts = load_teacher_prompts(prompt, tokenizer, model)
         return InitializeResult(num_parameters=num_parameters(model))
+
+    def teaching(self, as_teacher: bool) -> Teaching:
+        """Behind the prompts that its spec asks for; see `PolicyHolder`."""
+        if as_teacher:
+            raise InvalidRequestError(
+                f"as_teacher is true, which asks a policy to teach itself, and this {self.name} is "
+                "none that learns: leave it out",
+                reason="SPEC_INVALID",
+            )
+        return Teaching(prompts=self._prompts)
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves log-probs."""
@@ -76,7 +99,7 @@ class FrozenPolicyRole(Role):
 
     def close(self) -> None:
         """Drops the weights."""
-        self._policy = None
+        self._policy = self._prompts = None
         self._sleep_memory = SleepMemory()
 
 

@@ -16,13 +16,7 @@ import pytest
 import yaml
 
 from rolemesh.coordinator.commands.cli import COMMANDS
-from rolemesh.coordinator.dataflow.roles import (
-    ActorHandle,
-    CostHandle,
-    CriticHandle,
-    ReferenceHandle,
-    RewardHandle,
-)
+from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES
 from rolemesh.coordinator.explained.keys import keys_of
 from rolemesh.coordinator.explained.metrics import METRICS
 from rolemesh.coordinator.recipe.loading import load_recipe
@@ -31,11 +25,7 @@ from rolemesh.rpc.reasons import REASONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WRITTEN = sorted((REPOSITORY / "docs").glob("*.md"))
-CALLS = {
-    f"{handle.__name__.removesuffix('Handle').lower()}.{name}"
-    for handle in (ActorHandle, CriticHandle, ReferenceHandle, RewardHandle, CostHandle)
-    for name in dir(handle)
-}
+CALLS = {f"{role}.{name}" for role, handle in ROLE_HANDLES.items() for name in dir(handle)}
 """Calls of a role, which look like settings."""
 GENERATOR = REPOSITORY / ".venv-docs" / "bin" / "python"
 

@@ -27,6 +27,7 @@ from support.run_results import learnt, written
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
+from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
 from rolemesh.engine.weights.checkpoint import open_checkpoint
 
 STEPS = 2
@@ -41,13 +42,16 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "online_dpo": {"policy_loss": {"type": "dpo", "beta": 0.05}},
 }
+OF_THE_FAMILY = ("grpo", "dr_grpo", "gspo", "rloo", "reinforce_plus_plus")
+"""Of the family of GRPO, whose members are one listing: some of each kind of loss and estimator."""
+NAMES = [name for name in ALGORITHMS if name not in POLICY_GRADIENTS or name in OF_THE_FAMILY]
 ADAPTER = {"rank": 4, "alpha": 8}
 
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Addresses of services that outlive the runs, two at a time; none is a reference."""
-    roles = ("actor", "critic", "reward", "cost", "rollout")
+    roles = ("actor", "critic", "teacher", "reward", "cost", "rollout")
     folder = tmp_path_factory.mktemp("services")
     with service_processes(folder, roles, "--runs", "2") as addresses:
         yield addresses
@@ -67,6 +71,8 @@ def _recipe(name: str, task: Path, folder: Path) -> dict[str, Any]:
         recipe = sampled_recipe(task, section, seed=1, steps=STEPS, worth={LETTERS: 1.0})
     if name == "safe_rlhf":
         recipe["cost"] = recipe["reward"]
+    if name == "on_policy_distillation":
+        recipe["teacher"] = {"model": model_of(write_task(folder / "teacher", 2) / "model")}
     for role in ("actor", "critic"):
         if role in recipe:
             recipe[role] = {**recipe[role], "model": _adapted(task)}
@@ -81,7 +87,7 @@ def _adapted(task: Path) -> dict[str, Any]:
     return {**model_of(task / "model"), "adapter": ADAPTER}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMES)
 async def test_every_algorithm_starts_and_ends_with_an_adapter(
     name: str, task: Path, services: dict[str, str], tmp_path: Path
 ) -> None:

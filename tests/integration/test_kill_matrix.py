@@ -45,6 +45,11 @@ class Case:
     phases: tuple[Phase, ...] = COMMON
 
 
+def _without_reference(instead: Phase) -> tuple[Phase, ...]:
+    """The phases of a run whose actor answers for the reference."""
+    return tuple(instead if one.service == "reference" else one for one in COMMON)
+
+
 CASES = {
     "colocated": Case({}),
     "split": Case({"pools": {role: SPLIT[role] for role in ROLES}}),
@@ -52,12 +57,7 @@ CASES = {
     "adapter": Case(
         {"actor__model__adapter": {"rank": 4}, "reference": {}},
         (STORE, COORDINATOR, "actor", "actor", "critic", "reward"),
-        tuple(
-            Phase("scoring by the base", "actor", "compute_reference_logprobs")
-            if one.service == "reference"
-            else one
-            for one in COMMON
-        ),
+        _without_reference(Phase("scoring by the base", "actor", "compute_reference_logprobs")),
     ),
     "two ranks": Case(
         {"actor__train": {"tp": 2}, "actor__generate": {"tp": 1}},
@@ -73,6 +73,12 @@ CASES = {
         ("rollout-0", "rollout-1", "actor", STORE, COORDINATOR),
         WITH_ROLLOUT,
     ),
+    # The KL is taken to the actor's own moving average, which cuts and checkpoints hold.
+    "own average": Case(
+        {"teacher": {"of": "actor", "average": 0.9}},
+        (STORE, COORDINATOR, "actor", "actor", "critic", "reward"),
+        _without_reference(Phase("scoring by its average", "actor", "compute_teacher_logprobs")),
+    ),
 }
 
 
@@ -85,8 +91,10 @@ def recipe_of(name: str, model: Path) -> dict[str, Any]:
         run__recovery={"pause_s": 0.1},
         **CASES[name].changes,
     )
-    if name == "adapter":
+    if name in ("adapter", "own average"):
         del recipe["services"]["reference"]
+    if name == "own average":
+        del recipe["reference"]
     if name == "rollout":
         actor = recipe["actor"]
         recipe["rollout"] |= {"model": {"path": str(model)}, "data": actor["data"]}

@@ -165,9 +165,12 @@ def test_sharing_the_tokens_saves_what_is_estimated(folder: Path, rank_pool: Ran
         assert one.peak - other.peak == found
 
 
-def test_what_is_estimated_is_what_is_counted_of_real_tensors(folder: Path) -> None:
+@pytest.mark.parametrize("average", [None, 0.99])
+def test_what_is_estimated_is_what_is_counted_of_real_tensors(
+    folder: Path, average: float | None
+) -> None:
     """Each purpose alike, to the byte of what grows with the model."""
-    work = work_of(folder)
+    work = work_of(folder, average=average)
     with Tally() as tally:
         real = counted(work, RankMesh.single(), tally)
     found = estimated(work, "cpu")
@@ -176,20 +179,25 @@ def test_what_is_estimated_is_what_is_counted_of_real_tensors(folder: Path) -> N
     assert found.peak == pytest.approx(real.peak, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("optimizer", "spared"), [(OptimizerSpec(), 0), (MuonSpec(), 4)])
+@pytest.mark.parametrize(
+    ("optimizer", "spared", "average"),
+    [(OptimizerSpec(), 0, None), (MuonSpec(), 4, None), (OptimizerSpec(), 0, 0.99)],
+)
 def test_parts_are_what_arithmetic_says(
-    tmp_path: Path, optimizer: AnyOptimizerSpec, spared: int
+    tmp_path: Path, optimizer: AnyOptimizerSpec, spared: int, average: float | None
 ) -> None:
     """Of a model of p parameters: 4 p of weights, 4 p of gradients, 8 p of moments.
 
-    Of m that lie in matrices of layers, Muon needs 4 m less.
+    Of m that lie in matrices of layers, Muon needs 4 m less. A moving average of the weights takes
+    as much as they do.
     """
     folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=2)
-    found = estimated(work_of(folder, optimizer=optimizer))
+    found = estimated(work_of(folder, optimizer=optimizer, average=average))
     matrices = 2 * (896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864)
     parameters = 151936 * 896 + matrices + 2 * ((896 + 2 * 128) + 2 * 896) + 896
     moments = 8 * parameters - spared * matrices
-    assert found.at_rest["weights"] == pytest.approx(4 * parameters, rel=1e-4)
+    each = 4 if average is None else 8
+    assert found.at_rest["weights"] == pytest.approx(each * parameters, rel=1e-4)
     assert found.at_rest["optimizer"] == pytest.approx(moments, rel=1e-4)
     assert found.at_peak["gradients"] == pytest.approx(4 * parameters, rel=1e-4)
 

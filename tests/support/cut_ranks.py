@@ -36,6 +36,8 @@ class Held:
     extra: dict[str, Any]
     cuts: list[int]
     """Steps of the whole cuts of this rank."""
+    average: dict[str, bytes]
+    """Of the weights; empty where none is kept."""
     num_bytes: int = 0
     """That the last save or restore told."""
 
@@ -68,6 +70,7 @@ def held(trainer: Trainer, slots: CutSlots, metrics: dict[str, float], **told: A
         metrics=metrics,
         extra=told.get("extra", {}),
         cuts=[cut.step for cut in whole_cuts(slots.owner, slots.layout)],
+        average={name: raw(one) for name, one in trainer.averaged_weights().items()},
         num_bytes=told.get("num_bytes", 0),
     )
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
+from msgspec.structs import replace
 
 from rolemesh.engine.data.orders import Epochs, Mixture
 from rolemesh.engine.data.rendering import Renderer

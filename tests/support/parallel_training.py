@@ -58,6 +58,8 @@ class Job:
     """Further fields of the ModelSpec."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Fields of the optimizer's spec."""
+    average: float | None = None
+    """Of the moving average of a policy; None: none is kept."""
 
 
 @dataclass
@@ -71,19 +73,22 @@ class Trained:
     weights: Tensors
     moments: dict[str, Tensors]
     shape: DecoderShape
+    average: Tensors = field(default_factory=dict)
+    """Of the weights; empty where none is kept."""
 
 
 def make_trainer(job: Job, at: RankContext, mesh: Any) -> Trainer:
     """The trainer of one rank."""
     torch.manual_seed(0)
-    make = Trainer.policy if job.kind == "policy" else Trainer.critic
     spec = ModelSpec.model_validate(
         {"path": job.folder, "compute_dtype": "float32", "micro_batch_tokens": 24, **job.model}
     )
     optimizer = _optimizer(job.optimizer)
     if job.kind == "reward":
         return Trainer.reward(ClassifierRewardSpec(model=spec, label=1), optimizer, mesh=mesh)
-    trainer = make(spec, optimizer, mesh=mesh)
+    if job.kind == "policy":
+        return Trainer.policy(spec, optimizer, mesh=mesh, average=job.average)
+    trainer = Trainer.critic(spec, optimizer, mesh=mesh)
     if job.kind == "critic":
         # A head of zeros would hide the backbone's gradients. Drawn whole on every rank.
         name = "score.weight"
@@ -152,6 +157,7 @@ def part_of(trainer: Trainer, metrics: dict[str, float], gradients: list[Tensors
             for name in MOMENTS
         },
         shape=trainer.model.shape,
+        average={name: one.clone() for name, one in trainer.averaged_weights().items()},
     )
 
 
@@ -171,6 +177,7 @@ def joined(parts: list[Trained], layout: TrainLayout) -> Trained:
             name: whole([part.moments[name] for part in parts], shape, layout) for name in MOMENTS
         },
         shape=shape,
+        average=whole([part.average for part in parts], shape, layout) if parts[0].average else {},
     )
 
 

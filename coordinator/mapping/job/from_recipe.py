@@ -136,7 +136,7 @@ def job_of(
                 "samples, so that it cannot be planned"
             )
         reference = None
-        if recipe.is_reference_base:
+        if "reference" in recipe.served_by_actor:
             reference = ("actor", "compute_reference_logprobs")
         elif recipe.reference is not None:
             reference = ("reference", "compute_logprobs")
@@ -206,6 +206,7 @@ def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -
         freedom=freedom,
         most_rows=given_rows or (_MOST_ROWS if on_gpus else 64),
         is_plain=isinstance(sampler, HfSpec),
+        averages=name == "actor" and recipe.actor_average is not None,
         frozen_bytes=_frozen_bytes(recipe, name, spec, on_gpus=on_gpus, trains=trains),
         has_muon=trains and isinstance(section.optimizer, MuonSpec),
     )

@@ -29,6 +29,8 @@ class Role:
     """Rows that a sampler replica decodes together at most."""
     is_plain: bool = False
     """Whether plain transformers samples, which computes a prompt for each of its completions."""
+    averages: bool = False
+    """Whether a moving average of its trained parameters is kept, in float32."""
     frozen_bytes: int | None = None
     """Of a parameter that is not trained; None: as the system has it."""
     has_muon: bool = False

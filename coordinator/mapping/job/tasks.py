@@ -71,6 +71,7 @@ _KINDS: Mapping[str, TaskKind] = {
     "compute_values": TaskKind.SCORE,
     "compute_logprobs": TaskKind.SCORE,
     "compute_reference_logprobs": TaskKind.SCORE,
+    "compute_teacher_logprobs": TaskKind.SCORE,
     "compute_reward": TaskKind.SCORE,
     "compute_cost": TaskKind.SCORE,
     "compute_loss": TaskKind.SCORE,

@@ -20,7 +20,7 @@ from rolemesh.engine.specs import OutsideRewardSpec
 
 _IN_BLOCKS = (
     *("compute_values", "compute_logprobs", "compute_reference_logprobs"),
-    *("compute_reward", "compute_cost"),
+    *("compute_teacher_logprobs", "compute_reward", "compute_cost"),
 )
 """Methods that work block by block where their rows come so."""
 

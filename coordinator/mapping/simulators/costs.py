@@ -116,7 +116,7 @@ class RoleCosts:
     def _bytes(self, layout: Layout) -> RankBytes:
         role, system = self.role, self._system
         if role.trains:
-            return trained_bytes(role.model, layout, system)
+            return trained_bytes(role.model, layout, system, averages=role.averages)
         if role.samples:
             fixed = sampler_bytes(role.model, layout, system, role.most_rows).fixed
             return RankBytes(rest=fixed, peak=fixed)

@@ -76,16 +76,21 @@ def _whole_factors(model: Model) -> int:
     return whole_factors(model.shape)
 
 
-def trained_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
+def trained_bytes(
+    model: Model, layout: Layout, system: System, *, averages: bool = False
+) -> RankBytes:
     """Of a role that trains: the larger one of what the layers and what the head take.
 
-    The base beneath an adapter is held once, without gradients and moments.
+    The base beneath an adapter is held once, without gradients and moments. With `averages` a
+    moving average of what is trained is held in float32.
     """
     parameters, layer, outer = rank_parameters(model, layout)
     has_adapter = model.shape.adapter is not None
     own = rank_trained(model, layout) / layout.fsdp
     moments = own * system.moment_bytes
     held = own * system.weight_bytes + (0 if layout.offload else moments)
+    if averages:
+        held += own * 4
     if has_adapter:
         # A score head counts twice, which is a row.
         held += parameters / layout.fsdp * system.frozen_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolemesh.coordinator.recipe.model_sizes import (
@@ -33,6 +33,9 @@ TRAINED_BYTES = 16
 
 SAVED_BYTES = 12
 """Bytes of a trained weight in a checkpoint or a cut: itself and two moments, in float32."""
+
+AVERAGE_BYTES = 4
+"""Bytes of its moving average, in float32, where one is kept: in memory, checkpoint and cut."""
 
 _MOMENT_BYTES = 4
 """Bytes of the moment that a weight lacks which Muon steps."""
@@ -112,6 +115,8 @@ def footprint_of(recipe: Recipe, own_services: Mapping[str, str | None]) -> Foot
             one = _Weights(count or 0, changing, orthogonalised=spared)
             if model.adapter is not None:
                 one = _Weights(one.all + one.trained, one.trained, _base_bytes(recipe, role, model))
+            if role == "actor" and recipe.actor_average is not None:
+                one = replace(one, averaged=changing)
             sizes[role] = sizes.get(role, _Weights()).beside(one)
         sizes.setdefault(role, _Weights())
     for service, address in own_services.items():
@@ -143,6 +148,8 @@ class _Weights:
     """Of each that does not."""
     orthogonalised: int = 0
     """Of those that change, those that Muon steps."""
+    averaged: int = 0
+    """Of those that change, those of which a moving average is kept."""
 
     def beside(self, other: _Weights) -> _Weights:
         """Those of both."""
@@ -152,12 +159,14 @@ class _Weights:
             self.trained + other.trained,
             widest,
             self.orthogonalised + other.orthogonalised,
+            self.averaged + other.averaged,
         )
 
     @property
     def saved(self) -> int:
-        """Bytes of those that change, and of their moments."""
-        return SAVED_BYTES * self.trained - _MOMENT_BYTES * self.orthogonalised
+        """Bytes of those that change, of their moments and of their average."""
+        moments = SAVED_BYTES * self.trained - _MOMENT_BYTES * self.orthogonalised
+        return moments + AVERAGE_BYTES * self.averaged
 
     @property
     def rest(self) -> int:

@@ -37,9 +37,9 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
                 f"folder, or hf:ORG/NAME for one of the hub{_maker_hint(path)} ({_where()})"
             )
         model.check()
-    taught = None if recipe.teacher is None else recipe.teacher.model
-    if taught is not None and recipe.actor is not None and {"actor", "teacher"} <= {*roles}:
-        check_same_vocabulary(recipe.actor.model.path, taught.path)
+    taught_by = None if recipe.teacher is None else recipe.teacher.model
+    if taught_by is not None and recipe.actor is not None and {"actor", "teacher"} <= {*roles}:
+        check_same_vocabulary(recipe.actor.model.path, taught_by.path)
     for role in roles:
         section = recipe.section(role)
         for name in ("data", "pretraining_data"):

@@ -88,7 +88,9 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
             head="lm_head" if role in ("actor", "reference", "teacher") else None,
             # Those of a sampler come from the actor, unless it sends an adapter alone.
             has_weights=not is_rollout or trained.model.adapter is not None,
-            has_tokenizer=is_rollout or role == "actor",
+            has_tokenizer=is_rollout
+            or role == "actor"
+            or (role == "teacher" and section.prompt is not None),
             adapter=trained.model.adapter,
             adapter_field=f"{owner}.model.adapter",
             sampler="" if rollout is None else rollout.type,

@@ -59,7 +59,8 @@ async def plan_step(recipe: Recipe) -> Sequence[Node]:
         on_phase=lambda service, stage, done, total: None,
         may_drop=recipe.may_drop,
         reward_columns=recipe.reward_columns,
-        is_reference_base=recipe.is_reference_base,
+        served_by_actor=recipe.served_by_actor,
+        teacher=recipe.teacher,
     )
     try:
         async with dataflow:

@@ -32,6 +32,7 @@ PHASE_OF_NODE: Mapping[str, str] = {
     "reference.compute_logprobs": "reference",
     "actor.compute_reference_logprobs": "reference",
     "teacher.compute_logprobs": "teacher",
+    "actor.compute_teacher_logprobs": "teacher",
     "reward.compute_reward": "reward",
     "actor.compute_advantages": "advantages",
     "critic.update": "update_critic",

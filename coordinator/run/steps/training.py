@@ -305,7 +305,8 @@ class TrainingLoop(RunLoop):
             is_evaluation=is_evaluation,
             may_drop=self._recipe.may_drop,
             reward_columns=self._recipe.reward_columns,
-            is_reference_base=self._recipe.is_reference_base,
+            served_by_actor=self._recipe.served_by_actor,
+            teacher=self._recipe.teacher,
         )
 
     def _on_phase(self, service: str, stage: str, done: int, total: int) -> None:

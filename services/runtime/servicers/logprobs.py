@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from google.protobuf.message import Message
 
+from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.teacher_prompts import TeacherPrompts
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.payload import MAX_WIDTH
+from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.specs import TeacherPromptSpec
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer
 from rolemesh.v1 import experience_pb2, logprob_pb2, logprob_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """How a policy scores as a teacher."""
+
+    prompts: TeacherPrompts | None = None
+    """What it is told in the place of the prompt that the student saw; None: that one."""
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Has it compute with other weights meanwhile; entered on the compute thread."""
+
+
+STUDENT = Teaching()
+"""How it scores otherwise: as it is, behind the prompts of the rows."""
 
 
 class PolicyHolder(Protocol):
@@ -24,6 +45,26 @@ class PolicyHolder(Protocol):
     @property
     def policy(self) -> RankModel:
         """The model; raises NOT_INITIALIZED before Initialize."""
+
+    def teaching(self, as_teacher: bool) -> Teaching:
+        """How it scores where it is asked as a teacher, or not; raises SPEC_INVALID if it is none.
+
+        A service of the role teacher is one whether it is asked so or not.
+        """
+
+
+def load_teacher_prompts(
+    spec: TeacherPromptSpec, tokenizer: ChatTokenizer, model: CausalLm
+) -> TeacherPrompts:
+    """What a model is told as a teacher; raises DataInvalidError as `TeacherPrompts`.
+
+    Args:
+        spec: Of the role.
+        tokenizer: Of the model.
+        model: Whose longest sequence counts.
+    """
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return TeacherPrompts(tokenizer, spec, longest)
 
 
 class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServiceServicer):
@@ -59,20 +100,35 @@ class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServic
                     "give model.adapter",
                     reason="SPEC_INVALID",
                 )
+            teaching = self._role.teaching(request.as_teacher)
+            if request.without_adapter and request.as_teacher:
+                raise InvalidRequestError(
+                    "without_adapter and as_teacher are true: ask for one of the two",
+                    reason="SPEC_INVALID",
+                )
+            prompts = teaching.prompts
             share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
             batch = await self._runtime.pull(
-                request.experience, INPUT_COLUMNS, call, rows=share.rows
+                request.experience,
+                INPUT_COLUMNS if prompts is None else prompts.columns,
+                call,
+                rows=share.rows,
             )
-            scored = await call.compute(
-                compute_logprobs,
-                self._role.policy,
-                batch,
-                temperature=request.temperature,
-                with_entropy=request.with_entropy,
-                without_adapter=request.without_adapter,
-                top_k=request.top_k,
-                progress=call.progress,
-            )
+
+            def score() -> Experience:
+                with teaching.weights():
+                    return compute_logprobs(
+                        self._role.policy,
+                        batch,
+                        temperature=request.temperature,
+                        with_entropy=request.with_entropy,
+                        without_adapter=request.without_adapter,
+                        top_k=request.top_k,
+                        retold=None if prompts is None else partial(prompts.of, places=share.rows),
+                        progress=call.progress,
+                    )
+
+            scored = await call.compute(score)
             columns = {
                 request.column if name == "logprobs" else f"{request.column}_{name}": column
                 for name, column in scored.columns.items()

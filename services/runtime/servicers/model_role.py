@@ -49,9 +49,14 @@ class ModelRole(Role):
         return self.initialized(self._trainer)
 
     def train_with(
-        self, model: TrainedModel, optimizer: AnyOptimizerSpec, run_seed: int
+        self,
+        model: TrainedModel,
+        optimizer: AnyOptimizerSpec,
+        run_seed: int,
+        *,
+        average: float | None = None,
     ) -> InitializeResult:
-        """Makes the trainer of a model that was just loaded."""
+        """Makes the trainer of a model that was just loaded; see `ModelInTraining`."""
         # Here: a reward that is not trained is a role of this kind too, and holds no model.
         from rolemesh.engine.train.trainer import Trainer
 
@@ -59,7 +64,7 @@ class ModelRole(Role):
         # What draws from the process's own generators, and their state in a checkpoint, depends on
         # the run alone.
         seed_random_state("training", run_seed, self.name, model.mesh.rank)
-        self._trainer = Trainer(model, optimizer)
+        self._trainer = Trainer(model, optimizer, average=average)
         return InitializeResult(
             policy_version=self._trainer.policy_version,
             num_parameters=num_parameters(model),

@@ -227,6 +227,7 @@ class ServiceClient(StateClient):
         with_entropy: bool = False,
         without_adapter: bool = False,
         top_k: int = 0,
+        as_teacher: bool = False,
     ) -> _Made:
         """Computes the log-prob of every completion token into the column of that name."""
         request = logprob_pb2.ComputeLogprobsRequest(
@@ -237,6 +238,7 @@ class ServiceClient(StateClient):
             with_entropy=with_entropy,
             without_adapter=without_adapter,
             top_k=top_k,
+            as_teacher=as_teacher,
         )
         return self._followed(self._logprob.ComputeLogprobs, request)
 

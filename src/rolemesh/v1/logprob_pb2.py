@@ -26,7 +26,7 @@ from rolemesh.v1 import experience_pb2 as rolemesh_dot_v1_dot_experience__pb2
 from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/logprob.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"\xd3\x01\n\x16\x43omputeLogprobsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12\x0e\n\x06\x63olumn\x18\x03 \x01(\t\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\x14\n\x0cwith_entropy\x18\x05 \x01(\x08\x12\x17\n\x0fwithout_adapter\x18\x06 \x01(\x08\x12\r\n\x05top_k\x18\x07 \x01(\x05\"~\n\x17\x43omputeLogprobsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent2\x88\x01\n\x0eLogprobService\x12v\n\x0f\x43omputeLogprobs\x12#.rolemesh.v1.ComputeLogprobsRequest\x1a$.rolemesh.v1.ComputeLogprobsResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/logprob.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"\xe7\x01\n\x16\x43omputeLogprobsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12\x0e\n\x06\x63olumn\x18\x03 \x01(\t\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\x14\n\x0cwith_entropy\x18\x05 \x01(\x08\x12\x17\n\x0fwithout_adapter\x18\x06 \x01(\x08\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\x12\n\nas_teacher\x18\x08 \x01(\x08\"~\n\x17\x43omputeLogprobsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent2\x88\x01\n\x0eLogprobService\x12v\n\x0f\x43omputeLogprobs\x12#.rolemesh.v1.ComputeLogprobsRequest\x1a$.rolemesh.v1.ComputeLogprobsResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGPROBSERVICE'].methods_by_name['ComputeLogprobs']._loaded_options = None
   _globals['_LOGPROBSERVICE'].methods_by_name['ComputeLogprobs']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\210\016\"\003\001\003\005'
   _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=102
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=313
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=315
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=441
-  _globals['_LOGPROBSERVICE']._serialized_start=444
-  _globals['_LOGPROBSERVICE']._serialized_end=580
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=333
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=335
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=461
+  _globals['_LOGPROBSERVICE']._serialized_start=464
+  _globals['_LOGPROBSERVICE']._serialized_end=600
 # @@protoc_insertion_point(module_scope)

@@ -31,6 +31,7 @@ class ComputeLogprobsRequest(_message.Message):
     WITH_ENTROPY_FIELD_NUMBER: _builtins.int
     WITHOUT_ADAPTER_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
+    AS_TEACHER_FIELD_NUMBER: _builtins.int
     column: _builtins.str
     """Name of the new column, e.g. "reference_logprobs"."""
     temperature: _builtins.float
@@ -42,6 +43,12 @@ class ComputeLogprobsRequest(_message.Message):
     top_k: _builtins.int
     """How many of the likeliest tokens are wanted at each place, 0 to 1,024 and at
     most the size of the vocabulary; 0: none. Not together with `with_entropy`.
+    """
+    as_teacher: _builtins.bool
+    """Whether an actor scores as its own teacher: with the moving average of its
+    weights where `teacher.average` of its section is given, else with the weights
+    as they are, and behind the prompt of `teacher.prompt`. Not together with
+    `without_adapter`. Other roles refuse it: a teacher is always one.
     """
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
@@ -61,10 +68,11 @@ class ComputeLogprobsRequest(_message.Message):
         with_entropy: _builtins.bool = ...,
         without_adapter: _builtins.bool = ...,
         top_k: _builtins.int = ...,
+        as_teacher: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "experience", b"experience", "key", b"key", "temperature", b"temperature", "top_k", b"top_k", "with_entropy", b"with_entropy", "without_adapter", b"without_adapter"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_teacher", b"as_teacher", "column", b"column", "experience", b"experience", "key", b"key", "temperature", b"temperature", "top_k", b"top_k", "with_entropy", b"with_entropy", "without_adapter", b"without_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,12 +56,21 @@ class LogprobServiceServicer(object):
         token, the likeliest first: `<column>_top_ids`, int32, completion, of width k,
         and `<column>_top`, float32, completion, of width k: their log-probs.
 
+        A teacher may be told more than the student: with `prompt` in its section (of
+        an actor: with `as_teacher`, and `teacher.prompt` in its section) each
+        completion is scored behind a prompt that is made of the columns prompt_text,
+        answer and metadata, as far as the template names them. The result stays
+        aligned with the completion tokens of the experience.
+
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+        INVALID_ARGUMENT (DATA_INVALID): a row lacks a field of the teacher's prompt, or
+        is longer behind it than the model takes; names row, field and lengths.
         INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, the model has no
-        adapter that could be left out, or a vocabulary of fewer than top_k tokens.
+        adapter that could be left out, a vocabulary of fewer than top_k tokens, or
+        nothing in its section that says how it is a teacher.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.
         """

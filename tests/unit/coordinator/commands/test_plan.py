@@ -117,7 +117,7 @@ def test_adapters_fit_where_whole_models_do_not(recipe: Path) -> None:
     assert {role["role"] for role in pool["roles"]} == {"actor", "critic"}
     assert pool["most_bytes"] < 0.9 * DEVICES["l40s"].memory_bytes
     assert "actor.compute_reference_logprobs" in {task["name"] for task in told["tasks"]}
-    assert load_recipe([path]).is_reference_base
+    assert load_recipe([path]).served_by_actor == {"reference"}
     plan(recipe, "--gpus", "1", "--gpu", "l40s", code=1)
 
 

@@ -132,7 +132,7 @@ def test_an_adapter_makes_its_base_the_reference() -> None:
         **{"rank": 8, "alpha": 16.0, "targets": ["q_proj", "v_proj"]}
     }
     assert tree["reference"] == {}
-    assert recipe_of(made).is_reference_base
+    assert recipe_of(made).served_by_actor == {"reference"}
 
 
 def test_rows_of_a_pass_become_tokens() -> None:

@@ -36,8 +36,9 @@ def recipe(server: Any = None, **changes: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("teacher", "told"),
     [
-        ({}, "neither model nor server is given"),
-        ({"model": {"path": "/m"}, "server": SERVER}, "both are given"),
+        ({}, "model is missing: .* or server"),
+        ({"model": {"path": "/m"}, "server": SERVER}, "are both given"),
+        ({"of": "actor", "server": SERVER}, "server is given, but of is 'actor'"),
         ({"server": SERVER, "layout": {"tp": 2}}, "layout has 2 ranks"),
         ({"server": {"urls": "http://h:1"}}, "model"),
         ({"server": {**SERVER, "urls": "grpc://h:1"}}, "give http://host:port"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import datetime
 import errno
 import gc
 import json
+import math
 import os
 import random
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from pydantic import TypeAdapter
 from support.eager_rows import EagerRows
 from support.tiny_models import tiny_tokenizer
@@ -33,7 +35,7 @@ from tokenizers import (
 )
 from transformers.utils import chat_template_utils
 
-from rolemesh.engine.data import parts, sections
+from rolemesh.engine.data import parts, row_store, sections
 from rolemesh.engine.data.fixed_ends import FixedEnds
 from rolemesh.engine.data.prompts import EmptyDataError, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import Renderer
@@ -122,9 +124,7 @@ def load(data: Any, **others: Any) -> PromptSet:
 
 def comparable(rows: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
     """Without the name of the source's field, which stands in front of each place."""
-    return [
-        (index, dataclasses.replace(row, where=row.where.rpartition("/")[2])) for index, row in rows
-    ]
+    return [(index, replace(row, where=row.where.rpartition("/")[2])) for index, row in rows]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_processes_that_read_a_part_each_find_what_one_finds(
     for _ in ("read", "kept"):
         prompts = load_prompts(data, tokenizer=saved, seed=SEED)
         assert comparable(prompts.rows("train", 0, count)) == comparable(eager.first(count))
-    # The first of three parts, and of this small file a quarter more.
+    # The first of three parts, and of this small file a third more.
     num_lines = data.path.read_text().count("\n")
     assert num_lines // 3 < len(own) < num_lines * 2 // 3
     assert not caplog.records
@@ -349,11 +349,27 @@ def test_a_fault_that_another_process_finds_is_told_as_ever(tmp_path, cache, sav
 
 def test_templates_of_many_rows_are_rendered_without_their_chain_of_globals(saved):
     row = PromptRow(messages=[{"role": "user", "content": "1+1"}])
+    # One that looks at contents, of which each row is rendered.
+    saved.chat_template = "{{ messages[0]['content'] | upper }}"
     texts = Renderer(saved).prompt_texts([row, row])
     # If this fails, the transformers library keeps what it compiled elsewhere: see _quicken.
     compiled = chat_template_utils._compile_jinja_template(saved.chat_template)
     assert type(compiled.globals) is dict
     assert texts == [Renderer(saved).prompt_text(row)] * 2
+
+
+@settings(deadline=None)
+@given(text=st.text(), at=st.integers(0, 7))
+def test_rows_are_kept_as_the_same_bytes_whatever_writes_them(text, at):
+    odd = [text, "\ud800", 2.5e20, math.inf, 2**70, None, [text, {"a": 1.0}], datetime.date.min]
+    turn = {"role": "user", "content": text, "other": odd[at]}
+    answer = [{"role": "assistant", "content": text, "other": odd[-at]}]
+    row = PromptRow(messages=[turn], answer=text, completion=answer, chosen=text, is_wanted=True)
+    names = ("messages", "assistant_prefix", "answer", "metadata", "completion", "chosen")
+    names += ("rejected", "is_wanted", "text", "max_text_tokens", "where")
+    values = [getattr(row, name) for name in names]
+    expected = json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=str)
+    assert row_store._encoded(row) == expected.encode("utf-8", "surrogatepass")
 
 
 def test_a_fault_leaves_pythons_collector_as_it_was(tmp_path):

@@ -172,6 +172,19 @@ def test_the_base_of_an_adapter_is_a_reference_without_a_role(model: Path) -> No
     assert critic.model.trained_parameters == critic.model.num_parameters
 
 
+def test_a_policy_that_teaches_itself_scores_and_keeps_its_average(model: Path) -> None:
+    distilled = "algorithm={type: on_policy_distillation, sampling: {max_new_tokens: 64}}"
+    own = "teacher={of: actor, average: 0.99}"
+    apart = ("critic=null", "reference=null", "reward=null")
+    pools = "pools={main: {roles: [actor]}}"
+    found = job(model, "quickstart-ppo", distilled, own, pools, *apart)
+    assert [role.name for role in found.roles] == ["actor"]
+    kinds = {task.name: task.kind for task in found.step.tasks}
+    assert kinds["actor.compute_teacher_logprobs"] is TaskKind.SCORE
+    assert found.role("actor").averages
+    assert not job(model, "quickstart-ppo").role("actor").averages
+
+
 def test_a_rollout_service_samples_with_the_actors_adapter(model: Path) -> None:
     found = job(model, "async-grpo", ADAPTER)
     actor, rollout = found.role("actor"), found.role("rollout")

@@ -337,6 +337,9 @@ def test_moments_on_the_host_are_not_on_the_device() -> None:
     here = trained_bytes(model, Layout(dp=8, fsdp=8), ROLEMESH)
     away = trained_bytes(model, Layout(dp=8, fsdp=8, offload=True), ROLEMESH)
     assert here.rest - away.rest == pytest.approx(8 * model.num_parameters / 8, rel=1e-6)
+    averaged = trained_bytes(model, Layout(dp=8, fsdp=8), ROLEMESH, averages=True)
+    assert averaged.rest - here.rest == pytest.approx(4 * model.num_parameters / 8, rel=1e-6)
+    assert averaged.peak - here.peak == averaged.rest - here.rest
     frozen = scored_bytes(model, Layout(dp=8, fsdp=8), ROLEMESH)
     assert frozen.rest == pytest.approx(2 * model.num_parameters / 8, rel=1e-6)
 

@@ -86,6 +86,16 @@ def test_a_matrix_that_muon_steps_has_a_moment_less(model: Path) -> None:
     assert both.cuts - one.cuts == 2 * 4 * matrices
 
 
+def test_an_average_takes_a_number_more_of_each_trained_weight(model: Path) -> None:
+    size = num_parameters(model) or 0
+    values = ppo(model).model_dump(mode="json")
+    values["teacher"] = {"of": "actor", "average": 0.99}
+    found = footprint_of(Recipe.model_validate(values), SERVICES)
+    assert found.memory["actor"] == 20 * size + PROCESS_BYTES
+    assert found.memory["critic"] == 16 * size + PROCESS_BYTES
+    assert found.checkpoint == (16 + 12) * size
+
+
 @pytest.mark.parametrize("targets", ["all_linear", ["q_proj", "down_proj"]])
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_of_an_adapter_only_its_factors_are_trained_saved_and_exported(
