@@ -339,9 +339,9 @@ def _compute_logprobs(
     is_served_by_actor = player in context.served_by_actor
     teacher = context.teacher if player == TeacherHandle.role else None
     told = () if teacher is None or teacher.prompt is None else teacher.prompt.columns()
-    needs, makes = _dropping(handle)
     is_base = is_served_by_actor and player == ReferenceHandle.role
     is_told = teacher is not None and teacher.as_actor() is not None
+    needs, makes = _dropping(handle)
     return handle.infer(
         # Named apart from what an actor scores for itself.
         f"compute_{player}_logprobs" if is_served_by_actor else "compute_logprobs",

@@ -59,7 +59,7 @@ from rolemesh.engine.specs.columns import source_column
 ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost", "rollout")
 """Every role that a recipe can have; the algorithm says which it needs."""
 
-_YOUNGER = ("numerics", "teacher", "server", "of", "average", "prompt")
+_YOUNGER = ("numerics", "teacher", "of", "average", "prompt", "server")
 """Fields of a role's section that services of other makes may not know."""
 
 

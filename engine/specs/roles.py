@@ -233,10 +233,10 @@ class TeacherSpec(RoleSpec):
     model: ModelSpec | None = None
     """The policy, with the same vocabulary as the actor's."""
     server: TeacherServerSpec | None = None
-    """Servers of vLLM that hold the policy, in place of model; the service then asks them."""
+    """Servers that hold the policy, in place of model; the service then asks them."""
     of: Literal["actor"] | None = None
     """The role that is the teacher: the policy itself, which the actor scores; then there is no
-    service of the role. None: the model is."""
+    service of the role. None: the model is, or the servers."""
     average: float | None = Field(default=None, gt=0, lt=1)
     """With `of`: the teacher is the policy's own moving average (SDFT, arXiv 2601.19897; SDPO,
     arXiv 2601.20802), of which an optimizer step leaves this part: average = a * average + (1 - a)
@@ -247,38 +247,35 @@ class TeacherSpec(RoleSpec):
     """How the model is spread over ranks."""
 
     @model_validator(mode="after")
-    def _check_of(self) -> Self:
-        if self.of is None:
-            if self.average is not None:
-                raise ValueError(
-                    f"average is {self.average}, but this teacher is a model of its own, which "
-                    "does not change: leave it out, or set of to 'actor' and leave model out"
-                )
-            self._check_holder()
-            return self
-        for name in ("model", "server", "layout", "numerics"):
+    def _check_holder(self) -> Self:
+        holders = [name for name in ("model", "server", "of") if getattr(self, name) is not None]
+        if len(holders) != 1:
+            raise ValueError(
+                f"{' and '.join(holders) or 'no holder'} given: give one of model, e.g. {{path: "
+                "FOLDER}, server, e.g. {urls: [http://HOST:8000], model: NAME}, and of: actor, "
+                "with which the policy is its own teacher"
+            )
+        if self.of is None and self.average is not None:
+            raise ValueError(
+                f"average is {self.average}, but this teacher is a model of its own, which does "
+                "not change: leave it out, or set of to 'actor' and leave model out"
+            )
+        if self.server is not None and self.layout.layout().world_size > 1:
+            raise ValueError(
+                f"layout has {self.layout.layout().world_size} ranks, but the servers hold the "
+                "model: leave layout out, and give vllm serve --tensor-parallel-size"
+            )
+        if self.of is not None:
+            self._check_of()
+        return self
+
+    def _check_of(self) -> None:
+        for name in ("layout", "numerics"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"{name} is given, but of is {self.of!r}: the actor scores with its own "
                     f"model, layout and numerics; leave {name} out, or of"
                 )
-        return self
-
-    def _check_holder(self) -> None:
-        """Refuses a teacher that is not the policy, and no other or several."""
-        if self.model is None and self.server is None:
-            raise ValueError(
-                "model is missing: give {path: FOLDER}, or of: actor, and the policy is its "
-                "own teacher, or server: {urls: [http://HOST:8000], model: NAME}"
-            )
-        if self.model is not None and self.server is not None:
-            raise ValueError("model and server are both given: give one of them")
-        num_ranks = self.layout.layout().world_size
-        if self.server is not None and num_ranks > 1:
-            raise ValueError(
-                f"layout has {num_ranks} ranks, but the servers hold the model: leave layout out, "
-                "and give vllm serve --tensor-parallel-size"
-            )
 
     def as_actor(self) -> SelfTeacherSpec | None:
         """What the actor is told where it is the teacher; None where there is nothing to tell."""

@@ -18,7 +18,6 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.scale_out.token_in_token_out.api_router import router as tokens_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
-from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from rolemesh.engine.data.rendering import Renderer
@@ -30,7 +29,9 @@ from rolemesh.services.endpoint.chat import SessionChat
 from rolemesh.services.endpoint.client import SamplerClient
 from rolemesh.services.endpoint.guard import UNTRAINED, Guard
 from rolemesh.services.endpoint.parsers import tool_parser_of
+from rolemesh.services.endpoint.prompts import SessionPrompts
 from rolemesh.services.endpoint.replicas import Calls
+from rolemesh.services.endpoint.tokenization import SessionTokenization
 from rolemesh.services.endpoint.tokens import NamedTokens
 
 
@@ -103,7 +104,8 @@ def make_app(
         tool_parser=parser,
     )
     tokenizer: Any = client.renderer.get_tokenizer()
-    state.openai_serving_chat.renders = Renderer(tokenizer, template=template)
+    prompts = SessionPrompts(Renderer(tokenizer, template=template))
+    state.openai_serving_chat.prompts = prompts
     shown = template or str(getattr(tokenizer, "chat_template", None) or "")
     state.openai_serving_chat.renders_tools = re.search(r"\btools\b", shown) is not None
     state.openai_serving_chat_batch = None
@@ -111,13 +113,14 @@ def make_app(
         client, models, online_renderer=renderer, request_logger=None
     )
     state.serving_tokens = NamedTokens(client, models, renderer, request_logger=None)
-    state.serving_tokenization = ServingTokenization(
+    state.serving_tokenization = SessionTokenization(
         models,
         renderer,
         chat_template=template,
         chat_template_content_format="auto",
         request_logger=None,
     )
+    state.serving_tokenization.prompts = prompts
     for router in (models_router, chat_router, completion_router, tokens_router, tokenize_router):
         app.include_router(router)
     app.include_router(session_routes.router)

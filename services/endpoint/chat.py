@@ -1,9 +1,8 @@
-"""Chat completions of sessions: a history that goes on keeps its tokens as they were sampled."""
+"""Chat completions of sessions: they continue what was sampled, and their answers are noted."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
@@ -13,30 +12,16 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
-from rolemesh.engine.data.rendering import Renderer
-from rolemesh.engine.data.rows import DataInvalidError
-from rolemesh.engine.sessions.history import HistoryDigests, arguments_of, continued, text_of
-from rolemesh.engine.sessions.session import Session
+from rolemesh.engine.sessions.history import HistoryDigests
 from rolemesh.services.endpoint.asked import ASKED, Asked
-
-logger = logging.getLogger(__name__)
-
-_SETTINGS = frozenset({"tools", "chat_template_kwargs", "documents", "reasoning_effort"})
-"""Fields that a prompt is rendered from beside its messages."""
+from rolemesh.services.endpoint.prompts import SessionPrompts, settings_of
 
 
 class SessionChat(OpenAIServingChat):  # type: ignore[misc]
-    """vLLM's chat completions, with prompts of sessions that continue what was sampled.
+    """vLLM's chat completions, with prompts of sessions that continue what was sampled."""
 
-    A request whose messages go on from an earlier answer of its session is given the tokens of that
-    call, and behind them those that the chat template puts between that answer and the next one. So
-    nothing that was sampled is encoded or rendered again: not the separator of turns, not what the
-    template would leave out of earlier answers. Where the client has changed the answer, or the
-    template has no fixed text for the turns between, the messages are rendered whole, as vLLM does.
-    """
-
-    renders: Renderer
-    """With the same template; set by who makes it."""
+    prompts: SessionPrompts
+    """Set by who makes it."""
     renders_tools = False
     """Whether the template shows the model its tools; likewise."""
 
@@ -48,40 +33,8 @@ class SessionChat(OpenAIServingChat):  # type: ignore[misc]
                 "describe them in a message, or give endpoint.chat_template one that does",
                 param="tools",
             )
-        asked = ASKED.get()
-        if asked is not None and asked.opened is not None:
-            tokens = self._continued(request, asked.body, asked.opened.session)
-            if tokens is not None:
-                # vLLM's own door for a prompt that is tokens already: tools, parsers and checks of
-                # the request are as ever.
-                request.kv_transfer_params = {"prompt_token_ids": tokens}
+        self.prompts.put_into(request)
         return await super().render_chat_request(request)
-
-    def _continued(
-        self, request: ChatCompletionRequest, body: Mapping[str, Any], session: Session
-    ) -> list[int] | None:
-        if not request.add_generation_prompt or request.continue_final_message:
-            return None
-        found = continued(session, _settings(body), body["messages"])
-        if found is None:
-            return None
-        call, behind = found
-        said = [_as_rendered(message) for message in behind]
-        if not all(isinstance(message["content"], str) for message in said):
-            return None
-        is_closed = call.finish_reason == "stop" and len(call.sampled_tokens) > 0
-        last = call.sampled_tokens[-1] if is_closed else None
-        ends = self.renders.end_tokens()
-        try:
-            between = self.renders.continuation(
-                said,
-                end_token=last if last in ends else None,
-                template_arguments=_template_arguments(body),
-            )
-        except DataInvalidError as error:
-            logger.info("session %s is rendered whole: %s", session.session_id, error)
-            return None
-        return [*session.tokens(call), *between]
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Any = None
@@ -94,7 +47,7 @@ class SessionChat(OpenAIServingChat):  # type: ignore[misc]
         if asked is None or asked.opened is None:
             return await super().create_chat_completion(request, raw_request)
         given = await super().create_chat_completion(request, raw_request)
-        digests = HistoryDigests(_settings(asked.body))
+        digests = HistoryDigests(settings_of(asked.body))
         for message in asked.body["messages"]:
             digests.add(message)
         if isinstance(given, ChatCompletionResponse):
@@ -103,35 +56,6 @@ class SessionChat(OpenAIServingChat):  # type: ignore[misc]
         elif isinstance(given, AsyncGenerator):
             return _noted_stream(given, asked, digests)
         return given
-
-
-def _settings(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: body[name] for name in _SETTINGS if body.get(name) is not None}
-
-
-def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template is given beside the messages."""
-    given = dict(_settings(body))
-    chosen = given.pop("chat_template_kwargs", {})
-    ours = {"add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
-    return {**{name: value for name, value in chosen.items() if name not in ours}, **given}
-
-
-def _as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: text as one, arguments of tool calls as objects."""
-    shown = {**message, "content": text_of(message.get("content"))}
-    if message.get("tool_calls"):
-        shown["tool_calls"] = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": arguments_of(call["function"].get("arguments")),
-                },
-            }
-            for call in message["tool_calls"]
-        ]
-    return shown
 
 
 def _note(asked: Asked, index: int, digests: HistoryDigests, message: Mapping[str, Any]) -> None:

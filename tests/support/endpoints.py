@@ -183,6 +183,15 @@ class Session:
             model="policy", messages=list(messages), extra_body=more, **given
         )
 
+    def tokenize(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        """What its own /tokenize answers about messages."""
+        answer = self._http.post(
+            f"/sessions/{self.session_id}/tokenize", json={"messages": list(messages), **more}
+        )
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
     def whole(self, number: int) -> list[int]:
         """All tokens of a call's prompt, and those it sampled."""
         calls = self.read()["calls"]

@@ -6,6 +6,7 @@ Each session's rows are checked against full forward passes of the version that 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.endpoints import (
     ADD,
     FIRST_VERSION,
     LETTERS,
+    TEMPLATE,
     Sampler,
     Served,
     Session,
@@ -194,6 +196,141 @@ def test_side_models_are_branches_trained_or_not_as_declared(served: Served) -> 
     found = session.read()
     assert [call["is_trained"] for call in found["calls"]] == [True, False, True, True]
     assert [branch["calls"] for branch in found["branches"]] == [[0, 2], [3]]
+
+
+# --- what a prompt is said to be --------------------------------------------------------------
+
+
+def rendered(served: Served, messages: list[Any], **more: Any) -> list[int]:
+    """Token ids of messages that no session has: vLLM renders them."""
+    answer = served.http.post("/tokenize", json={"messages": messages, **more})
+    tokens: list[int] = answer.json()["tokens"]
+    return tokens
+
+
+def prompt_of(given: Any) -> list[int]:
+    tokens: list[int] = given.model_extra["prompt_token_ids"]
+    return tokens
+
+
+@pytest.mark.parametrize("tools", [None, [ADD]], ids=["plain", "tools"])
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        {"max_tokens": 24, **WORDS},
+        {"max_tokens": 32, "structured_outputs": {"choice": ["<think>ab</think>cd"]}},
+        {
+            "max_tokens": 128,
+            "structured_outputs": {
+                # With spaces that the template would not write.
+                "choice": ['<tool_call>\n{"name": "add",  "arguments": {"a":2}}\n</tool_call>']
+            },
+        },
+    ],
+    ids=["encoded otherwise", "thoughts", "tool call"],
+)
+def test_tokenize_says_the_prompt_that_a_call_of_the_session_has(
+    served: Served, drawn: dict[str, Any], tools: list[Any] | None
+) -> None:
+    """Rendered anew, what was sampled in earlier turns would be other tokens."""
+    settings: dict[str, Any] = {} if tools is None else {"tools": tools}
+    session, messages = served.session(seed=1), list(ASK)
+    for turn in range(3):
+        before = session.tokenize(messages, **settings)
+        given = session.chat(messages, return_token_ids=True, **drawn, **settings)
+        # NeMo-Gym asks when its call has been answered.
+        after = session.tokenize(messages, return_token_strs=True, **settings)
+        tokens = prompt_of(given)
+        assert (before["tokens"], before["count"]) == (tokens, len(tokens))
+        assert before["token_strs"] is None
+        strings = served.sampler.tokenizer.convert_ids_to_tokens(tokens)
+        assert after == {**before, "token_strs": strings}
+        if turn:
+            sampled = session.whole(turn - 1)
+            assert tokens[: len(sampled)] == sampled
+        # The first prompt has nothing that was sampled; each later one has.
+        assert (rendered(served, messages, **settings) == tokens) is (turn == 0)
+        messages += [answer_of(given), *MORE]
+    by_key = served.http.post(
+        "/tokenize",
+        json={"messages": messages, **settings},
+        headers={"authorization": f"Bearer {session.key}"},
+    )
+    assert by_key.json() == session.tokenize(messages, **settings)
+    assert by_key.json()["tokens"] != rendered(served, messages, **settings)
+
+
+@pytest.mark.parametrize("changed", [0, 1], ids=["first answer", "second answer"])
+def test_tokenize_renders_an_answer_that_the_client_has_changed(
+    served: Served, changed: int
+) -> None:
+    session, messages = served.session(seed=1), list(ASK)
+    for _ in range(2):
+        messages += [answer_of(session.chat(messages, max_tokens=24, **WORDS)), *MORE]
+    at, kept = 2 * changed + 1, session.whole(0)
+    messages[at] = {**messages[at], "content": messages[at]["content"] + "!"}
+    tokens = session.tokenize(messages)["tokens"]
+    assert tokens == prompt_of(session.chat(messages, max_tokens=1, return_token_ids=True))
+    assert messages[at]["content"] in served.sampler.tokenizer.decode(tokens)
+    # What stands before the change is as it was sampled.
+    assert (tokens[: len(kept)] == kept) is (changed == 1)
+    assert (tokens == rendered(served, messages)) is (changed == 0)
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "variant"),
+    [
+        (MORE, {"add_generation_prompt": True}),
+        (MORE, {"add_generation_prompt": False}),
+        ([], {"add_generation_prompt": False}),
+        ([], {"add_generation_prompt": False, "continue_final_message": True}),
+    ],
+    ids=["opened", "not opened", "behind an answer", "answer goes on"],
+)
+def test_tokenize_has_the_variants_of_a_call(
+    served: Served, ends_with: list[Any], variant: dict[str, bool]
+) -> None:
+    session = served.session(seed=1)
+    messages = [*ASK, answer_of(session.chat(ASK, max_tokens=24, **WORDS)), *ends_with]
+    tokens = session.tokenize(messages, **variant)["tokens"]
+    given = session.chat(messages, max_tokens=1, return_token_ids=True, **variant)
+    assert tokens == prompt_of(given)
+    # A prompt that no answer is opened behind is rendered, as that of a call is.
+    is_opened = variant["add_generation_prompt"]
+    assert (tokens == rendered(served, messages, **variant)) is not is_opened
+
+
+def test_what_a_template_is_given_beside_messages_shapes_every_prompt(
+    sampler: Sampler, tmp_path: Path
+) -> None:
+    """VLLM's /tokenize passes documents and efforts over; an effort of "none" stops thoughts."""
+    template = tmp_path / "thoughts.jinja"
+    template.write_text(
+        "{%- if documents %}{{ documents[0].text }}{% endif %}"
+        + TEMPLATE
+        + "{%- if add_generation_prompt and enable_thinking is false %}<think></think>{% endif %}"
+    )
+    settings = {"documents": [{"text": "of old"}], "reasoning_effort": "none"}
+    with serving_endpoint(sampler, chat_template=template) as served:
+        session, messages = served.session(seed=1), list(ASK)
+        for turn in range(2):
+            given = session.chat(messages, max_tokens=8, return_token_ids=True, **WORDS, **settings)
+            tokens = prompt_of(given)
+            text = sampler.tokenizer.decode(tokens)
+            assert text.startswith("of old<|im_start|>")
+            assert text.endswith("<|im_start|>assistant\n<think></think>")
+            assert session.tokenize(messages, **settings)["tokens"] == tokens
+            assert (rendered(served, messages, **settings) == tokens) is (turn == 0)
+            messages += [answer_of(given), *MORE]
+        assert [call["parent"] for call in session.read()["calls"]] == [None, 0]
+
+
+def test_tokenize_of_a_text_is_the_tokenizer_s_own(served: Served) -> None:
+    session = served.session(seed=1)
+    text = answer_of(session.chat(ASK, max_tokens=24, **WORDS))["content"]
+    answer = served.http.post(f"/sessions/{session.session_id}/tokenize", json={"prompt": text})
+    assert answer.json()["tokens"] == served.sampler.tokenizer.encode(text)
+    assert answer.json()["tokens"] != session.read()["calls"][0]["sampled_tokens"]
 
 
 # --- weights --------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ def test_a_teacher_that_no_step_asks_is_named() -> None:
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
-        ({}, r"teacher\n.*model is missing: give \{path: FOLDER\}, or of: actor"),
-        ({"of": "actor", "model": MODEL}, "model is given, but of is 'actor'"),
+        ({}, "no holder given: give one of model"),
+        ({"of": "actor", "model": MODEL}, "model and of given: give one of model"),
         ({"of": "actor", "layout": {"tp": 2}}, "layout is given, but of is 'actor'"),
         ({"of": "actor", "numerics": "fast"}, "numerics is given, but of is 'actor'"),
         ({"model": MODEL, "average": 0.9}, r"average is 0\.9, but this teacher is a model of its"),
