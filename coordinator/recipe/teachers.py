@@ -15,11 +15,19 @@ def check_teacher(recipe: Any) -> None:
         recipe: A Recipe, whose parts are valid.
 
     Raises:
-        ValueError: Log-probs are wanted at another temperature than 1.
+        ValueError: Log-probs are wanted at another temperature than 1, or behind other prompts
+            without a tokenizer that makes them.
     """
     teacher, algorithm = recipe.teacher, recipe.algorithm
     if teacher is None or teacher.server is None or not isinstance(algorithm, AlgorithmSection):
         return
+    told = with_policy_folder(recipe, teacher)
+    if told.prompt is not None and told.server is not None and told.server.policy_folder is None:
+        raise ValueError(
+            "teacher.prompt is given, which the policy's tokenizer renders, and "
+            "teacher.server.policy_folder is not: give a folder of the policy's model that the "
+            "teacher's service sees"
+        )
     loss = algorithm.parts.fields.get("policy_loss")
     temperature = loss.logprob_temperature if isinstance(loss, PartSpec) else 1.0
     if temperature != 1.0:

@@ -260,12 +260,6 @@ class TeacherSpec(RoleSpec):
                 f"average is {self.average}, but this teacher is a model of its own, which does "
                 "not change: leave it out, or set of to 'actor' and leave model out"
             )
-        if self.server is not None and self.prompt is not None:
-            raise ValueError(
-                "prompt is given, but server is, too: the service of a teacher at servers has no "
-                "tokenizer to make another prompt with; give model in place of server, or leave "
-                "prompt out"
-            )
         if self.server is not None and self.layout.layout().world_size > 1:
             raise ValueError(
                 f"layout has {self.layout.layout().world_size} ranks, but the servers hold the "

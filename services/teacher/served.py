@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rolemesh.engine.algorithms.judged import left_out, whole_groups
+from rolemesh.engine.algorithms.judged import LOSS_MASK, left_out, whole_groups
+from rolemesh.engine.data.teacher_prompts import TeacherPrompts
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
+from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.rollout.servers.admission import ServerUnfitError
 from rolemesh.engine.rollout.servers.client import SamplersUnavailableError, ServerError
 from rolemesh.engine.rollout.servers.teacher import ServedTeacher, policy_tokens
 from rolemesh.engine.rollout.servers.teacher_scores import RowScores
-from rolemesh.engine.specs import TeacherServerSpec
+from rolemesh.engine.specs import TeacherPromptSpec, TeacherServerSpec
+from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.rpc.together import together
 from rolemesh.services.runtime.calls.call import Call
@@ -66,19 +69,38 @@ _Row = tuple[list[int], int]
 class TeacherAtServers:
     """Owner: the service's loop; the servers are asked on a loop of its own, which close ends."""
 
-    def __init__(self, spec: TeacherServerSpec) -> None:
+    def __init__(self, spec: TeacherServerSpec, prompt: TeacherPromptSpec | None = None) -> None:
         """Reads the policy's tokens, where its folder is given; asks nobody yet.
 
+        Args:
+            spec: Servers, their limits, and what becomes of rows without an answer.
+            prompt: What the teacher is told in the place of the student's prompts; None: these.
+
         Raises:
-            ValueError: A URL cannot be used, or the token is not set.
+            ValueError: A URL cannot be used, the token is not set, or a prompt is given without a
+                folder.
             ModelFolderError, NoTokenizerError: server.policy_folder is none of a model.
+            DataInvalidError: As `TeacherPrompts`.
         """
         folder = spec.policy_folder
+        if prompt is not None and folder is None:
+            raise ValueError(
+                "teacher.prompt is given, which the policy's tokenizer renders, and "
+                "teacher.server.policy_folder is not: give the folder of the policy's model"
+            )
+        self._prompts: TeacherPrompts | None = None
+        if prompt is not None and folder is not None:
+            tokenizer = load_tokenizer(folder, field="teacher.server.policy_folder")
+            # A row that gets too long for the servers is one that they cannot score.
+            self._prompts = TeacherPrompts(tokenizer, prompt, None)
         self._spec = spec
         self._teacher = ServedTeacher(spec, None if folder is None else policy_tokens(folder))
         self._loop = LoopThread("teacher-servers", "teacher")
         self.may_drop = spec.may_drop
         """Whether rows may be left without scores."""
+        told = INPUT_COLUMNS if self._prompts is None else self._prompts.columns
+        self.columns = (*told, *(("prompt_ids", LOSS_MASK) if self.may_drop else ()))
+        """Columns of a batch that `score` needs."""
 
     @property
     def compared(self) -> str:
@@ -115,8 +137,7 @@ class TeacherAtServers:
         """Has servers score the completion tokens of a batch.
 
         Args:
-            batch: With tokens and prompt_lengths; with prompt_ids and loss_mask where rows may be
-                left out.
+            batch: With `columns`; with is_judged if another role has left rows out.
             column: Name of the log-probs, and beginning of those of the likeliest tokens.
             top_k: K; 0: none.
             call: The call for which it works.
@@ -125,7 +146,10 @@ class TeacherAtServers:
             TeacherFailedError: A row could not be scored, and may not be left out; or a server
                 cannot be used as it was started.
             TeacherUnavailableError: No server can be reached, and no row may be left out.
+            DataInvalidError: The teacher's prompt of a row cannot be made.
         """
+        if self._prompts is not None:
+            batch = batch | await call.compute(self._prompts.of, batch)
         tokens = (row.tolist() for row in batch["tokens"].rows())
         rows = list(zip(tokens, batch["prompt_lengths"].values.tolist(), strict=True))
         done: list[int] = []

@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator
 import grpc
 from google.protobuf.message import Message
 
-from rolemesh.engine.algorithms.judged import LOSS_MASK
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ReferenceSpec, TeacherSpec
-from rolemesh.engine.specs.columns import INPUT_COLUMNS, IS_JUDGED
+from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.notes import bounded
 from rolemesh.rpc.references import names_of
@@ -47,7 +46,7 @@ class TeacherRole(FrozenPolicyRole):
         if not isinstance(spec, TeacherSpec) or spec.server is None:
             return super().initialize(spec, run_seed, progress, mesh)
         progress("check the teacher's servers", 0, 1)
-        served = TeacherAtServers(spec.server)
+        served = TeacherAtServers(spec.server, spec.prompt)
         served.open()
         self.served = served
         return InitializeResult(facts={"teacher.tokens_compared": served.compared})
@@ -87,10 +86,9 @@ class TeacherServicer(LogprobServicer):
 
         async def work(call: Call) -> Message:
             _check_asked(request)
-            columns: tuple[str, ...] = INPUT_COLUMNS
-            if served.may_drop:
-                before = (IS_JUDGED,) if IS_JUDGED in names_of(request.experience) else ()
-                columns = (*columns, "prompt_ids", LOSS_MASK, *before)
+            columns = served.columns
+            if served.may_drop and IS_JUDGED in names_of(request.experience):
+                columns = (*columns, IS_JUDGED)
             batch = await self._runtime.pull(request.experience, columns, call)
             scored = await served.score(batch, request.column, request.top_k, call)
             report = call.report(scored.metrics, batch.num_tokens)
@@ -113,8 +111,9 @@ def _check_asked(request: logprob_pb2.ComputeLogprobsRequest) -> None:
             "log-probs at temperature 1 alone: set algorithm.sampling.temperature to 1, or give "
             "teacher.model in place of teacher.server"
         )
-    elif request.with_entropy or request.without_adapter:
-        field = "with_entropy" if request.with_entropy else "without_adapter"
+    for field in ("with_entropy", "without_adapter", "as_teacher"):
+        if not getattr(request, field):
+            continue
         wrong = (
             f"{field} is true, for which the servers of teacher.server cannot be asked: leave it "
             "out, or give teacher.model in place of teacher.server"

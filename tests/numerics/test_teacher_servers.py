@@ -19,7 +19,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.rollout.servers.client import AnswerInvalidError
 from rolemesh.engine.rollout.servers.requests import Served, scoring_body
 from rolemesh.engine.rollout.servers.teacher_scores import row_scores
-from rolemesh.engine.specs import TeacherServerSpec
+from rolemesh.engine.specs import TeacherPromptSpec, TeacherServerSpec
 from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.teacher.served import (
@@ -228,6 +228,42 @@ def test_a_call_that_nobody_waits_for_ends(server: FakeTeacher) -> None:
     call.is_wanted = False
     with pytest.raises(UnavailableError, match="drains"):
         scored(spec_of(server), call=call)
+
+
+def test_a_teacher_is_told_more_than_its_student(server: FakeTeacher, folder: Path) -> None:
+    tokenizer = tiny_tokenizer(512)
+
+    def rendered(question: str) -> str:
+        turns = [{"role": "user", "content": question}]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    completion, prompt = [30, 31, 32], tokens(rendered("2 + 3?"))
+    row = Experience(
+        {
+            "tokens": Column.ragged(ColumnKind.SEQUENCE, [[*prompt, *completion]], torch.int64),
+            "prompt_lengths": Column(ColumnKind.ROW, torch.tensor([len(prompt)])),
+            "prompt_text": Column.text([rendered("2 + 3?")]),
+            "answer": Column.text(["5"]),
+        }
+    )
+    hint = TeacherPromptSpec(template="{prompt} (It is {answer}.)")
+    teacher = TeacherAtServers(spec_of(server, policy_folder=folder), hint)
+    try:
+        teacher.open()
+        call: Any = FakeCall()
+        found = asyncio.run(teacher.score(row.require(teacher.columns), "taught", TOP_K, call))
+    finally:
+        teacher.close()
+    told = [*tokens(rendered("2 + 3? (It is 5.)")), *completion]
+    assert server.rows == [told]
+    places = server.table[told[-4:-1]]
+    expected = places.gather(1, torch.tensor(completion)[:, None])[:, 0]
+    assert torch.equal(found.columns["taught"].values, expected)
+    with pytest.raises(ValueError, match=r"teacher\.server\.policy_folder is not"):
+        TeacherAtServers(spec_of(server), hint)
 
 
 # --- at the start ------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ def recipe(server: Any = None, **changes: Any) -> Recipe:
     [
         ({}, "no holder given"),
         ({"model": {"path": "/m"}, "server": SERVER}, "model and server given: give one of"),
-        ({"server": SERVER, "prompt": {"template": "{answer}"}}, "has no tokenizer to make"),
         ({"server": SERVER, "layout": {"tp": 2}}, "layout has 2 ranks"),
         ({"server": {"urls": "http://h:1"}}, "model"),
         ({"server": {**SERVER, "urls": "grpc://h:1"}}, "give http://host:port"),
@@ -70,6 +69,16 @@ def test_the_tokens_are_held_against_the_policys_where_a_run_starts_both() -> No
         assert apart.sent_spec("teacher")["server"]["policy_folder"] is None
     given = recipe({"policy_folder": "/own"}, services={"teacher": {"address": "h:1"}})
     assert given.sent_spec("teacher")["server"]["policy_folder"] == "/own"
+
+
+def test_another_prompt_takes_the_policys_tokenizer() -> None:
+    teacher = {"server": SERVER, "prompt": {"template": "{prompt} {answer}"}}
+    assert recipe(teacher=teacher).sent_spec("teacher")["prompt"] == teacher["prompt"]
+    apart = {"teacher": {"address": "h:1"}}
+    with pytest.raises(ValidationError, match=r"teacher\.server\.policy_folder is not"):
+        recipe(teacher=teacher, services=apart)
+    given = {**teacher, "server": {**SERVER, "policy_folder": "/own"}}
+    recipe(teacher=given, services=apart)
 
 
 def test_a_service_of_another_make_is_not_told_of_servers() -> None:
