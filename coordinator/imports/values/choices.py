@@ -8,6 +8,7 @@ from typing import Any
 
 from rolemesh.coordinator.imports.source import ImportedError, Source, SystemName
 from rolemesh.coordinator.imports.values.teachers import (
+    lose_teachers,
     trl_divergence,
     verl_divergence,
     verl_teaches,
@@ -135,10 +136,38 @@ def _of_family(
     return Choice(type=estimator, loss=loss, aggregation=aggregation, extra=more)
 
 
+def _selection(
+    source: Source, name: str, estimator: str, *, is_ahead: bool
+) -> tuple[bool, dict[str, Any]]:
+    """Whether groups that are all alike are sampled anew, and what is done about them otherwise.
+
+    Args:
+        source: Settings.
+        name: The field that asks for it.
+        estimator: An algorithm that has it.
+        is_ahead: Whether the sampler runs ahead of the step.
+    """
+    if not source.flag(name):
+        return False, {}
+    if not _is_group(estimator):
+        source.lose(
+            name, f"no groups to leave out: {estimator} compares no completions of a prompt"
+        )
+        return False, {}
+    if not is_ahead:
+        return True, {}
+    source.say(
+        "Groups that are all alike are left out, and none is sampled in their place, since the "
+        "sampler runs ahead of the step"
+    )
+    return False, {"algorithm.advantages.zero_variance": "left_out"}
+
+
 # verl
 
 
 def _of_verl(source: Source) -> Choice:
+    lose_teachers(source)
     if verl_teaches(source) == "alone":
         loss, extra = verl_divergence(source)
         kind = "on_policy_distillation"
@@ -159,12 +188,18 @@ def _of_verl(source: Source) -> Choice:
             f"{estimator!r}: {loss} goes with grpo here: give algorithm.adv_estimator=grpo as an "
             f"override after CONFIG, or {_VERL_LOSS}=vanilla"
         )
+    is_selecting, more = _selection(
+        source,
+        "algorithm.filter_groups.enable",
+        ours,
+        is_ahead=source.given("rollout.n_gpus_per_node"),
+    )
     return _of_family(
         ours,
         loss,
-        is_selecting=_is_group(ours) and source.flag("algorithm.filter_groups.enable"),
+        is_selecting=is_selecting,
         aggregation=_verl_mean(source, loss),
-        extra={**_verl_extra(source, loss), **_verl_best(source, ours)},
+        extra={**_verl_extra(source, loss), **_verl_best(source, ours), **more},
     )
 
 
@@ -288,12 +323,12 @@ def _of_openrlhf(source: Source) -> Choice:
             f"{source.name_of(loss_name)} is 'gspo' and {source.name_of(name)} is {estimator!r}: "
             "gspo goes with group_norm here; give that, or the loss ppo"
         )
-    is_selecting = source.flag("algo.dynamic_filtering_enable")
-    if is_selecting and not _is_group(ours):
-        source.lose(
-            "algo.dynamic_filtering_enable",
-            f"{ours} compares no completions of a prompt, so there are no groups to leave out",
-        )
+    is_selecting, more = _selection(
+        source,
+        "algo.dynamic_filtering_enable",
+        ours,
+        is_ahead=source.flag("train.async_enable"),
+    )
     mean = "seq_mean_token_mean" if loss == "gspo" else mean_of(source, "actor.loss_agg_mode")
     if ours == "dr_grpo" and loss != "gspo":
         mean = "seq_sum_norm"
@@ -301,8 +336,9 @@ def _of_openrlhf(source: Source) -> Choice:
     return _of_family(
         ours,
         _OPENRLHF_LOSSES[loss],
-        is_selecting=is_selecting and _is_group(ours),
+        is_selecting=is_selecting,
         aggregation=mean,
+        extra=more,
     )
 
 

@@ -9,7 +9,7 @@ from rolemesh.coordinator.imports.draft import Draft
 from rolemesh.coordinator.imports.source import ImportedError, Source
 from rolemesh.coordinator.imports.values.batch import trl_processes
 from rolemesh.coordinator.imports.values.models import ROLLOUT, VERL, sampler
-from rolemesh.coordinator.imports.values.teachers import TEACHERS, verl_teaches
+from rolemesh.coordinator.imports.values.teachers import verl_gpus
 
 _FIRST_PORT = 50051
 
@@ -92,7 +92,7 @@ def _of_verl(source: Source) -> Placing:
             own_tp, own_pp = (source.whole(name) or 1 for name in own)
             _fitting(source, gpus, own_tp, own_pp, tuple(own))
             cuts[role] = (own_tp, own_pp)
-    teachers = _verl_teachers(source)
+    teachers = verl_gpus(source)
     if teachers:
         cuts["teacher"] = (math.gcd(teachers[1], teachers[0]), 1)
     fsdp = cut if cut is not None and 0 < cut < dp and dp % cut == 0 else None
@@ -110,17 +110,6 @@ def _of_verl(source: Source) -> Placing:
         said=said,
     )
     return _apart(source, found, wanted) if source.given("rollout.n_gpus_per_node") else found
-
-
-def _verl_teachers(source: Source) -> tuple[int, int] | None:
-    """GPUs of the teacher, and how many of them cut one model; None where it shares the actor's."""
-    if not verl_teaches(source):
-        return None
-    nodes, each = (
-        source.whole(f"distillation.{name}") or 0 for name in ("nnodes", "n_gpus_per_node")
-    )
-    sliced = source.whole(f"{TEACHERS}teacher_model.inference.tensor_model_parallel_size") or 1
-    return (nodes * each, sliced) if nodes * each > 0 else None
 
 
 def _apart(source: Source, found: Placing, sliced: int) -> Placing:

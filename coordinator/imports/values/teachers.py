@@ -17,6 +17,8 @@ At a token that the policy draws with probability q, and the teacher with p, the
 log q is 1 - p/q, and that of k2 is log(q/p). Their means over what the policy draws, times the
 derivative of log q, are the gradients of KL(p || q) and of KL(q || p).
 """
+_SLICES = 2
+"""GPUs that cut a teacher of verl where nothing says so."""
 
 
 def verl_teaches(source: Source) -> Literal["", "alone", "beside"]:
@@ -26,6 +28,15 @@ def verl_teaches(source: Source) -> Literal["", "alone", "beside"]:
     return "beside" if source.flag(f"{LOSS}use_task_rewards") else "alone"
 
 
+def lose_teachers(source: Source) -> None:
+    """Says of settings of teachers that they are off, where they are."""
+    if verl_teaches(source):
+        return
+    for name, value in source.fields():
+        if name.startswith("distillation.") and value is not None and not source.is_default(name):
+            source.lose(name, "no teacher is asked for (distillation.enabled)")
+
+
 def verl_divergence(source: Source) -> tuple[str, dict[str, Any]]:
     """The loss of ours for a teacher that is all that trains, and its keys by path.
 
@@ -33,6 +44,8 @@ def verl_divergence(source: Source) -> tuple[str, dict[str, Any]]:
         ImportedError: No loss here compares as this one does.
     """
     mode = source.text(f"{LOSS}loss_mode")
+    if mode != "forward_kl_topk" and not source.is_default(f"{LOSS}topk"):
+        source.lose(f"{LOSS}topk", f"verl reads it with forward_kl_topk alone, and not with {mode}")
     if source.flag(f"{LOSS}use_policy_gradient"):
         if mode not in ("k1", "kl"):
             raise ImportedError(
@@ -80,24 +93,46 @@ def verl_beside(source: Source) -> float:
     return source.number(f"{LOSS}distillation_loss_coef") or 0.0
 
 
+def verl_entry(source: Source) -> str:
+    """What the names of the teacher's settings begin with: the first one's, if there are others."""
+    own = f"{TEACHERS}teacher_model."
+    ending = ".model_path"
+    found = [
+        name.removesuffix("model_path")
+        for name, value in source.fields()
+        if name.startswith(TEACHERS) and name.endswith(ending) and value is not None
+    ]
+    others = [entry for entry in found if entry != own]
+    # verl drops the entry of this name where there are others.
+    if others and own in found:
+        source.lose(f"{own}model_path", "verl drops the entry teacher_model where there are others")
+    for entry in others[1:]:
+        source.lose(
+            f"{entry}model_path", "there is one teacher for all prompts here: the first is taken"
+        )
+    return (others or [own])[0]
+
+
 def verl_teacher(source: Source) -> str | None:
     """The teacher's model."""
     if not verl_teaches(source):
         return None
-    found = [
-        name
-        for name, value in source.fields()
-        if name.startswith(TEACHERS) and name.endswith(".model_path") and value is not None
-    ]
-    # verl drops the entry of this name where there are others.
-    own = f"{TEACHERS}teacher_model.model_path"
-    others = [name for name in found if name != own]
-    if others and own in found:
-        source.lose(own, "verl drops the entry teacher_model where there are others")
-    for name in others[1:]:
-        source.lose(name, "there is one teacher for all prompts here: the first one is taken")
-    path = source.text((others or [own])[0])
+    path = source.text(f"{verl_entry(source)}model_path")
     return None if path is None else place(path)
+
+
+def verl_gpus(source: Source) -> tuple[int, int] | None:
+    """GPUs of the teacher, and how many of them cut one model; None where it shares the actor's."""
+    if not verl_teaches(source):
+        return None
+    entry, pool = (
+        verl_entry(source),
+        [f"distillation.{one}" for one in ("nnodes", "n_gpus_per_node")],
+    )
+    nodes, each = (source.whole(name) or 0 for name in pool)
+    sliced = source.whole(f"{entry}inference.tensor_model_parallel_size") or _SLICES
+    gpus = sliced * (source.whole(f"{entry}num_replicas") or 0) or nodes * each
+    return (gpus, sliced) if gpus > 0 else None
 
 
 def trl_teacher(source: Source) -> str | None:

@@ -113,6 +113,12 @@ def test_groups_are_left_out_with_any_estimator_of_groups() -> None:
     assert "no groups" in alone.lost["algo.dynamic_filtering_enable"]
 
 
+def test_a_sampler_that_runs_ahead_samples_no_groups_anew() -> None:
+    apart = NEW.replace("--train.colocate_all", "--train.async_enable")
+    algorithm = recipe_of(of_openrlhf(f"{apart} --algo.dynamic_filtering_enable")).algorithm
+    assert (algorithm.type, algorithm.parts.advantages.zero_variance) == ("grpo", "left_out")
+
+
 def test_two_clips_in_one_flag() -> None:
     loss = tree_of(of_openrlhf(f"{NEW} --actor.eps_clip_low_high 0.1 0.3"))["algorithm"]
     assert (loss["policy_loss"]["clip_low"], loss["policy_loss"]["clip_high"]) == (0.1, 0.3)

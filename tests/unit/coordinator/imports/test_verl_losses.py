@@ -266,10 +266,23 @@ def test_a_teachers_gpus_are_a_pool_of_their_own() -> None:
 
 
 def test_one_of_several_teachers_is_taken() -> None:
-    more = [f"+distillation.teacher_models.{name}.model_path=/{name}" for name in "ab"]
-    made = of_verl(TEACHER[0], f"{LOSS}.use_task_rewards=False", *more)
-    assert tree_of(made)["teacher"]["model"]["path"] == "/a"
+    entries = "+distillation.teacher_models."
+    more = [f"{entries}{name}.model_path=/{name}" for name in "ab"]
+    sizes = (
+        *("distillation.nnodes=1", f"{entries}a.num_replicas=3"),
+        f"{entries}a.inference.tensor_model_parallel_size=1",
+    )
+    made = of_verl(TEACHER[0], f"{LOSS}.use_task_rewards=False", *more, *sizes)
+    teacher = tree_of(made)["teacher"]
+    assert (teacher["model"]["path"], teacher["layout"]) == ("/a", {"dp": 3})
     assert "one teacher" in made.lost["distillation.teacher_models.b.model_path"]
+
+
+def test_a_teacher_that_is_off_is_none() -> None:
+    made = of_verl(f"{LOSS}.topk=64", TEACHER[1], f"{LOSS}.loss_mode=k3")
+    assert "teacher" not in tree_of(made)
+    assert set(made.lost) == {f"{LOSS}.topk", TEACHER[1].partition("=")[0]}
+    assert "no teacher is asked for" in made.lost[f"{LOSS}.topk"]
 
 
 @pytest.mark.parametrize("mode", ["k3", "k2"])
