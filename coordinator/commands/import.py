@@ -91,8 +91,8 @@ def trl(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="JSON or YAML of GRPOConfig or RLOOConfig, or of `trl grpo --config`; or a shell "
-            "script (.sh).",
+            help="JSON or YAML of a config of TRL's (GRPO, RLOO, GMPO, distillation, GKD), or of "
+            "`trl grpo --config`; or a shell script (.sh).",
         ),
     ],
     gpus: Annotated[
@@ -104,8 +104,8 @@ def trl(
 ) -> None:
     """Writes a recipe from a configuration of TRL.
 
-    Each value that has no counterpart is a comment at the end, with the reason. Of RLOOConfig say
-    so with a key: trainer: rloo.
+    Each value that has no counterpart is a comment at the end, with the reason. Of another config
+    than GRPOConfig say so with a key: trainer: rloo, gmpo, distillation, gkd.
 
     Example: rolemesh import trl grpo.json --gpus 8
     """

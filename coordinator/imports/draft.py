@@ -12,7 +12,7 @@ import yaml
 
 _WIDTH = 98
 _ORDER = (
-    *("run", "algorithm", "actor", "critic", "reference", "rollout", "reward"),
+    *("run", "algorithm", "actor", "critic", "reference", "teacher", "rollout", "reward"),
     *("schedule", "pools", "services", "trackers"),
 )
 FILL_IN = "FILL IN"

@@ -10,15 +10,17 @@ from rolemesh.coordinator.imports.draft import Draft, inline
 from rolemesh.coordinator.imports.source import ImportedError, Leftover, Source, SystemName
 from rolemesh.coordinator.imports.tables.algorithm import ALGORITHM, SAMPLING
 from rolemesh.coordinator.imports.tables.data import DATA
+from rolemesh.coordinator.imports.tables.losses import CORRECTIONS, LOSSES, TEACHERS
 from rolemesh.coordinator.imports.tables.models import MODELS
 from rolemesh.coordinator.imports.values.batch import batch
 from rolemesh.coordinator.imports.values.choices import choice
 from rolemesh.coordinator.imports.values.data import NO_DATA, NO_REWARD
 from rolemesh.coordinator.imports.values.placing import placing, put_pools
+from rolemesh.coordinator.imports.values.teachers import verl_teaches
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import read_recipe
 
-TOPICS = (SAMPLING, ALGORITHM, MODELS, DATA)
+TOPICS = (SAMPLING, ALGORITHM, LOSSES, CORRECTIONS, TEACHERS, MODELS, DATA)
 SYSTEMS: tuple[SystemName, ...] = get_args(SystemName)
 
 _NO_MODEL = "FILL-IN/model"
@@ -47,7 +49,8 @@ def imported(source: Source, command: str) -> Imported:
     """
     draft = _drafted(source)
     for name in source.read_and_given():
-        if _is_without_effect(source, draft, name):
+        # A trainer says whose settings the others are.
+        if name != "trainer" and _is_without_effect(source, draft, name):
             source.lose(name, "it changes nothing here, with what else is given")
     left = source.leftover(table_fields(source.system))
     text = draft.text(_head(source, draft, command), _foot(source, left))
@@ -94,20 +97,26 @@ def _finish(source: Source, draft: Draft) -> None:
     if draft.get("actor.data") is None:
         data = {**NO_DATA, "max_prompt_tokens": batch(source).prompt_tokens}
         draft.fill_in("actor.data", data, "the prompts (docs/data.md).")
-    if draft.get("reward") is None:
+    kind = tree["algorithm"]["type"]
+    if draft.get("teacher") is None and (
+        kind == "on_policy_distillation" or verl_teaches(source) == "beside"
+    ):
+        draft.fill_in("teacher.model.path", _NO_MODEL, "folder of the teacher, or hf:ORG/NAME.")
+    if draft.get("reward") is None and kind != "on_policy_distillation":
         draft.fill_in("reward", NO_REWARD, _no_reward(source))
-    elif "FILL-IN" in inline(draft.get("reward")):
+    elif draft.get("reward") and "FILL-IN" in inline(draft.get("reward")):
         draft.missing.append("reward")
         draft.say("reward", "FILL IN: which functions these names mean.")
-    if tree["algorithm"]["type"] == "ppo" and draft.get("critic.model.path") is None:
+    if kind == "ppo" and draft.get("critic.model.path") is None:
         if source.system == "openrlhf":
             draft.put("critic.model.path", model)
         else:
             draft.fill_in("critic.model.path", model, "the critic's model, if it is another one.")
-    if tree["algorithm"]["type"] != "ppo":
+    if kind != "ppo":
         tree.pop("critic", None)
-    if draft.get("algorithm.policy_loss.kl_in_loss") or draft.get(
-        "algorithm.advantages.kl_in_reward"
+    if draft.get("teacher") is None and (
+        draft.get("algorithm.policy_loss.kl_in_loss")
+        or draft.get("algorithm.advantages.kl_in_reward")
     ):
         if draft.get("actor.model.adapter") is not None:
             draft.put("reference", {}, "The actor's base, with its adapter off.")

@@ -190,8 +190,13 @@ class Source:
             if field in self._used
             and field not in self.lost
             and value is not None
-            and not (field in self.known.defaults and _same(value, self.known.defaults[field]))
+            and not self.is_default(field)
         ]
+
+    def is_default(self, field: str) -> bool:
+        """Whether a field that has a counterpart was given its system's default."""
+        defaults = self.known.defaults
+        return field in defaults and _same(self._values.get(field), defaults[field])
 
     def was_read(self, field: str) -> bool:
         """Whether something has taken the field's value."""

@@ -11,7 +11,7 @@ from rolemesh.coordinator.imports.forms.hydra import interpolated, overridden
 from rolemesh.coordinator.imports.forms.reading import read_openrlhf
 from rolemesh.coordinator.imports.recipe import Imported, imported
 from rolemesh.coordinator.imports.source import Source, known
-from rolemesh.coordinator.imports.values.choices import is_rloo
+from rolemesh.coordinator.imports.values.trl_trainers import trl_trainer
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 
@@ -37,8 +37,7 @@ def of_openrlhf(arguments: str, rows: int | None = None) -> Imported:
 def of_trl(values: Mapping[str, Any], *, rows: int | None = None, gpus: int = 1) -> Imported:
     """What becomes of a configuration of TRL."""
     source = Source("trl", values, options={**_rows(rows), "gpus": gpus})
-    if is_rloo(source):
-        source.known = known("trl", "rloo")
+    source.known = known("trl", trl_trainer(source))
     return imported(source, "a test")
 
 

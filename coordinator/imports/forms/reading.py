@@ -14,13 +14,13 @@ from rolemesh.coordinator.imports.forms.hydra import flat, interpolated, overrid
 from rolemesh.coordinator.imports.forms.plain import plain_yaml
 from rolemesh.coordinator.imports.forms.shell import read_text, split, words_of
 from rolemesh.coordinator.imports.source import ImportedError, Source, Unresolved, known
-from rolemesh.coordinator.imports.values.choices import is_rloo
+from rolemesh.coordinator.imports.values.trl_trainers import TRAINERS, trl_trainer
 
 _SCRIPTS = (".sh", ".bash", ".slurm")
 _VERL_PROGRAM = r"main_ppo|main_dapo|main_\w+|fully_async_main"
 _VERL_FILES = ("ppo_trainer", "ppo_megatron_trainer")
 _OPENRLHF_PROGRAM = "train_ppo_ray"
-_TRL_PROGRAM = r"grpo\w*|rloo\w*"
+_TRL_PROGRAM = rf"(?:{'|'.join(TRAINERS)})\w*"
 
 
 def read_verl(config: Path, overrides: Sequence[str], options: Mapping[str, int]) -> Source:
@@ -93,7 +93,7 @@ def read_openrlhf(arguments: Sequence[str], options: Mapping[str, int]) -> Sourc
 
 
 def read_trl(config: Path, options: Mapping[str, int]) -> Source:
-    """Settings of TRL's GRPOTrainer or RLOOTrainer: a file of JSON or YAML, or a script.
+    """Settings of a trainer of TRL: a file of JSON or YAML, or a script.
 
     Raises:
         ImportedError: The file cannot be read, or is none of these.
@@ -103,8 +103,9 @@ def read_trl(config: Path, options: Mapping[str, int]) -> Source:
     if config.suffix in _SCRIPTS:
         words, notes = words_of(text, _TRL_PROGRAM)
         values = _flags(words, "FILE")
-        if re.search(r"\brloo\b", text) and not re.search(r"\bgrpo\b", text):
-            values["trainer"] = "rloo"
+        called = [name for name in TRAINERS if re.search(rf"\b{name}\b", text)]
+        if len(called) == 1 and called != ["grpo"]:
+            values["trainer"] = called[0]
         if isinstance(values.get("config"), str):
             notes.append(f"--config {values.pop('config')} is not read: import that file")
     else:
@@ -114,8 +115,7 @@ def read_trl(config: Path, options: Mapping[str, int]) -> Source:
         values |= {f"peft_config.{key}": value for key, value in peft.items()}
         values.setdefault("use_peft", True)
     source = Source("trl", values, notes=notes, options=options)
-    if is_rloo(source):
-        source.known = known("trl", "rloo")
+    source.known = known("trl", trl_trainer(source))
     return source
 
 

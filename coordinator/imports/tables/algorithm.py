@@ -5,10 +5,9 @@ from __future__ import annotations
 from rolemesh.coordinator.imports.tables.facts import Fact, Topic, cell, words
 from rolemesh.coordinator.imports.values import algorithm as of
 from rolemesh.coordinator.imports.values.batch import batch
-from rolemesh.coordinator.imports.values.choices import choice
+from rolemesh.coordinator.imports.values.choices import ACTOR, choice
 
-_LOW = (f"{of.ACTOR}clip_ratio_low", f"{of.ACTOR}clip_ratio")
-_LOSS = f"{of.ACTOR}policy_loss.loss_mode"
+_LOW = (f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio")
 
 SAMPLING = Topic(
     title="Sampling and batches",
@@ -47,7 +46,7 @@ SAMPLING = Topic(
                 text="{0} x {1} x processes",
             ),
             openrlhf=cell("train.batch_size"),
-            verl=cell(f"{of.ACTOR}ppo_mini_batch_size", f"{of.ROLLOUT}n", text="{0} x {1}"),
+            verl=cell(f"{ACTOR}ppo_mini_batch_size", f"{of.ROLLOUT}n", text="{0} x {1}"),
         ),
         Fact(
             what="passes over a step's rows",
@@ -55,7 +54,7 @@ SAMPLING = Topic(
             take=lambda source: batch(source).epochs,
             trl=cell("num_iterations"),
             openrlhf=cell("train.max_epochs"),
-            verl=cell(f"{of.ACTOR}ppo_epochs"),
+            verl=cell(f"{ACTOR}ppo_epochs"),
         ),
         Fact(
             what="longest completion",
@@ -112,8 +111,8 @@ SAMPLING = Topic(
                 "train.full_determinism_enable", take=of.on("train.full_determinism_enable")
             ),
             verl=cell(
-                f"{of.ACTOR}fsdp_config.full_determinism",
-                take=of.on(f"{of.ACTOR}fsdp_config.full_determinism"),
+                f"{ACTOR}fsdp_config.full_determinism",
+                take=of.on(f"{ACTOR}fsdp_config.full_determinism"),
             ),
         ),
     ),
@@ -164,14 +163,14 @@ ALGORITHM = Topic(
             target="algorithm.policy_loss.clip_high",
             trl=cell("epsilon_high", take=of.trl_high),
             openrlhf=cell("actor.eps_clip_low_high", "actor.eps_clip", take=of.openrlhf_clip(1)),
-            verl=cell(f"{of.ACTOR}clip_ratio_high", take=of.verl_clip("high")),
+            verl=cell(f"{ACTOR}clip_ratio_high", take=of.verl_clip("high")),
         ),
         Fact(
             what="dual clip",
             target="algorithm.policy_loss.dual_clip",
             trl=cell("delta"),
             openrlhf=cell("actor.dual_clip"),
-            verl=cell(f"{of.ACTOR}clip_ratio_c"),
+            verl=cell(f"{ACTOR}clip_ratio_c", take=of.verl_dual_clip),
         ),
         Fact(
             what="KL in the loss",
@@ -179,7 +178,7 @@ ALGORITHM = Topic(
             here="`algorithm.policy_loss.kl_in_loss`, and a section `reference`",
             trl=cell("beta", take=of.trl_kl_in_loss),
             openrlhf=cell("algo.kl.use_loss", "algo.kl.init_coef", take=of.openrlhf_kl_in_loss),
-            verl=cell(f"{of.ACTOR}use_kl_loss", f"{of.ACTOR}kl_loss_coef", take=of.verl_kl_in_loss),
+            verl=cell(f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_coef", take=of.verl_kl_in_loss),
         ),
         Fact(
             what="its estimator",
@@ -189,9 +188,9 @@ ALGORITHM = Topic(
                 "algo.kl.estimator", take=of.form("algo.kl.estimator", of.openrlhf_kl_in_loss)
             ),
             verl=cell(
-                f"{of.ACTOR}kl_loss_type",
+                f"{ACTOR}kl_loss_type",
                 text="{0} (`low_var_kl` is `k3`)",
-                take=of.form(f"{of.ACTOR}kl_loss_type", of.verl_kl_in_loss),
+                take=of.verl_kl_form,
             ),
         ),
         Fact(
@@ -233,7 +232,7 @@ ALGORITHM = Topic(
             put=of.put_mean,
             trl=cell("loss_type"),
             openrlhf=cell("actor.loss_agg_mode"),
-            verl=cell(f"{of.ACTOR}loss_agg_mode", f"{of.ACTOR}loss_scale_factor"),
+            verl=cell(f"{ACTOR}loss_agg_mode", f"{ACTOR}loss_scale_factor"),
         ),
         Fact(
             what="divide by the group's deviation",
@@ -243,40 +242,10 @@ ALGORITHM = Topic(
             verl=cell("algorithm.norm_adv_by_std_in_grpo", take=of.verl_std),
         ),
         Fact(
-            what="one ratio for a completion",
-            here="`algorithm.type: gspo`",
-            trl=cell("importance_sampling_level", text='`importance_sampling_level="sequence"`'),
-            openrlhf=cell("actor.policy_loss_type", text="`--actor.policy_loss_type gspo`"),
-            verl=cell(_LOSS, text="`actor.policy_loss.loss_mode=gspo`"),
-        ),
-        Fact(
-            what="clipped weights of tokens",
-            here="`algorithm.type: cispo`",
-            trl=cell("loss_type", text='`loss_type="cispo"`'),
-            verl=cell(_LOSS, text="`actor.policy_loss.loss_mode=cispo`"),
-        ),
-        Fact(
-            what="weights against another sampler",
-            target="algorithm.off_policy",
-            trl=cell(
-                *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
-                take=of.trl_off_policy,
-            ),
-            openrlhf=cell(
-                *("algo.advantage.is_correction_level", "algo.advantage.is_correction_threshold"),
-                take=of.openrlhf_off_policy,
-            ),
-            verl=cell(
-                *("algorithm.rollout_correction.rollout_is",),
-                "algorithm.rollout_correction.rollout_is_threshold",
-                take=of.verl_off_policy,
-            ),
-        ),
-        Fact(
             what="discount",
             target="algorithm.advantages.gamma",
             openrlhf=cell("algo.advantage.gamma"),
-            verl=cell("algorithm.gamma"),
+            verl=cell("algorithm.gamma", take=of.verl_reward_only("algorithm.gamma")),
         ),
         Fact(
             what="trace decay",
@@ -298,10 +267,7 @@ ALGORITHM = Topic(
                 "actor.entropy_coef",
                 take=lambda source: source.number("actor.entropy_coef") or None,
             ),
-            verl=cell(
-                f"{of.ACTOR}entropy_coeff",
-                take=lambda source: source.number(f"{of.ACTOR}entropy_coeff") or None,
-            ),
+            verl=cell(f"{ACTOR}entropy_coeff", take=of.verl_entropy),
         ),
         Fact(
             what="punish long completions",
@@ -328,6 +294,30 @@ ALGORITHM = Topic(
             here='`algorithm.advantages: "python:FILE.py:NAME"`',
             trl=words("a subclass of the trainer"),
             verl=words("`algorithm.adv_estimator` with `@register_adv_est`"),
+        ),
+        Fact(
+            what="several rewards, normalised apart",
+            here="`algorithm.type: gdpo`; with another loss `algorithm.advantages: gdpo`",
+            trl=cell(
+                "multi_objective_aggregation",
+                text='`multi_objective_aggregation="normalize_then_sum"`',
+            ),
+            verl=cell(
+                *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
+                text="`gdpo`, {0}, {1}",
+            ),
+        ),
+        Fact(
+            what="the best of several completions counts",
+            here="`algorithm.type: pass_at_k`, `algorithm.advantages.k`",
+            verl=words("`grpo_passk`"),
+        ),
+        Fact(
+            what="groups that are all alike stay in the mean",
+            here="`algorithm.advantages.zero_variance: counted`",
+            trl=words("always"),
+            openrlhf=words("always"),
+            verl=words("always"),
         ),
         Fact(
             what="leave out groups that are all alike",

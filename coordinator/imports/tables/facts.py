@@ -92,7 +92,7 @@ class Fact:
         why = self.target and unsupported(draft, self.target)
         if why:
             for name in own.fields:
-                if not source.was_read(name):
+                if not source.was_read(name) and not source.is_default(name):
                     source.lose(name, why)
             return
         if take is None:

@@ -113,6 +113,19 @@ def _of_role(role: str) -> tuple[Fact, ...]:
                 f"{role}.muon.momentum",
                 take=of.only_muon(role, f"{role}.muon.momentum", "number"),
             ),
+            verl=cell(
+                f"{verl}optim.muon_momentum",
+                take=of.only_muon(role, f"{verl}optim.muon_momentum", "number"),
+            ),
+            is_shown=is_actor,
+        ),
+        Fact(
+            what="Nesterov's step of Muon",
+            target=f"{optimizer}.nesterov",
+            verl=cell(
+                f"{verl}optim.muon_nesterov",
+                take=of.only_muon(role, f"{verl}optim.muon_nesterov", "flag"),
+            ),
             is_shown=is_actor,
         ),
         Fact(
@@ -120,6 +133,10 @@ def _of_role(role: str) -> tuple[Fact, ...]:
             target=f"{optimizer}.ns_steps",
             openrlhf=cell(
                 f"{role}.muon.ns_steps", take=of.only_muon(role, f"{role}.muon.ns_steps", "whole")
+            ),
+            verl=cell(
+                f"{verl}optim.muon_num_ns_steps",
+                take=of.only_muon(role, f"{verl}optim.muon_num_ns_steps", "whole"),
             ),
             is_shown=is_actor,
         ),

@@ -7,9 +7,10 @@ from typing import Any
 from rolemesh.coordinator.imports.draft import Draft
 from rolemesh.coordinator.imports.source import Source
 from rolemesh.coordinator.imports.values.batch import Batch, batch
-from rolemesh.coordinator.imports.values.choices import Choice, choice, is_rloo
+from rolemesh.coordinator.imports.values.choices import ACTOR, Choice, choice, verl_bound
+from rolemesh.coordinator.imports.values.teachers import LOSS, verl_beside, verl_teaches
+from rolemesh.coordinator.imports.values.trl_trainers import is_rloo
 
-ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg."
 
@@ -20,8 +21,10 @@ def on(name: str) -> Any:
 
 
 def put_type(draft: Draft, made: Choice) -> None:
-    """Puts the algorithm, the kind of its loss, and what goes with it."""
+    """Puts the algorithm, the kinds of its estimator and loss, and what goes with them."""
     draft.put("algorithm.type", made.type)
+    if made.estimator is not None:
+        draft.put("algorithm.advantages.type", made.estimator)
     if made.loss is not None:
         draft.put("algorithm.policy_loss.type", made.loss)
     for path, value in made.extra.items():
@@ -67,14 +70,14 @@ def whole_distribution(source: Source) -> None:
 def trl_high(source: Source) -> float | None:
     """The upper clip of TRL; that of CISPO is the bound itself, ours what lies above 1."""
     high = source.number("epsilon_high")
-    if choice(source).type == "cispo":
+    if choice(source).loss_type == "cispo":
         return None if high is None or high <= 1 else high - 1
     return source.number("epsilon") if high is None else high
 
 
 def trl_low(source: Source) -> float | None:
     """The lower clip of TRL."""
-    if choice(source).type == "cispo":
+    if choice(source).loss_type == "cispo":
         source.lose("epsilon", "cispo sets no lower bound")
         return None
     return source.number("epsilon")
@@ -94,29 +97,60 @@ def verl_clip(side: str) -> Any:
     """Takes the clip of a side."""
 
     def take(source: Source) -> float | None:
-        own = f"{ACTOR}clip_ratio_{side}"
-        plain = f"{ACTOR}clip_ratio"
-        if source.given(plain) and not source.given(own):
-            shown = source.number(plain)
-            if shown != source.number(own):
-                source.lose(
-                    plain,
-                    "verl takes clip_ratio_low and clip_ratio_high before it, which are 0.2 where "
-                    "they are left out: so do these settings",
-                )
-        value = source.number(own)
+        if verl_teaches(source) == "alone":
+            return verl_bound(source, side, LOSS)
+        value = verl_bound(source, side)
         # Without a lower bound, weights have none; verl says so by a bound below zero.
-        is_none = side == "low" and choice(source).type == "cispo" and (value or 0) >= 1
+        is_none = side == "low" and choice(source).loss_type == "cispo" and (value or 0) >= 1
         return None if is_none else value
 
     return take
 
 
+def verl_reward_only(name: str) -> Any:
+    """Takes a number, which verl does not read where a teacher is all that trains."""
+
+    def take(source: Source) -> float | None:
+        if verl_teaches(source) == "alone":
+            return None
+        return source.number(name)
+
+    return take
+
+
+def verl_dual_clip(source: Source) -> float | None:
+    """The bound of negative advantages; verl has no setting of it for a teacher."""
+    name = f"{ACTOR}clip_ratio_c"
+    if verl_teaches(source) == "alone":
+        return float(source.known.defaults[name])
+    return source.number(name)
+
+
+def verl_entropy(source: Source) -> float | None:
+    """Weight of the entropy bonus, if it has any."""
+    return verl_reward_only(f"{ACTOR}entropy_coeff")(source) or None
+
+
 def verl_kl_in_loss(source: Source) -> float | None:
-    """Weight of the KL in the loss."""
-    is_on = source.flag(f"{ACTOR}use_kl_loss")
+    """Weight of the KL in the loss: to a reference, or to a teacher beside a reward."""
+    name, teaches = f"{ACTOR}use_kl_loss", verl_teaches(source)
+    if teaches == "alone":
+        return None
+    is_on = source.flag(name)
+    if teaches == "beside":
+        if is_on:
+            source.lose(name, "the KL in the loss is the one to the teacher here")
+        return verl_beside(source) or None
     coefficient = source.number(f"{ACTOR}kl_loss_coef") or 0.0
     return coefficient if is_on and coefficient > 0 else None
+
+
+def verl_kl_form(source: Source) -> str | None:
+    """Estimator of the KL in the loss, where there is one."""
+    is_beside = verl_teaches(source) == "beside"
+    name = f"{LOSS}loss_mode" if is_beside else f"{ACTOR}kl_loss_type"
+    made: str | None = form(name, verl_kl_in_loss)(source)
+    return made
 
 
 def openrlhf_kl_in_loss(source: Source) -> float | None:
@@ -144,7 +178,10 @@ def verl_kl_in_reward(source: Source) -> dict[str, Any] | None:
     coefficient = source.number(f"{ctrl}kl_coef") or 0.0
     is_adaptive = source.text(f"{ctrl}type") == "adaptive"
     target, horizon = source.number(f"{ctrl}target_kl"), source.whole(f"{ctrl}horizon")
-    if not is_on or coefficient <= 0:
+    if not is_on or coefficient <= 0 or _takes_plain(source, "algorithm.use_kl_in_reward"):
+        return None
+    if verl_teaches(source) == "beside":
+        source.lose("algorithm.use_kl_in_reward", "the KL is the one to the teacher here")
         return None
     return _controller(coefficient, target if is_adaptive else None, horizon)
 
@@ -162,6 +199,14 @@ def trl_kl_in_reward(source: Source) -> dict[str, Any] | None:
     """The KL in the reward, which the RLOOTrainer has."""
     beta = source.number("beta") or 0.0
     return _controller(beta, None, None) if is_rloo(source) and beta > 0 else None
+
+
+def _takes_plain(source: Source, name: str) -> bool:
+    """Whether the estimator takes rewards as they came; then says what a value is not for."""
+    if choice(source).estimator_type != "gdpo":
+        return False
+    source.lose(name, "rewards are taken as they came by gdpo")
+    return True
 
 
 _FORMS = {
@@ -203,6 +248,7 @@ def verl_overlong(source: Source) -> dict[str, Any] | None:
     """The punishment of long completions, which one of verl's reward managers knows."""
     manager = source.text("reward.reward_manager.name")
     is_on = source.flag(f"{OVERLONG}enable")
+    is_on = is_on and not _takes_plain(source, f"{OVERLONG}enable")
     if not is_on or manager != "dapo":
         why = "the reward manager dapo alone reads it"
         if not is_on:
@@ -227,57 +273,3 @@ def openrlhf_overlong(source: Source) -> dict[str, Any] | None:
         return None
     most = batch(source).new_tokens
     return {"max_length": most, "buffer": min(length, most), "penalty": factor}
-
-
-def verl_off_policy(source: Source) -> dict[str, Any] | None:
-    """The weights against the sampler."""
-    rule = "algorithm.rollout_correction."
-    if source.given(f"{ACTOR}tis_imp_ratio_cap"):
-        cap = source.number(f"{ACTOR}tis_imp_ratio_cap") or 0
-        return {"type": "token_truncation", "cap": cap} if cap > 0 else None
-    level = source.text(f"{rule}rollout_is")
-    if level is None:
-        return None
-    cap = source.number(f"{rule}rollout_is_threshold") or 2.0
-    return {"type": f"{level}_truncation", "cap": cap}
-
-
-def openrlhf_off_policy(source: Source) -> dict[str, Any] | None:
-    """The weights against the sampler."""
-    prefix = "algo.advantage.is_correction_"
-    level, bounds = source.text(f"{prefix}level"), source.numbers(f"{prefix}threshold")
-    mode = source.text(f"{prefix}mode")
-    if level in (None, "off"):
-        # Earlier versions had a switch and a kind in the place of level and mode.
-        if not source.flag(f"{prefix}enable"):
-            return None
-        kind = source.text(f"{prefix}type")
-        level = "seq" if kind == "seq-mask-tis" else "token"
-        mode = "mask" if kind == "icepop" else "clip"
-    if not bounds:
-        return None
-    low, high = (bounds if len(bounds) > 1 else [0.0, *bounds])[:2]
-    if level == "seq":
-        source.say(
-            "OpenRLHF also weighs the tokens of the rows that stay; here they are not weighted "
-            "(algorithm.off_policy)"
-        )
-        return {"type": "geometric_rejection", "low": low, "high": high}
-    if mode == "clip":
-        source.lose(f"{prefix}threshold", "of the two bounds the upper one is taken")
-        return {"type": "token_truncation", "cap": high}
-    return {"type": "masking", "low": low, "high": high}
-
-
-def trl_off_policy(source: Source) -> dict[str, Any] | None:
-    """The weights against the sampler."""
-    prefix = "vllm_importance_sampling_"
-    is_on, high = source.flag(f"{prefix}correction"), source.number(f"{prefix}clip_max")
-    mode = source.text(f"{prefix}mode") or ""
-    if not (is_on and source.flag("use_vllm")) or is_rloo(source) or not high:
-        return None
-    level, _, form = mode.partition("_")
-    if form == "truncate":
-        return {"type": f"{level}_truncation", "cap": high}
-    low = source.number(f"{prefix}clip_min") or 0.0
-    return {"type": "masking", "level": level, "low": low, "high": high}

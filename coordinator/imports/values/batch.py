@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from rolemesh.coordinator.imports.source import ImportedError, Source
+from rolemesh.coordinator.imports.values.trl_trainers import trl_trainer
 
 SOME_STEPS = 100
 """In the place of a number of steps that depends on how much data there is."""
@@ -153,7 +154,9 @@ def _of_trl(source: Source) -> Batch:
     device = _positive(source, "per_device_train_batch_size")
     accumulated = _positive(source, "gradient_accumulation_steps")
     group = _positive(source, "num_generations")
-    rows = source.whole("generation_batch_size")
+    # That of GOLD counts prompts, by what the others here say, too.
+    is_gold = trl_trainer(source) == "gold"
+    rows = None if is_gold else source.whole("generation_batch_size")
     if rows is None:
         rows = device * processes * (source.whole("steps_per_generation") or accumulated)
     if rows % group:

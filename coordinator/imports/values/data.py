@@ -9,6 +9,7 @@ from typing import Any
 from rolemesh.coordinator.imports.draft import Draft
 from rolemesh.coordinator.imports.source import Source
 from rolemesh.coordinator.imports.values.batch import batch
+from rolemesh.coordinator.imports.values.choices import choice
 from rolemesh.coordinator.imports.values.models import ROLLOUT, place
 
 NO_DATA = {"type": "parquet", "path": "FILL-IN/train.parquet"}
@@ -123,6 +124,9 @@ def verl_reward(source: Source) -> Any:
     function, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
     model, enabled = "reward.reward_model.model_path", source.flag("reward.reward_model.enable")
     path, called = source.text(function), source.text(name)
+    if choice(source).estimator_type == "gdpo":
+        source.lose(function, "its parts are sources of their own here")
+        return _parts(source)
     judged = source.text(model) if source.given(model) else None
     if path:
         if enabled:
@@ -135,6 +139,23 @@ def verl_reward(source: Source) -> Any:
         source.lose(model, "the model is not enabled")
         return None
     return {"source": _classifier(judged)} if judged else None
+
+
+def _parts(source: Source) -> list[dict[str, Any]]:
+    """A reward for each part that one function of verl's gives."""
+    keys = source.texts("algorithm.gdpo_reward_keys") or ["one", "other"]
+    weights = source.numbers("algorithm.gdpo_reward_weights")
+    source.say(
+        "gdpo: verl's function gives all parts of a reward in one mapping; here each is a source. "
+        "verl divides by the deviation over tokens, here it is one over completions"
+    )
+    if len(weights) != len(keys):
+        weights = [1.0] * len(keys)
+    plain = [re.sub(r"\W", "_", key) for key in keys]
+    return [
+        {"source": f"python:FILL-IN/rewards.py:{name}", "weight": weight, "name": name.lower()}
+        for name, weight in zip(plain, weights, strict=True)
+    ]
 
 
 def openrlhf_reward(source: Source) -> Any:
@@ -177,6 +198,8 @@ def trl_reward(source: Source) -> Any:
         elif not module:
             module = "FILL-IN/rewards.py"
         made.append(f"python:{module}:{last}")
+    if not made and choice(source).estimator_type == "gdpo":
+        made = [f"python:FILL-IN/rewards.py:{name}" for name in ("one", "other")]
     if not made:
         return None
     if len(weights) == len(made):

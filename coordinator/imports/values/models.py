@@ -226,6 +226,11 @@ def optimizer_type(role: str) -> Callable[[Source], str | None]:
                 source.lose(name, "Muon does not train the factors of an adapter: AdamW does")
                 return None
             source.lose(f"{role}.muon.lr", "AdamW's rate is for all weights, also Muon's")
+            if given == "muon" and source.system == "verl":
+                source.say(
+                    "Megatron scales Muon's steps by muon_scale_mode; here they have about the "
+                    "size of AdamW's: give learning_rate as for AdamW"
+                )
             return "muon"
         elif given and "adam" not in given:
             source.lose(name, "AdamW and Muon are the optimizers here: choose a rate for AdamW")
@@ -235,10 +240,13 @@ def optimizer_type(role: str) -> Callable[[Source], str | None]:
 
 
 def only_muon(role: str, name: str, kind: str) -> Callable[[Source], Any]:
-    """Takes a number that Muon alone reads."""
+    """Takes a number that Muon alone reads; of verl, Megatron's."""
 
     def take(source: Source) -> Any:
-        return None if optimizer_type(role)(source) is None else getattr(source, kind)(name)
+        is_muon = optimizer_type(role)(source) is not None
+        if source.system == "verl" and source.text(f"{VERL[role]}optim.optimizer") != "muon":
+            is_muon = False
+        return getattr(source, kind)(name) if is_muon else None
 
     return take
 

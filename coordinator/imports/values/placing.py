@@ -9,6 +9,7 @@ from rolemesh.coordinator.imports.draft import Draft
 from rolemesh.coordinator.imports.source import ImportedError, Source
 from rolemesh.coordinator.imports.values.batch import trl_processes
 from rolemesh.coordinator.imports.values.models import ROLLOUT, VERL, sampler
+from rolemesh.coordinator.imports.values.teachers import verl_gpus
 
 _FIRST_PORT = 50051
 
@@ -91,6 +92,9 @@ def _of_verl(source: Source) -> Placing:
             own_tp, own_pp = (source.whole(name) or 1 for name in own)
             _fitting(source, gpus, own_tp, own_pp, tuple(own))
             cuts[role] = (own_tp, own_pp)
+    teachers = verl_gpus(source)
+    if teachers:
+        cuts["teacher"] = (math.gcd(teachers[1], teachers[0]), 1)
     fsdp = cut if cut is not None and 0 < cut < dp and dp % cut == 0 else None
     if cut is not None and cut > 0 and fsdp is None and cut != dp:
         source.lose(f"{VERL['actor']}fsdp_config.fsdp_size", f"all {dp} replicas share the cut")
@@ -101,6 +105,7 @@ def _of_verl(source: Source) -> Placing:
         pp=pp,
         fsdp=fsdp,
         cuts=cuts,
+        others={"teacher": teachers[0]} if teachers else {},
         generate_tp=made,
         said=said,
     )
@@ -204,12 +209,19 @@ def put_placing(draft: Draft, made: Placing) -> None:
         draft.put("actor.generate.tp", made.generate_tp)
 
 
+_PLACED = (
+    *(("critic", "train"), ("reference", "layout"), ("teacher", "layout")),
+    ("reward", "layout"),
+)
+"""Roles beside the actor, and the key of each one's layout."""
+
+
 def put_pools(draft: Draft, made: Placing) -> None:
     """Puts pools, the layouts of the other roles, and addresses, once all roles are there."""
     tree = draft.tree
     used = made.gpus
     pools = {"gpus": {"devices": _devices(0, made.gpus), "roles": ["actor"]}}
-    for role, key in (("critic", "train"), ("reference", "layout"), ("reward", "layout")):
+    for role, key in _PLACED:
         if role not in tree or (role == "reference" and draft.get("reference.model") is None):
             continue
         if role == "reward" and draft.get("reward.source.type") != "classifier":
@@ -227,7 +239,9 @@ def put_pools(draft: Draft, made: Placing) -> None:
                 pools["gpus"]["roles"].append(role)
         else:
             pools[role] = {"devices": _devices(used, own), "roles": [role]}
-            used, spread = used + own, {"dp": own} if own > 1 else {}
+            tp, _ = made.cuts.get(role, (1, 1))
+            sizes = {"tp": tp, "dp": own // tp}
+            used, spread = used + own, {name: size for name, size in sizes.items() if size > 1}
         if spread:
             draft.put(f"{role}.{key}", spread)
     if made.apart:

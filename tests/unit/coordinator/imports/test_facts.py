@@ -13,6 +13,7 @@ from rolemesh.coordinator.imports.recipe import TOPICS, Imported, imported, tabl
 from rolemesh.coordinator.imports.source import Source, SystemName, known
 from rolemesh.coordinator.imports.tables.facts import unsupported
 from rolemesh.coordinator.imports.values.models import place
+from rolemesh.coordinator.imports.values.trl_trainers import TRAINERS
 from rolemesh.coordinator.recipe.loading import read_recipe
 
 SYSTEMS: tuple[SystemName, ...] = get_args(SystemName)
@@ -28,6 +29,13 @@ STRANGE = "strange-value-7"
 def test_what_nothing_but_defaults_says_is_a_recipe(system: SystemName) -> None:
     made = imported(Source(system, START[system]), "a test")
     read_recipe(made.text, "the import")
+    assert made.lost == {}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_trainer_of_trl_has_defaults_that_are_a_recipe(trainer: str) -> None:
+    made = of_trl({"trainer": trainer})
+    recipe_of(made)
     assert made.lost == {}
 
 
@@ -70,7 +78,7 @@ def test_every_row_of_the_page_has_a_cell_for_each_system(system: SystemName) ->
     for topic in TOPICS:
         lines = topic.table().splitlines()
         assert {line.count("|") for line in lines} == {6}
-        assert len(lines) > 10
+        assert len(lines) > 5
 
 
 def test_a_key_that_an_algorithm_lacks_is_known_to_be_none() -> None:

@@ -147,6 +147,15 @@ def test_a_script_of_trl(tmp_path: Path) -> None:
     assert values == {"model_name_or_path": "me/tiny", "num_generations": 4, "use_vllm": True}
 
 
+def test_a_script_says_which_trainer_it_calls(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("python trl/scripts/distillation.py \\\n  --model_name_or_path me/tiny\n")
+    source = read_trl(script, {})
+    assert source.text("trainer") == "distillation"
+    # The default of DistillationConfig, not of GRPOConfig.
+    assert source.number("beta") == 1.0
+
+
 def test_quotes_may_span_lines() -> None:
     script = "x='a\nb'\nbash -c \"cd /x \\\n && main_ppo a=1 \\\n b='[c, d]'\" # it's\n"
     assert words_of(script, "main_ppo")[0] == ["a=1", "b=[c, d]"]

@@ -91,6 +91,34 @@ def test_weights_against_the_sampler(flags: str, form: dict[str, Any] | None) ->
     assert recipe_of(made).algorithm.off_policy is not None or form is None
 
 
+def test_a_correction_that_has_no_form_is_a_comment() -> None:
+    level = "--algo.advantage.is_correction_level token"
+    gate = "--algo.advantage.is_correction_gating tv --algo.advantage.is_correction_threshold 0.1"
+    made = of_openrlhf(f"{NEW} {level} {gate}")
+    assert "off_policy" not in tree_of(made)["algorithm"]
+    assert "no form looks at tv" in made.lost["algo.advantage.is_correction_gating"]
+    gspo = of_openrlhf(f"{NEW} {level} --actor.policy_loss_type gspo")
+    # Its ratio is then that to the sampler, which it is here without a correction.
+    assert tree_of(gspo)["algorithm"]["off_policy"] is None
+    assert recipe_of(gspo).algorithm.type == "gspo"
+
+
+def test_groups_are_left_out_with_any_estimator_of_groups() -> None:
+    flags = "--algo.dynamic_filtering_enable --actor.policy_loss_type gspo"
+    made = of_openrlhf(NEW.replace("group_norm", "rloo") + f" {flags}")
+    algorithm = recipe_of(made).algorithm
+    assert (algorithm.type, algorithm.parts.advantages.type) == ("dapo", "rloo")
+    assert algorithm.parts.policy_loss.type == "gspo"
+    alone = of_openrlhf(NEW.replace("group_norm", "reinforce") + " --algo.dynamic_filtering_enable")
+    assert "no groups" in alone.lost["algo.dynamic_filtering_enable"]
+
+
+def test_a_sampler_that_runs_ahead_samples_no_groups_anew() -> None:
+    apart = NEW.replace("--train.colocate_all", "--train.async_enable")
+    algorithm = recipe_of(of_openrlhf(f"{apart} --algo.dynamic_filtering_enable")).algorithm
+    assert (algorithm.type, algorithm.parts.advantages.zero_variance) == ("grpo", "left_out")
+
+
 def test_two_clips_in_one_flag() -> None:
     loss = tree_of(of_openrlhf(f"{NEW} --actor.eps_clip_low_high 0.1 0.3"))["algorithm"]
     assert (loss["policy_loss"]["clip_low"], loss["policy_loss"]["clip_high"]) == (0.1, 0.3)

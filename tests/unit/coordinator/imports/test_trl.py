@@ -167,6 +167,118 @@ def test_a_value_without_a_place_is_a_comment() -> None:
     assert "push_to_hub" not in made.lost
 
 
+@pytest.mark.parametrize(
+    ("given", "kind", "loss"),
+    [
+        (
+            {"loss_type": "sapo", "sapo_temperature_pos": 2.0},
+            "sapo",
+            {"aggregation": "seq_mean_token_mean", "gate_positive": 2.0, "gate_negative": 1.05},
+        ),
+        (
+            {"loss_type": "vespo", "vespo_k_neg": 2.5, "vespo_lambda_pos": 4.0},
+            "vespo",
+            {
+                **{"aggregation": "token_mean", "power_positive": 2.0, "power_negative": 2.5},
+                **{"decay_positive": 4.0, "decay_negative": 2.0},
+            },
+        ),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+            "gspo",
+            {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "seq_mean_token_sum"},
+        ),
+        (
+            {"trainer": "GMPOTrainer", "epsilon_high": 0.5},
+            "gmpo",
+            {"clip_low": 0.4, "clip_high": 0.5, "aggregation": "seq_mean_token_mean"},
+        ),
+    ],
+    ids=["sapo", "vespo", "luspo", "gmpo"],
+)
+def test_losses_with_their_numbers(given: dict[str, Any], kind: str, loss: dict[str, Any]) -> None:
+    made = of_trl({**BASE, **given})
+    assert tree_of(made)["algorithm"]["type"] == recipe_of(made).algorithm.type == kind
+    assert tree_of(made)["algorithm"]["policy_loss"] == loss
+    assert set(given) & set(made.lost) == set()
+
+
+def test_numbers_of_another_loss_are_no_part_of_it() -> None:
+    made = of_trl({**BASE, "sapo_temperature_pos": 2.0, "vespo_k_pos": 2.0})
+    assert list(made.lost) == ["sapo_temperature_pos"]
+    assert "has no key gate_positive" in made.lost["sapo_temperature_pos"]
+
+
+def test_vespo_corrects_itself() -> None:
+    mode = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
+    made = of_trl({**BASE, "loss_type": "vespo", **mode})
+    assert "off_policy" not in tree_of(made)["algorithm"]
+    assert "to the sampler itself" in made.lost["vllm_importance_sampling_mode"]
+
+
+def test_several_rewards_are_normalised_apart() -> None:
+    apart = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]}
+    two = {**BASE, **apart, "reward_funcs": ["mine.judge", "mine.form"]}
+    algorithm = recipe_of(of_trl(two)).algorithm
+    assert algorithm.type == "gdpo"
+    assert algorithm.parts.advantages.weights == {"python": 1.0, "python-2": 0.5}
+    with_loss = tree_of(of_trl({**two, "loss_type": "sapo"}))["algorithm"]
+    assert (with_loss["type"], with_loss["policy_loss"]["type"]) == ("gdpo", "sapo")
+    alone = of_trl({**BASE, "multi_objective_aggregation": "normalize_then_sum"})
+    assert recipe_of(alone).algorithm.type == "grpo"
+    assert "one reward alone" in alone.lost["multi_objective_aggregation"]
+
+
+TAUGHT = {key: BASE[key] for key in BASE if key not in ("num_generations", "reward_funcs")} | {
+    "teacher_model_name_or_path": "Qwen/Qwen3-8B"
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "loss"),
+    [
+        ({}, {"divergence": "reverse_kl"}),
+        ({"beta": 0}, {"divergence": "forward_kl"}),
+        ({"beta": 0.3}, {"divergence": "jensen_shannon", "mixture": 0.3}),
+        ({"trainer": "gkd", "lmbda": 1.0}, {"divergence": "jensen_shannon", "mixture": 0.5}),
+        (
+            {"teacher_model_server_url": "http://t:1", "beta": 0.0, "loss_top_k": 16},
+            {"divergence": "forward_kl", "top_k": 16},
+        ),
+    ],
+    ids=["default", "forward", "mixture", "gkd", "server"],
+)
+def test_teachers_in_the_place_of_a_reward(given: dict[str, Any], loss: dict[str, Any]) -> None:
+    made = of_trl({**TAUGHT, **given})
+    tree, recipe = tree_of(made), recipe_of(made)
+    assert tree["algorithm"]["type"] == recipe.algorithm.type == "on_policy_distillation"
+    assert tree["algorithm"]["policy_loss"] == {
+        **{"type": "distillation", **loss, "aggregation": "token_mean"}
+    }
+    assert tree["teacher"]["model"]["path"] == "hf:Qwen/Qwen3-8B"
+    assert tree["algorithm"]["sampling"]["samples_per_prompt"] == 1
+    assert "reward" not in tree
+    assert "teacher" in tree["pools"]["gpus"]["roles"]
+
+
+def test_gkd_trains_on_the_policys_own_completions_alone() -> None:
+    gkd = {**TAUGHT, "trainer": "gkd"}
+    assert "lmbda is 0.5 in TRL" in of_trl(gkd).text
+    assert "policy's own" in of_trl(gkd | {"lmbda": 0.5}).lost["lmbda"]
+    for name, value in (("lmbda", 0.0), ("seq_kd", True)):
+        with pytest.raises(ImportedError, match=rf"{name} is .* sft here"):
+            of_trl(gkd | {name: value})
+    with pytest.raises(ImportedError, match="teacher of another vocabulary"):
+        of_trl({**TAUGHT, "use_uld_loss": True})
+
+
+def test_a_trainer_that_is_none_of_ours_is_refused() -> None:
+    with pytest.raises(ImportedError, match=r"trainer is 'SFTTrainer'.*one of grpo, rloo, gmpo"):
+        of_trl({**BASE, "trainer": "SFTTrainer"})
+
+
 def test_a_loss_that_is_none_of_ours_is_refused() -> None:
-    with pytest.raises(ImportedError, match=r"loss_type is 'sapo'.*give one of grpo, dr_grpo"):
-        of_trl({**BASE, "loss_type": "sapo"})
+    with pytest.raises(ImportedError, match=r"loss_type is 'strange'.*give one of grpo, dr_grpo"):
+        of_trl({**BASE, "loss_type": "strange"})
+    with pytest.raises(ImportedError, match=r"'sequence' and loss_type is 'sapo'"):
+        of_trl({**BASE, "loss_type": "sapo", "importance_sampling_level": "sequence"})

@@ -62,15 +62,6 @@ def test_clips_and_kl() -> None:
     assert tree_of(made)["reference"]["model"]["path"] == "/models/mine"
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_against_the_sampler(level: str) -> None:
-    made = of_verl(
-        f"algorithm.rollout_correction.rollout_is={level}",
-        "algorithm.rollout_correction.rollout_is_threshold=3.0",
-    )
-    assert tree_of(made)["algorithm"]["off_policy"] == {"type": f"{level}_truncation", "cap": 3.0}
-
-
 def test_a_plain_clip_counts_for_nothing_in_verl_and_says_so() -> None:
     made = of_verl(f"{ACTOR}.clip_ratio=0.4")
     assert tree_of(made)["algorithm"]["policy_loss"]["clip_low"] == 0.2
@@ -102,6 +93,8 @@ def test_kl_in_the_reward_with_a_critic() -> None:
         (("algorithm.adv_estimator=reinforce_plus_plus",), "reinforce_plus_plus"),
         ((f"{ACTOR}.policy_loss.loss_mode=gspo",), "gspo"),
         ((f"{ACTOR}.policy_loss.loss_mode=cispo",), "cispo"),
+        ((f"{ACTOR}.policy_loss.loss_mode=gpg",), "grpo"),
+        (("algorithm.adv_estimator=grpo_passk",), "pass_at_k"),
         (("+algorithm.filter_groups.enable=True",), "dapo"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
@@ -113,8 +106,10 @@ def test_algorithms(overrides: tuple[str, ...], kind: str) -> None:
 def test_an_algorithm_that_is_none_of_ours_is_refused_with_those_that_are() -> None:
     with pytest.raises(ImportedError, match=r"algorithm\.adv_estimator is 'opo'.*give one of gae"):
         of_verl("algorithm.adv_estimator=opo")
-    with pytest.raises(ImportedError, match=r"loss_mode is 'geo_mean'.*vanilla, gspo, cispo"):
-        of_verl(f"{ACTOR}.policy_loss.loss_mode=geo_mean")
+    with pytest.raises(ImportedError, match=r"loss_mode is 'dro'.*vanilla, gspo, cispo, sapo"):
+        of_verl(f"{ACTOR}.policy_loss.loss_mode=dro")
+    with pytest.raises(ImportedError, match=r"'sapo' and algorithm\.adv_estimator is 'gae'"):
+        of_verl("algorithm.adv_estimator=gae", f"{ACTOR}.policy_loss.loss_mode=sapo")
 
 
 def test_groups_of_one_are_refused_by_verls_name() -> None:
