@@ -91,6 +91,8 @@ def _maker_hint(path: Path) -> str:
         return f"; `python -m rolemesh.quickstart.smollm2 --out {path}` writes this one"
     if path.name == "form-judge":
         return "; `make judge` writes .models/form-judge"
+    if path.parts[-2:] == ("teacher", "model"):
+        return "; `make teacher` writes runs/teacher/model"
     if path.name == "teacher":
         return "; `make teacher-answers` writes .data/teacher"
     if path.name == "sums":

@@ -40,8 +40,12 @@ def answered(teacher: Path, prompts: Sequence[str]) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(teacher, padding_side="left")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        teacher, dtype=torch.float32, trust_remote_code=False
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        teacher, padding_side="left", trust_remote_code=False
+    )
     texts: list[str] = []
     for first in range(0, len(prompts), BATCH):
         asked = tokenizer.apply_chat_template(
