@@ -41,10 +41,10 @@ def answered(teacher: Path, prompts: Sequence[str]) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        teacher, dtype=torch.float32, trust_remote_code=False
+        teacher, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(
-        teacher, padding_side="left", trust_remote_code=False
+        teacher, padding_side="left", local_files_only=True, trust_remote_code=False
     )
     texts: list[str] = []
     for first in range(0, len(prompts), BATCH):
