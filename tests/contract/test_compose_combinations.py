@@ -20,7 +20,7 @@ TOKEN = {"ROLEMESH_API_TOKEN_FILE": "/home/me/.rolemesh-token"}
 
 COMBINATIONS: dict[str, tuple[tuple[Path, ...], tuple[str, ...], dict[str, str]]] = {
     "cpu": ((BASE_FILE,), (), {}),
-    "cost-and-rollout": ((BASE_FILE,), ("cost", "rollout"), {}),
+    "every-role": ((BASE_FILE,), ("teacher", "cost", "rollout"), {}),
     "monitoring": ((BASE_FILE,), ("monitoring",), {**TOKEN, "ROLEMESH_API_HOST": "0.0.0.0"}),
     "outside": ((BASE_FILE, OUTSIDE_FILE), (), TOKEN),
     "gpu-1": ((BASE_FILE, gpu_file(1)), (), {}),
