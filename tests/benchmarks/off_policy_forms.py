@@ -3,7 +3,7 @@
     PYTHONPATH=tests python tests/benchmarks/off_policy_forms.py [--seeds 1 2 3] [--staleness 4]
 
 recipes/async-grpo.yaml with each form of algorithm.off_policy and without any, seed by seed, and
-the same recipe with sampler type sync as the bound. Prints one JSON line: for each form its held-out
+the same recipe with sampler type sync as the bound. Prints one JSON line: for each form held-out
 scores, the mean gap between sampler and trainer (k3, nats a token), the effective share of samples
 and the share of tokens that are masked or capped, over the last half of the steps.
 """

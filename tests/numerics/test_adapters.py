@@ -108,7 +108,7 @@ def test_outputs_and_gradients_are_those_of_peft_and_of_float64(
     model = CausalLm(_spec(base, folder, adapter=fields))
     rows = pack_rows(token_batch(), model.device)
     weights_N = torch.randn(len(rows.targets_U), generator=torch.Generator().manual_seed(2))
-    logprobs_N, _ = model.finish(model.stage_forward(rows, None), rows, temperature=1.0)
+    logprobs_N = model.finish(model.stage_forward(rows, None), rows, temperature=1.0).logprobs_N
     (logprobs_N * weights_N).sum().backward()
 
     theirs = peft_model(base, **config)
@@ -203,7 +203,7 @@ def test_factors_stay_float32_and_the_base_is_rounded(
     model = CausalLm(_spec(base, adapter, compute_dtype=compute_dtype))
     rows = pack_rows(token_batch(), model.device)
     with torch.no_grad():
-        found_N, _ = model.finish(model.stage_forward(rows, None), rows, temperature=1.0)
+        found_N = model.finish(model.stage_forward(rows, None), rows, temperature=1.0).logprobs_N
         theirs = peft_model(base)
         for name, weight in theirs.named_parameters():
             if compute_dtype == "bfloat16" and "lora_" not in name:
@@ -370,7 +370,7 @@ def test_peft_loads_what_many_ranks_export(
     model = CausalLm(_spec(base, tmp_path / "adapter"))
     rows = pack_rows(token_batch(), model.device)
     with torch.no_grad():
-        found_N, _ = model.finish(model.stage_forward(rows, None), rows, temperature=1.0)
+        found_N = model.finish(model.stage_forward(rows, None), rows, temperature=1.0).logprobs_N
         expected_N = _scored(theirs(input_ids=rows.rectangle().tokens_BT).logits, rows)
         before_N = _scored(peft_model(base)(input_ids=rows.rectangle().tokens_BT).logits, rows)
     torch.testing.assert_close(found_N, expected_N, rtol=0, atol=2e-5)

@@ -136,7 +136,7 @@ def scores(
         }
     )
     padded = pack_rows(batch, "cpu")
-    logprobs_N, _ = model.finish(model.stage_forward(padded, None), padded, temperature=1.0)
+    logprobs_N = model.finish(model.stage_forward(padded, None), padded, temperature=1.0).logprobs_N
     return list(logprobs_N.split([len(t.completion_tokens) for t in trajectories]))
 
 
