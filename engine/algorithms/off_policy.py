@@ -147,9 +147,11 @@ def finished_gap(metrics: dict[str, float]) -> dict[str, float]:
     """Metrics of a mini-batch whose shares have been added up.
 
     effective_sample_fraction is (mean rho)^2 / mean rho^2, the effective sample size of Kish for
-    each token.
+    each token. There are none where no rank tells of its loss, as in an estimate of one stage.
     """
     found = dict(metrics)
+    if "sampler_ratio_mean" not in metrics:
+        return found
     found["effective_sample_fraction"] = metrics["sampler_ratio_mean"] ** 2 / (
         1 + metrics["sampler_chi_square"]
     )

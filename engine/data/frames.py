@@ -32,12 +32,12 @@ _CALLED = ("namespace", "raise_exception")
 """Functions that may be called."""
 
 
-class _LookedAtError(Exception):
+class _LookedAt(Exception):
     """A template did more with a content than to copy it."""
 
 
 def _looked_at(*_: Any, **__: Any) -> Any:
-    raise _LookedAtError
+    raise _LookedAt
 
 
 class _Unknown(str):
@@ -212,5 +212,5 @@ def _trimmed(value: Any) -> str:
     if type(value) is _Content:
         return value
     if isinstance(value, _Unknown):
-        raise _LookedAtError
+        raise _LookedAt
     return filters.do_trim(value)

@@ -162,7 +162,7 @@ def test_chunks_suit_the_device_where_no_number_is_given(
     device: str, rows: int, expected: int
 ) -> None:
     """Every device but a CPU counts as a GPU: 5,461 rows of 49,152 float32 logits are 1 GiB."""
-    assert head._chunk_tokens(torch.empty(rows, 1, device=device)) == expected
+    assert head.default_chunk_tokens(torch.empty(rows, 1, device=device)) == expected
 
 
 def test_gradients_pass_torchs_finite_differences() -> None:

@@ -231,7 +231,8 @@ def test_whole_weights_come_to_a_rollout_service_of_one_rank(make: Make) -> None
         rank=0,
         world=both,
         **dict.fromkeys(
-            ("tp", "pp", "dp", "fsdp", "replicate", "model", "generate_tp", "micro_dp"), alone
+            ("tp", "pp", "dp", "fsdp", "replicate", "model", "stage", "generate_tp", "micro_dp"),
+            alone,
         ),
     )
     with pytest.raises(LayoutError, match=r"layout\.dp 1"):

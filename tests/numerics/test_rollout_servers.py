@@ -257,7 +257,10 @@ def test_generation_is_not_cut_over_ranks(make: Make) -> None:
         layout=layout,
         rank=0,
         **dict.fromkeys(
-            ("world", "tp", "pp", "dp", "fsdp", "replicate", "model", "generate_tp", "micro_dp"),
+            (
+                *("world", "tp", "pp", "dp", "fsdp", "replicate", "model", "stage"),
+                *("generate_tp", "micro_dp"),
+            ),
             ALONE,
         ),
     )

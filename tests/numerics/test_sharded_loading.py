@@ -151,9 +151,10 @@ def test_stages_one_after_the_other_are_the_whole_model_bit_by_bit(
     assert hidden.dtype == torch.float32
     # What arrives over the wire is a leaf; its gradient travels back.
     arrived = hidden.detach().requires_grad_()
-    logprobs, entropy = last.finish(
+    scores = last.finish(
         last.stage_forward(rows, arrived), rows, temperature=0.7, with_entropy=True
     )
+    logprobs, entropy = scores.logprobs_N, scores.entropy_N
     expected, expected_entropy = score(whole, rows, temperature=0.7, with_entropy=True)
     assert torch.equal(logprobs, expected)
     assert entropy is not None

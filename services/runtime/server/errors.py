@@ -72,6 +72,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.rollout.servers.client.WeightsLostError": "SAMPLER_UNAVAILABLE",
         "rolemesh.engine.rollout.servers.client.ServerError": "SAMPLER_REFUSED",
         "rolemesh.engine.rollout.servers.client.ServerRefusedError": "SAMPLER_REFUSED",
+        "rolemesh.engine.rollout.servers.teacher.RowTooLongError": "SAMPLER_REFUSED",
         "rolemesh.engine.rollout.servers.admission.ServerUnfitError": "SAMPLER_REFUSED",
         "rolemesh.engine.rollout.servers.client.AnswerInvalidError": "SAMPLER_ANSWER_INVALID",
         "rolemesh.services.teacher.served.TeacherFailedError": "TEACHER_FAILED",

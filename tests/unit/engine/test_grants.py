@@ -298,7 +298,7 @@ HARMLESS = {
     "prompt", "prompt_input", "question_template", "reads", "rejected", "reward_key", "roles",
     "rows", "rubric", "settings", "space_id", "split", "held_out_split", "system_prompt", "task",
     "targets", "text", "version", "workspace", "own_functions", "pools", "services", "space",
-    "server_folder", "model_name", "tool_parser", "reasoning_parser",
+    "server_folder", "model_name", "tool_parser", "reasoning_parser", "template", "weights",
 }  # fmt: skip
 """Texts that name nothing of this host and no address: columns, labels, projects of a tracker, keys
 of a mapping, a folder as other hosts name it. The keys of a space of tuning are a closed list, none
@@ -308,7 +308,7 @@ NAMED: dict[NamedKind, set[str]] = {
     "code": {"environment", "function", "tracker", "run"},
     "command": {"command"},
     "path": {
-        *("path", "held_out_path", "tokenizer", "directory", "token_file"),
+        *("path", "held_out_path", "tokenizer", "directory", "token_file", "policy_folder"),
         *("password_file", "certificates", "certificate", "read", "drive", "readable"),
         *("start", "shared_folder", "chat_template"),
     },
