@@ -60,7 +60,7 @@ def test_turn_separator_stands_at_tool_turns(served: Served, closes: bool) -> No
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
     session = served.session()
     first = session.chat(
-        ASK, tools=[ADD], max_tokens=128 if closes else 50, structured_outputs={"choice": [text]}
+        ASK, tools=[ADD], max_tokens=128 if closes else 8, structured_outputs={"choice": [text]}
     )
     back = answer_of(first)
     messages = [*ASK, back, {"role": "tool", "tool_call_id": "x", "content": "5"}]
