@@ -82,6 +82,38 @@ def test_chunks_agree_with_full_logits_in_value_and_gradient(
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+def test_several_ids_at_a_place_agree_with_full_logits(
+    chunk_tokens: int, with_entropy: bool
+) -> None:
+    hidden, vocabulary, targets, weights = _inputs(torch.float64)
+    generator = torch.Generator().manual_seed(11)
+    others = torch.randint(len(vocabulary), (NUM_TOKENS, 3), generator=generator)
+    # The first id comes twice, as a target does that is among a teacher's likeliest tokens.
+    ids = torch.cat([targets[:, None], others, targets[:, None]], 1)
+    weights_NJ = torch.randn(ids.shape, generator=generator, dtype=torch.float64)
+    logprobs, entropy = token_logprobs(
+        hidden, vocabulary, ids, temperature=0.7, chunk_tokens=chunk_tokens,
+        with_entropy=with_entropy,
+    )  # fmt: skip
+    loss = (weights_NJ * logprobs).sum()
+    (loss if entropy is None else loss + weights[1] @ entropy).backward()
+
+    hidden_64, vocabulary_64, _, _ = _inputs(torch.float64)
+    table = torch.log_softmax(hidden_64 @ vocabulary_64.T / 0.7, -1)
+    expected = (weights_NJ * table.gather(1, ids)).sum()
+    if with_entropy:
+        expected = expected - weights[1] @ (table.exp() * table).sum(-1)
+    expected.backward()
+    for ours, theirs in (
+        (logprobs, table.gather(1, ids)),
+        (hidden.grad, hidden_64.grad),
+        (vocabulary.grad, vocabulary_64.grad),
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
 def test_logprob_gradient_is_the_same_whether_or_not_entropy_is_asked_for(
     with_entropy: bool,
 ) -> None:

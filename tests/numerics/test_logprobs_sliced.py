@@ -127,6 +127,40 @@ def test_slices_agree_with_full_logits_in_value_and_gradient(
     _check(parts, _whole(dtype, 0.3, temperature), dtype, tolerance)
 
 
+def _several_of_slice(at: RankContext, bounds: list[int]) -> tuple[torch.Tensor, ...]:
+    """This rank's slice of log-probs of four ids a place, and of their gradients."""
+    with at.connect(HybridLayout(TrainLayout(tp=at.world_size))) as mesh:
+        hidden, vocabulary, _, _ = _inputs(torch.float64, 0.3)
+        first, end = bounds[at.rank], bounds[at.rank + 1]
+        own = vocabulary.detach()[first:end].clone().requires_grad_()
+        ids, weights = _several()
+        logprobs, _ = token_logprobs(
+            hidden, own, ids, chunk_tokens=10, group=mesh.tp, first_row=first
+        )
+        (weights * logprobs).sum().backward()
+        assert hidden.grad is not None
+        assert own.grad is not None
+        return logprobs.detach(), hidden.grad, own.grad
+
+
+def _several() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    ids = torch.randint(VOCABULARY, (NUM_TOKENS, 4), generator=generator)
+    return ids, torch.randn(ids.shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bounds", [SLICES["two"], SLICES["four, one without rows"]], ids=str)
+def test_slices_agree_on_several_ids_at_a_place(rank_pool: RankPool, bounds: list[int]) -> None:
+    hidden, vocabulary, _, _ = _inputs(torch.float64, 0.3)
+    ids, weights = _several()
+    expected = torch.log_softmax(hidden @ vocabulary.T, -1).gather(1, ids)
+    (weights * expected).sum().backward()
+    parts = rank_pool.run(_several_of_slice, len(bounds) - 1, bounds)
+    found = (*parts[0][:2], torch.cat([part[2] for part in parts]))
+    for ours, theirs in zip(found, (expected, hidden.grad, vocabulary.grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+
+
 def test_extreme_logits_that_lie_in_one_slice_stay_exact(rank_pool: RankPool) -> None:
     """Logits of several hundred: without the largest of all slices an exponential overflows."""
     bounds = SLICES["two"]
