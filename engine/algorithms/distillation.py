@@ -42,7 +42,7 @@ class DistillationLoss(Loss[DistillationLossSpec]):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         spec, read = self.spec, UnmaskedReader(batch)
-        policy_MK = read.output("choices_NK", outputs.choices_NK)
+        policy_MK = read.output("choices_NK", outputs.choices_NK, dims=2)
         teacher_MK = read.column(TEACHER_TOP, like=policy_MK).view(policy_MK.shape)
         policy_MO, teacher_MO = with_tail(policy_MK), with_tail(teacher_MK)
         losses_M = divergence(teacher_MO, policy_MO, spec)

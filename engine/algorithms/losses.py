@@ -205,11 +205,16 @@ class UnmaskedReader:
         # Places, not the mask: how many they are, a device would have to be asked.
         self._index_M = mask_N.nonzero().flatten()
 
-    def output(self, name: str, output_N: torch.Tensor | None) -> torch.Tensor:
-        """Reads a model output, [N] or [N, K]: float32 [M] or [M, K], or float64 if it came so."""
+    def output(self, name: str, output_N: torch.Tensor | None, *, dims: int = 1) -> torch.Tensor:
+        """Reads a model output, [N] or [N, K]: float32 [M] or [M, K], or float64 if it came so.
+
+        Args:
+            name: For errors.
+            output_N: What the model gave.
+            dims: 1, or 2 where a token has K numbers.
+        """
         if output_N is None:
             raise ValueError(f"{name} is None: the loss needs this output of the model")
-        dims = 2 if name.endswith("K") else 1
         if output_N.shape[:1] != (self._num_tokens,) or output_N.dim() != dims:
             raise ValueError(
                 f"{name} has shape {tuple(output_N.shape)}, but the batch has "
