@@ -18,7 +18,8 @@ from rolemesh.coordinator import sdk
 from rolemesh.coordinator.commands.cli import COMMANDS, load_command
 from rolemesh.coordinator.explained.keys import REQUIRED, Key, keys_of, text_of, type_of
 from rolemesh.coordinator.explained.metrics import METRICS
-from rolemesh.coordinator.recipe.schema import ROLES, Recipe
+from rolemesh.coordinator.recipe.role_names import ROLES
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.reasons import REASONS
 from rolemesh.services.runtime.server.config import ServiceConfig
 

@@ -123,22 +123,24 @@ def roles_in(recipe: Recipe) -> tuple[str, ...]:
         return recipe.roles
     wanted = roles_of(algorithm_of(recipe))
     for role in wanted.required:
-        recipe.section(_played_by(role, recipe))
+        for player in _players_of(role, recipe):
+            recipe.section(player)
     # Without a service, where the actor does its work.
-    asked = dict.fromkeys(_played_by(role, recipe) for role in wanted.every)
+    asked = dict.fromkeys(one for role in wanted.every for one in _players_of(role, recipe))
     used = [role for role in asked if role in recipe.roles]
     if "actor" in used and recipe.rollout is not None:
         used.append("rollout")
     return tuple(used)
 
 
-def _played_by(role: str, recipe: Recipe) -> str:
-    """The role itself; of a reference that the recipe does not have, its teacher.
+def _players_of(role: str, recipe: Recipe) -> tuple[str, ...]:
+    """The role itself; of several teachers each. Of a reference that the recipe lacks, the teacher.
 
     The KL is then taken to the teacher, and pulls where it would hold.
     """
-    is_teacher = role == "reference" and recipe.reference is None and recipe.teacher is not None
-    return "teacher" if is_teacher else role
+    if role == "reference" and recipe.reference is None and recipe.teacher is not None:
+        role = "teacher"
+    return tuple(recipe.teachers) if role == "teacher" and recipe.teachers else (role,)
 
 
 def unused_roles(recipe: Recipe) -> tuple[str, ...]:
@@ -146,7 +148,7 @@ def unused_roles(recipe: Recipe) -> tuple[str, ...]:
     if isinstance(recipe.algorithm, ExternalSpec):
         return ()
     wanted = roles_of(algorithm_of(recipe))
-    used = {*roles_in(recipe), *(_played_by(role, recipe) for role in wanted.every)}
+    used = {*roles_in(recipe), *(one for role in wanted.every for one in _players_of(role, recipe))}
     with_section = (*recipe.roles, *sorted(recipe.served_by_actor))
     return tuple(role for role in with_section if role not in used)
 

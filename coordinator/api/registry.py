@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 
 from rolemesh.coordinator.api.store_errors import translated
-from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.rpc.channel import check_address

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
+from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.pool_memory import RoleFound
 from rolemesh.engine.specs import OwnFunctionSpec, RewardSpec, VllmSpec
@@ -56,7 +57,7 @@ def _models(recipe: Recipe) -> Iterator[dict[str, Any]]:
             is_trained = role in trained
             yield {
                 "role": role,
-                "kind": "reward" if isinstance(section, RewardSpec) else _KINDS[role],
+                "kind": "reward" if isinstance(section, RewardSpec) else _KINDS[kind_of(role)],
                 "model": model.model_dump(mode="json"),
                 "layout": (
                     section.train if hasattr(section, "train") else section.layout

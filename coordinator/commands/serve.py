@@ -10,7 +10,7 @@ import typer
 
 from rolemesh.coordinator.commands.processes import become
 from rolemesh.coordinator.commands.terminal.ending import refuse
-from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.coordinator.run.checks.installation import check_roles_run
 
 app = typer.Typer(add_completion=False)

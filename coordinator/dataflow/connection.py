@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLeftError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.recipe.role_names import kind_of, role_of
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import (
     DeadlineError,
@@ -224,16 +224,16 @@ class RoleConnection:
             raise RunError(
                 f"{where} has no WorkerService, which every role serves: {self._as_outsider()}"
             ) from error
-        if self.capabilities.role != self.role:
+        kind = kind_of(self.role)
+        if self.capabilities.role != kind:
             raise RunError(
-                f"{where} is a {self.capabilities.role!r}, not a {self.role!r}: correct the address"
+                f"{where} is a {self.capabilities.role!r}, not a {kind!r}: correct the address"
             )
-        missing = [name for name in REQUIRED_SERVICES[self.role] if not self.serves(name)]
+        missing = [name for name in REQUIRED_SERVICES[kind] if not self.serves(name)]
         if missing:
             raise RunError(
                 f"{where} lacks {', '.join(missing)}: serve them (`rolemesh compliance "
-                f"{self.address} --role {self.role}` says more), or point the recipe at another "
-                "service"
+                f"{self.address} --role {kind}` says more), or point the recipe at another service"
             )
         if not self.capabilities.accepts_references:
             raise RunError(
@@ -248,8 +248,8 @@ class RoleConnection:
                 "and rolemesh's own reward service sends it the trajectories"
             )
         return (
-            f"add what is missing (`rolemesh compliance {self.address} --role {self.role}` says "
-            "what), or point the recipe at another service"
+            f"add what is missing (`rolemesh compliance {self.address} --role "
+            f"{kind_of(self.role)}` says what), or point the recipe at another service"
         )
 
     async def make(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.rpc.notes import bounded
-from rolemesh.rpc.references import concat_references, join_references
+from rolemesh.rpc.references import concat_references, join_parts, join_references
 from rolemesh.v1 import experience_pb2
 
 
@@ -170,6 +170,11 @@ class CallFuture:
     """One a block, in the order of rows."""
     columns: frozenset[str]
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in which it comes."""
+        return len(self.outcomes)
+
     def nodes_of(self, block: int | None) -> tuple[Node, ...]:
         """The nodes behind a block, or behind all."""
         if block is None or len(self.nodes) != len(self.outcomes):
@@ -179,6 +184,65 @@ class CallFuture:
     def outcomes_of(self, block: int | None) -> tuple[asyncio.Future[Outcome], ...]:
         """What makes a block, or all."""
         return self.outcomes if block is None else (self.outcomes[block],)
+
+    async def result(self, block: int | None, remakes: Remakes) -> experience_pb2.ExperienceRef:
+        """The reference to a block, or to all rows, once it exists.
+
+        Args:
+            block: Its number; None: all.
+            remakes: Graph of the step.
+        """
+        made = []
+        for outcome in self.outcomes_of(block):
+            experience = (await outcome_of(remakes.newest(outcome))).experience
+            if experience is None:
+                names = ", ".join(node.name for node in self.nodes)
+                raise ValueError(f"{names} answered without experience")
+            made.append(experience)
+        return concat_references(made)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedCall(CallFuture):
+    """The same columns by several calls, each over rows of its own, which together are all rows."""
+
+    calls: tuple[CallFuture, ...] = ()
+
+    @classmethod
+    def of(cls, calls: Sequence[CallFuture]) -> CallFuture:
+        """One future for the calls; there is one at least, and all come in as many blocks."""
+        if len(calls) == 1:
+            return calls[0]
+        return cls(
+            nodes=tuple(node for call in calls for node in call.nodes),
+            outcomes=tuple(outcome for call in calls for outcome in call.outcomes),
+            columns=calls[0].columns,
+            calls=tuple(calls),
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in which each of the calls comes."""
+        return self.calls[0].num_blocks
+
+    def nodes_of(self, block: int | None) -> tuple[Node, ...]:
+        """The nodes behind a block, or behind all."""
+        return tuple(node for call in self.calls for node in call.nodes_of(block))
+
+    def outcomes_of(self, block: int | None) -> tuple[asyncio.Future[Outcome], ...]:
+        """What makes a block, or all."""
+        return tuple(one for call in self.calls for one in call.outcomes_of(block))
+
+    async def result(self, block: int | None, remakes: Remakes) -> experience_pb2.ExperienceRef:
+        """The reference to a block, or to all rows; see `CallFuture.result`.
+
+        Raises:
+            RuntimeError: The calls have not answered for all rows together.
+        """
+        blocks = range(self.num_blocks) if block is None else (block,)
+        return concat_references(
+            [join_parts([await call.result(one, remakes) for call in self.calls]) for one in blocks]
+        )
 
 
 class Remakes(Protocol):
@@ -228,7 +292,7 @@ class ExperienceFuture:
         """Blocks that can be worked on one by one; 1 where a part is whole."""
         if self._is_whole:
             return 1
-        counts = {len(part.outcomes) for part in self.parts}
+        counts = {part.num_blocks for part in self.parts}
         return counts.pop() if len(counts) == 1 else 1
 
     @property
@@ -273,17 +337,7 @@ class ExperienceFuture:
 
     async def result(self, block: int | None = None) -> experience_pb2.ExperienceRef:
         """The reference, once every part exists: of one block, or of all rows."""
-        references = []
-        for part in self.parts:
-            made = []
-            for outcome in part.outcomes_of(block):
-                newest = self._dataflow.newest(outcome)
-                experience = (await outcome_of(newest)).experience
-                if experience is None:
-                    names = ", ".join(node.name for node in part.nodes)
-                    raise ValueError(f"{names} answered without experience")
-                made.append(experience)
-            references.append(concat_references(made))
+        references = [await part.result(block, self._dataflow) for part in self.parts]
         return join_references(references)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.recipe.placement import PoolSpec
-from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.recipe.role_names import role_of
 
 MOVES = ("sleep", "wake")
 """Phases before a node starts: other roles leave its devices, then its own role comes back."""

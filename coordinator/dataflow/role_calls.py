@@ -25,7 +25,8 @@ from rolemesh.coordinator.dataflow.graph import OnBlock, StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.recipe.algorithm_parts import AlgorithmParts
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
-from rolemesh.engine.specs import SamplingSpec, TeacherSpec
+from rolemesh.coordinator.recipe.role_names import kind_of, teacher_role
+from rolemesh.engine.specs import OneTeacherSpec, SamplingSpec, TeacherSpec
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, trainer_pb2
@@ -147,19 +148,34 @@ class StepContext:
 
     def services_of(self, role: str) -> list[str]:
         """Services of the role that take part; none where it has none."""
-        player = self.played_by(role)
+        answering = (self.services_of_player(one) for one in self.players_of(role))
+        return list(dict.fromkeys(name for services in answering for name in services))
+
+    def services_of_player(self, player: str) -> list[str]:
+        """Services that answer for one that `players_of` names."""
         answers = "actor" if player in self.served_by_actor else player
         return [name for name, known in self.connections.items() if known.role == answers]
 
-    def played_by(self, role: str) -> str:
-        """The role itself; of a reference that the recipe does not have, the teacher.
+    def players_of(self, role: str) -> tuple[str, ...]:
+        """The role itself; of several teachers each.
 
-        The KL is taken to the teacher then.
+        Of a reference that the recipe does not have, the teacher or the teachers: the KL is taken
+        to them then.
         """
-        if role != "reference" or role in self.served_by_actor:
-            return role
-        has_service = any(known.role == role for known in self.connections.values())
-        return role if has_service else "teacher"
+        if role == "reference" and role not in self.served_by_actor:
+            has_service = any(known.role == role for known in self.connections.values())
+            role = role if has_service else "teacher"
+        if role == "teacher" and self.teacher is not None and self.teacher.named is not None:
+            return tuple(map(teacher_role, self.teacher.named))
+        return (role,)
+
+    def teacher_of(self, player: str) -> OneTeacherSpec | None:
+        """The section of one that `players_of` names; None where it is no teacher."""
+        if self.teacher is None or kind_of(player) != "teacher":
+            return None
+        if self.teacher.named is None:
+            return self.teacher
+        return self.teacher.named[player.removeprefix(teacher_role(""))]
 
     @property
     def parts(self) -> AlgorithmParts:

@@ -16,6 +16,7 @@ from rolemesh.coordinator.dataflow.futures import (
     NodeKind,
 )
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, RoleHandle, StepContext
+from rolemesh.coordinator.dataflow.scoring import compute_logprobs, dropping
 from rolemesh.engine.specs import (
     DistillationLossSpec,
     LossSpec,
@@ -220,7 +221,7 @@ class ActorHandle(_TrainedRole):
 
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """Log-prob of every completion token under the weights that the step begins with."""
-        return _compute_logprobs(self, experience, PROXIMAL_LOGPROBS)
+        return compute_logprobs(self, experience, PROXIMAL_LOGPROBS)
 
     def compute_advantages(
         self,
@@ -311,11 +312,14 @@ class ReferenceHandle(RoleHandle):
 
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """The frozen policy's log-prob of every completion token, at the loss's temperature."""
-        return _compute_logprobs(self, experience, "reference_logprobs")
+        return compute_logprobs(self, experience, "reference_logprobs")
 
 
 class TeacherHandle(RoleHandle):
-    """The policy that the trained one is drawn to: of its own services, or that one itself."""
+    """The policy that the trained one is drawn to: of its own services, or that one itself.
+
+    Or several such policies, each of which scores rows of its own.
+    """
 
     role = "teacher"
 
@@ -323,48 +327,11 @@ class TeacherHandle(RoleHandle):
         """The teacher's log-prob of every completion token, at the loss's temperature.
 
         Where the policy loss compares distributions, also what the teacher finds likeliest there.
+        Of several teachers each row has those of its own.
         """
         loss = self.context.parts.policy_loss
         top_k = loss.top_k if isinstance(loss, DistillationLossSpec) else 0
-        return _compute_logprobs(self, experience, TEACHER_LOGPROBS, top_k=top_k)
-
-
-def _compute_logprobs(
-    handle: RoleHandle, experience: ExperienceFuture, column: str, *, top_k: int = 0
-) -> ExperienceFuture:
-    """Asks whoever plays the role for log-probs, and for the top_k likeliest tokens besides."""
-    context = handle.context
-    temperature = context.parts.policy_loss.logprob_temperature
-    player = context.played_by(handle.role)
-    is_served_by_actor = player in context.served_by_actor
-    teacher = context.teacher if player == TeacherHandle.role else None
-    told = () if teacher is None or teacher.prompt is None else teacher.prompt.columns()
-    is_base = is_served_by_actor and player == ReferenceHandle.role
-    is_told = teacher is not None and teacher.as_actor() is not None
-    needs, makes = _dropping(handle)
-    return handle.infer(
-        # Named apart from what an actor scores for itself.
-        f"compute_{player}_logprobs" if is_served_by_actor else "compute_logprobs",
-        lambda client, key, ref, on_progress: client.compute_logprobs(
-            key,
-            ref,
-            column,
-            temperature=temperature,
-            without_adapter=is_base,
-            top_k=top_k,
-            as_teacher=is_told,
-        ).result(on_progress),
-        experience.select((*INPUT_COLUMNS, *told, *needs), uses=(IS_JUDGED,) if needs else ()),
-        (column, *((f"{column}_top_ids", f"{column}_top") if top_k else ()), *makes),
-    )
-
-
-def _dropping(handle: RoleHandle) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Columns that a role reads and makes besides, where it may leave rows out of the step."""
-    if handle.connection.role not in handle.context.may_drop:
-        return (), ()
-    # A row that is left out loses its mask, and so its part in every update.
-    return ("prompt_ids", "loss_mask"), (IS_JUDGED, "loss_mask")
+        return compute_logprobs(self, experience, TEACHER_LOGPROBS, top_k=top_k)
 
 
 def _part(spec: Any) -> trainer_pb2.AlgorithmPart:
@@ -378,7 +345,7 @@ class _JudgingRole(_TrainedRole):
     def _judge(
         self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
     ) -> ExperienceFuture:
-        needs, makes = _dropping(self)
+        needs, makes = dropping(self)
         # The parts of a cost have no reader, and would have the names of the reward's.
         parts = self.context.reward_columns if self.role == RewardHandle.role else ()
         uses = (ENVIRONMENT_REWARDS, "prompt_ids", IS_JUDGED)

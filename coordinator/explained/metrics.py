@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.recipe.role_names import ROLES, kind_of
 
 METRICS: Mapping[str, Mapping[str, str]] = {
     "The step": {
@@ -243,7 +243,7 @@ def explanation(name: str) -> str | None:
     """
     own = name.removeprefix("held_out/")
     role, _, rest = own.partition("/")
-    for each in (name, own, *([rest] if role in ROLES and "/" not in rest else [])):
+    for each in (name, own, *([rest] if kind_of(role) in ROLES and "/" not in rest else [])):
         for metrics in METRICS.values():
             for metric, text in metrics.items():
                 if metric != "held_out/<metric>" and _is_called(metric, each):

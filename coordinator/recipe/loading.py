@@ -261,6 +261,9 @@ def _from_environment(environment: Mapping[str, str]) -> _Layer:
                 f"{variable} sets nothing: a recipe has no section {section!r}; "
                 + (f"did you mean {ENVIRONMENT_PREFIX}{hint}?" if hint else "unset it")
             )
+        if section == "services":
+            # Variables of a shell have no hyphens, which names of roles have: TEACHER_MATH.
+            rest[:1] = [name.replace("_", "-") for name in rest[:1]]
         where = (section, *rest)
         _put(tree, where, _parsed(text, variable), variable)
         origins[where] = variable

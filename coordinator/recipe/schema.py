@@ -23,15 +23,26 @@ from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.group_estimators import with_group_estimator
 from rolemesh.coordinator.recipe.off_policy import with_off_policy
 from rolemesh.coordinator.recipe.placement import REGISTERED, PoolSpec, ServiceSpec
+from rolemesh.coordinator.recipe.places import check_places
 from rolemesh.coordinator.recipe.plan_section import PlanSpec
-from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.replicas import check_replicas
+from rolemesh.coordinator.recipe.role_names import (
+    ROLES,
+    role_of,
+    service_names,
+    teacher_role,
+)
 from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
+from rolemesh.coordinator.recipe.sent_sections import sent_section, to_sent
 from rolemesh.coordinator.recipe.served_by_actor import check_served_by_actor, served_by_actor
 from rolemesh.coordinator.recipe.server_samplers import check_server_samplers
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
-from rolemesh.coordinator.recipe.teachers import check_teacher, with_policy_folder
+from rolemesh.coordinator.recipe.teachers import (
+    check_teachers,
+    named_in_data,
+    with_teachers,
+)
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.recipe.tuning import check_tuning
 from rolemesh.engine.layout.ranks import TrainLayout
@@ -41,6 +52,7 @@ from rolemesh.engine.specs import (
     CostSpec,
     CriticSpec,
     Names,
+    OneTeacherSpec,
     OwnFunctionSpec,
     ReferenceSpec,
     RewardSpec,
@@ -56,12 +68,6 @@ from rolemesh.engine.specs import (
 )
 from rolemesh.engine.specs.columns import source_column
 
-ROLES = ("actor", "critic", "reference", "teacher", "reward", "cost", "rollout")
-"""Every role that a recipe can have; the algorithm says which it needs."""
-
-_YOUNGER = ("numerics", "teacher", "of", "average", "prompt", "server")
-"""Fields of a role's section that services of other makes may not know."""
-
 
 class TracingSpec(Spec):
     """OpenTelemetry traces of the run and of the services that are started for it."""
@@ -70,16 +76,6 @@ class TracingSpec(Spec):
     """Collector that takes OTLP over gRPC, e.g. http://127.0.0.1:4317."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of runs that are traced."""
-
-
-def service_names(role: str, number: int) -> tuple[str, ...]:
-    """Names of a role's services: the role's own, or numbered ones where there are several."""
-    return (role,) if number == 1 else tuple(f"{role}-{index}" for index in range(number))
-
-
-def role_of(service: str) -> str:
-    """The role that a service is one of."""
-    return service.partition("-")[0]
 
 
 class Recipe(Spec):
@@ -140,7 +136,12 @@ class Recipe(Spec):
     def _share_one_pool(cls, data: Any) -> Any:
         if not isinstance(data, dict) or data.get("pools"):
             return data
-        roles = [role for role in ROLES if data.get(role) is not None]
+        roles = [
+            name
+            for role in ROLES
+            if data.get(role) is not None
+            for name in (named_in_data(data[role]) if role == "teacher" else [role])
+        ]
         return {**data, "pools": {"main": {"roles": roles}}} if roles else data
 
     @model_validator(mode="before")
@@ -174,11 +175,38 @@ class Recipe(Spec):
         object.__setattr__(self, "algorithm", fitted)
         return self
 
+    @model_validator(mode="after")
+    def _tell_of_teachers(self) -> Self:
+        """Fills in how many teachers score a row; section teacher says it."""
+        told = with_teachers(self.algorithm, self.teacher)
+        object.__setattr__(self, "algorithm", told)
+        return self
+
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that have a section, and services by it."""
-        named = (role for role in ROLES if getattr(self, role) is not None)
-        return tuple(role for role in named if role not in self.served_by_actor)
+        return tuple(role for role in self.sections if role not in self.served_by_actor)
+
+    @property
+    def sections(self) -> Mapping[str, RoleSpec]:
+        """The section of each role that has one. Of several teachers each has its own."""
+        found: dict[str, RoleSpec] = {}
+        for kind in ROLES:
+            section: RoleSpec | None = getattr(self, kind)
+            if isinstance(section, TeacherSpec) and section.named is not None:
+                found |= {teacher_role(name): one for name, one in section.named.items()}
+            elif section is not None:
+                found[kind] = section
+        return found
+
+    @property
+    def teachers(self) -> Mapping[str, OneTeacherSpec]:
+        """The section of each teacher, by its role."""
+        return {
+            role: section
+            for role, section in self.sections.items()
+            if isinstance(section, OneTeacherSpec)
+        }
 
     @property
     def served_by_actor(self) -> frozenset[str]:
@@ -192,7 +220,7 @@ class Recipe(Spec):
     @property
     def self_teacher(self) -> SelfTeacherSpec | None:
         """What the actor is told of itself as the teacher; None where there is nothing to tell."""
-        return None if self.teacher is None else self.teacher.as_actor()
+        return next((one.as_actor() for one in self.teachers.values() if one.of is not None), None)
 
     @property
     def actor_average(self) -> float | None:
@@ -221,36 +249,9 @@ class Recipe(Spec):
         return self
 
     @model_validator(mode="after")
-    def _check_served_by_actor(self) -> Self:
+    def _check_places(self) -> Self:
         check_served_by_actor(self)
-        return self
-
-    @model_validator(mode="after")
-    def _check_roles(self) -> Self:
-        for role, spec in self.services.items():
-            if role not in ROLES:
-                raise ValueError(f"services.{role}: no such role; roles are {', '.join(ROLES)}")
-            if spec.registers and self.certificates is None:
-                raise ValueError(
-                    f"services.{role}.registers is true, but certificates is not given: a service "
-                    "registers by the certificate of its role; make them with `rolemesh certs`"
-                )
-        for role in self.run.health.grad_norm.above or ():
-            if role not in self.roles:
-                raise ValueError(
-                    f"run.health.grad_norm.above.{role}: the recipe has no section {role}: leave "
-                    "it out"
-                )
-        placed = [role for pool in self.pools.values() for role in pool.roles]
-        for role in placed:
-            if role not in ROLES:
-                raise ValueError(f"pools: no role {role!r}; roles are {', '.join(ROLES)}")
-        for role in self.roles:
-            if placed.count(role) != 1:
-                raise ValueError(
-                    f"pools: role {role!r} stands in {placed.count(role)} pools; "
-                    "it must stand in exactly one"
-                )
+        check_places(self)
         return self
 
     @property
@@ -295,27 +296,11 @@ class Recipe(Spec):
         return self
 
     @model_validator(mode="after")
-    def _check_devices(self) -> Self:
-        for name, pool in self.pools.items():
-            num_gpus = sum(device.startswith("cuda") for device in pool.devices)
-            for role in pool.roles:
-                if role not in self.roles:
-                    continue
-                num_ranks = self.layout(role).world_size * len(self.services_of(role))
-                if 0 < num_gpus < num_ranks:
-                    raise ValueError(
-                        f"pools.{name}.devices has {num_gpus} GPUs, but the layout of the {role} "
-                        f"has {num_ranks} ranks, each on a GPU of its own: give the pool more "
-                        "devices, or the role a smaller layout"
-                    )
-        return self
-
-    @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         check_schedule(self)
         check_replicas(self)
         check_server_samplers(self)
-        check_teacher(self)
+        check_teachers(self)
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "
@@ -337,7 +322,7 @@ class Recipe(Spec):
 
     def section(self, role: str) -> RoleSpec:
         """The role's section; raises ValueError when the recipe has none."""
-        section: RoleSpec | None = getattr(self, role)
+        section = self.sections.get(role)
         if section is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} needs the role {role!r}, but the recipe has no "
@@ -346,42 +331,16 @@ class Recipe(Spec):
         return section
 
     def sent_section(self, role: str) -> RoleSpec:
-        """The role's section as its services get it.
-
-        Its schedule says how long it is, and the actor is told how it is its own teacher, if it is,
-        and which of the user's functions it loads: those that the section algorithm names, and no
-        others later.
+        """The role's section as its services get it; see `sent_sections`.
 
         Raises:
-            ValueError: There is no section, or the length is not known.
+            ValueError: There is no section, or the length of its schedule is not known.
         """
-        section, run = self.section(role), self.run
-        if section.numerics is None and run.numerics != section.chosen_numerics:
-            section = section.model_copy(update={"numerics": run.numerics})
-        if isinstance(section, ActorSpec):
-            section = section.model_copy(
-                update={"own_functions": self.own_functions(), "teacher": self.self_teacher}
-            )
-        if isinstance(section, RolloutRoleSpec) and self.actor is not None:
-            model = section.model.model_copy(update={"adapter": self.actor.model.adapter})
-            section = section.model_copy(update={"model": model})
-        if isinstance(section, TeacherSpec):
-            section = with_policy_folder(self, section)
-        updates = planned_updates(self.algorithm, run.prompts_per_step)
-        return with_length(role, section, updates, run.steps)
+        return sent_section(self, role)
 
     def sent_spec(self, role: str) -> dict[str, Any]:
-        """The section of `sent_section` as it travels.
-
-        Services of other makes may refuse fields that they do not know, so one that is younger than
-        they are is left out where it says nothing.
-        """
-        spec = self.sent_section(role).model_dump(mode="json")
-        for name in _YOUNGER:
-            if name in spec and spec[name] is None:
-                del spec[name]
-        _leave_out_no_adapter(spec)
-        return spec
+        """The section of `sent_section` as it travels."""
+        return to_sent(self.sent_section(role))
 
     @model_validator(mode="after")
     def _check_schedules(self) -> Self:
@@ -419,7 +378,7 @@ class Recipe(Spec):
         Example: the quickstart's reward, which reads numbers, has none.
         """
         section = self.section(role)
-        if isinstance(section, TeacherSpec):
+        if isinstance(section, OneTeacherSpec):
             return section.model is not None
         source = getattr(section, "source", None)
         if source is None:
@@ -460,14 +419,3 @@ class Recipe(Spec):
         if spec.addresses:
             return spec.addresses[self.services_of(role).index(service)]
         return REGISTERED if spec.registers else spec.address
-
-
-def _leave_out_no_adapter(spec: dict[str, Any]) -> None:
-    """Takes the field adapter from each model of a section that has none, in place."""
-    for name, value in spec.items():
-        for part in value if isinstance(value, list) else [value]:
-            if not isinstance(part, dict):
-                continue
-            if name == "model" and "adapter" in part and part["adapter"] is None:
-                del part["adapter"]
-            _leave_out_no_adapter(part)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from rolemesh.coordinator.recipe.role_names import field_of
+
 
 def served_by_actor(recipe: Any) -> frozenset[str]:
     """These roles of a recipe."""
     is_base = recipe.reference is not None and recipe.reference.model is None
-    is_own = recipe.teacher is not None and recipe.teacher.of is not None
-    known = {"reference": is_base, "teacher": is_own}
-    return frozenset(role for role, is_served in known.items() if is_served)
+    own = (role for role, teacher in recipe.teachers.items() if teacher.of is not None)
+    return frozenset([*(["reference"] if is_base else []), *own])
 
 
 def check_served_by_actor(recipe: Any) -> None:
@@ -26,10 +27,12 @@ def check_served_by_actor(recipe: Any) -> None:
             "reference.model is missing: give {path: FOLDER}, or give actor.model.adapter, whose "
             "base is the reference then"
         )
-    if "teacher" in served and actor is None:
+    own = sorted(served - {"reference"})
+    if own and actor is None:
+        field = field_of(own[0])
         raise ValueError(
-            "teacher.of is 'actor', but the recipe has no section actor: add one, or give "
-            "teacher.model"
+            f"{field}.of is 'actor', but the recipe has no section actor: add one, or give "
+            f"{field}.model"
         )
     if actor is not None and actor.teacher is not None:
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
+from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec
 from rolemesh.engine.specs import ClassifierRewardSpec, OutsideRewardSpec, Spec, named_sources
 from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS
@@ -188,7 +189,8 @@ def _scorer(recipe: Any) -> str:
     if any(isinstance(source, ClassifierRewardSpec) for source in sources):
         return "the classifier of a reward"
     scorers = (*recipe.roles, *recipe.served_by_actor)
-    return next((role for role in ("reference", "teacher", "critic") if role in scorers), "")
+    models = ("reference", "teacher", "critic")
+    return next((role for kind in models for role in scorers if kind_of(role) == kind), "")
 
 
 def _check_value(recipe: Any, name: str, value: JsonValue) -> None:

@@ -14,7 +14,8 @@ import yaml
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import trained_models
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import field_of, kind_of, role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose_hosts import ComposeHosts, add_host, gpus_on_host
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
 from rolemesh.coordinator.render.placement import device_ids
@@ -95,7 +96,15 @@ def compose_file(
         RecipeError: A role has several services, but is on one host, or a pool names a device that
             does not exist.
     """
+    # One of several teachers runs elsewhere, if at all.
+    roles = [role for role in recipe.roles if role == kind_of(role)]
     for role in recipe.roles:
+        if role not in roles and recipe.address(role) is None:
+            raise RecipeError(
+                f"{field_of(role)} is one of several teachers, but the mesh of docker-compose.yml "
+                f"has one container of that role: give services.{role}.address, where it runs by "
+                "itself, or render the recipe for Kubernetes or Slurm"
+            )
         if hosts is None and len(recipe.services_of(role)) > 1:
             raise RecipeError(
                 f"services.{role} has {len(recipe.services_of(role))} services, but the mesh of "
@@ -106,7 +115,7 @@ def compose_file(
     services: dict[str, Any] = {
         "common": {"shm_size": f"{shared_memory_bytes(recipe) >> 20}mb"},
     }
-    for role in recipe.roles:
+    for role in roles:
         service: dict[str, Any] = {
             "environment": {
                 "ROLEMESH_SERVICE__LAYOUT": recipe.layout(role).flag(),

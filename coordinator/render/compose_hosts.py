@@ -14,7 +14,8 @@ from typing import Any
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import trained_models
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.nodes import address_setting, check_nodes
 from rolemesh.coordinator.render.placement import gpus_of
 from rolemesh.coordinator.render.pods import ROLE_USERS

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from rolemesh.coordinator.recipe.model_sizes import trained_models
+from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables
 from rolemesh.coordinator.render.compose import PlainDumper, granted_settings
@@ -114,7 +115,8 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
     num_pods = options.hosts.get(role, 1)
     num_gpus = max(len(device_ids(recipe, service)) for service in services) // num_pods
     volumes = Volumes(options.name, options.claim)
-    identity = identity_container(volumes, role, [f"{role}.pem"], options.image)
+    kind = kind_of(role)
+    identity = identity_container(volumes, kind, [f"{kind}.pem"], options.image)
     volumes.add_memory("shm", _ANSWERS_BYTES if is_judge else shared_memory_bytes(recipe))
     volumes.add_disk("tmp", 2 << 30)
     environment = {
@@ -122,7 +124,7 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
         "ROLEMESH_SERVICE__PORT": str(SERVICE_PORT),
         "ROLEMESH_SERVICE__METRICS_PORT": str(_METRICS_PORT),
         "ROLEMESH_SERVICE__ADVERTISE": f"$(POD_NAME).{options.name}-{role}:{SERVICE_PORT}",
-        "ROLEMESH_SERVICE__IDENTITY": f"/mesh/identity/{role}.pem",
+        "ROLEMESH_SERVICE__IDENTITY": f"/mesh/identity/{kind}.pem",
         "ROLEMESH_SERVICE__LAYOUT": recipe.layout(role).flag(),
         "ROLEMESH_SERVICE__EXPERIENCE_CAPACITY_BYTES": str(experience_bytes(recipe)),
         "ROLEMESH_SERVICE__SHARED_MEMORY": "false" if is_judge else "true",
@@ -157,7 +159,7 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
     container: dict[str, Any] = {
         "name": role,
         "image": options.image,
-        "args": ["serve", role],
+        "args": ["serve", kind],
         "env": [
             *pod_facts,
             *({"name": name, "value": value} for name, value in environment.items()),
@@ -177,7 +179,7 @@ def _role(recipe: Recipe, role: str, options: KubernetesOptions) -> dict[str, An
     }
     if num_gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": num_gpus}}
-    user = ROLE_USERS["actor" if is_trained else role]
+    user = ROLE_USERS["actor" if is_trained else kind]
     template = {
         "metadata": {"labels": {**labels_of(options.name, role), "rolemesh/member": "role"}},
         "spec": {

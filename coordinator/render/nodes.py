@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 
 
 def nodes_of(
@@ -130,7 +131,7 @@ def given_addresses(nodes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 def address_setting(role: str, addresses: Sequence[str]) -> tuple[str, str]:
     """Variable that tells a coordinator where the services of a role are, and its value."""
-    name = f"ROLEMESH_SERVICES__{role.upper()}__ADDRESS"
+    name = f"ROLEMESH_SERVICES__{role.upper().replace('-', '_')}__ADDRESS"
     return (name, addresses[0]) if len(addresses) == 1 else (f"{name}ES", str(list(addresses)))
 
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import kind_of, role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import service_flags
 from rolemesh.coordinator.render.nodes import address_setting, check_nodes, given_addresses
 from rolemesh.coordinator.render.placement import gpus_of
@@ -105,7 +106,7 @@ def slurm_script(
         _filled(_START, setup="\n".join(options.setup), name=recipe.run.name),
     ]
     if nodes:
-        members = ["coordinator", "client/drive", *recipe.roles]
+        members = ["coordinator", "client/drive", *dict.fromkeys(map(kind_of, recipe.roles))]
         parts.append(_filled(_MESH, members=" ".join(members), address=_address(options)))
         for service, own in nodes.items():
             places = [str(index + 1) for index in gpus_of(recipe, service, len(own))]

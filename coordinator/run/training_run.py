@@ -25,7 +25,8 @@ from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.hf_names import named_values
 from rolemesh.coordinator.recipe.rates import schedule_length
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.attempts.attempt import Attempt
 from rolemesh.coordinator.run.attempts.last_checkpoint import save_last
 from rolemesh.coordinator.run.attempts.recoveries import Recoveries

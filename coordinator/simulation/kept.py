@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from google.protobuf import json_format
 
-from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.simulation.answers import columns_of, reference
 from rolemesh.coordinator.simulation.timing import Settings
 from rolemesh.rpc.errors import NotFoundError, PreconditionError

@@ -16,7 +16,8 @@ from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.reporting.events import Recovered
 from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.training_run import TrainingRun

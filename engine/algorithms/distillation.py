@@ -1,7 +1,7 @@
 """The loss between a teacher's distribution and the policy's.
 
-Shape letters: M unmasked completion tokens, K tokens at each place that the teacher tells apart,
-O = K + 1 outcomes: these and all others together.
+Shape letters: M unmasked completion tokens, K tokens at each place that a teacher tells apart,
+C = K for each teacher of a row, O = K + 1 outcomes: the K tokens and all others together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from rolemesh.engine.algorithms.losses import (
 )
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import DistillationLossSpec
-from rolemesh.engine.specs.columns import TEACHER_TOP, TEACHER_TOP_IDS
+from rolemesh.engine.specs.columns import (
+    teacher_voices,
+    top_column,
+    top_ids_column,
+    weights_column,
+)
 
 SMALLEST_TAIL = 1e-6
 """What all other tokens together have at least. One minus a sum of K float32 numbers is no more
@@ -31,29 +36,44 @@ exact than this, and the ratio of two such remainders would be noise."""
 class DistillationLoss(Loss[DistillationLossSpec]):
     """A divergence between teacher and policy over K + 1 outcomes at each token; see its spec.
 
+    Of several teachers of a row the mean of the divergences to each, by weight.
+
     The metrics teacher_mass and policy_mass say how much of either distribution the K tokens hold:
     far below 1, the teacher tells too few of them apart.
     """
 
-    choices = TEACHER_TOP_IDS
+    def __init__(self, spec: DistillationLossSpec) -> None:
+        super().__init__(spec)
+        self._voices = teacher_voices(spec.teachers)
+        self.choices = tuple(top_ids_column(voice) for voice in self._voices)
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         spec, read = self.spec, UnmaskedReader(batch)
-        policy_MK = read.output("choices_NK", outputs.choices_NK, dims=2)
-        teacher_MK = read.column(TEACHER_TOP, like=policy_MK).view(policy_MK.shape)
-        policy_MO, teacher_MO = with_tail(policy_MK), with_tail(teacher_MK)
-        losses_M = divergence(teacher_MO, policy_MO, spec)
+        policy_MC = read.output("choices_NK", outputs.choices_NK, dims=2)
+        losses_M = policy_MC.new_zeros(len(policy_MC))
+        masses_M = {"teacher_mass": losses_M, "policy_mass": losses_M}
+        for voice, policy_MK in zip(
+            self._voices, policy_MC.chunk(len(self._voices), 1), strict=True
+        ):
+            teacher_MK = read.column(top_column(voice), like=policy_MC).view(policy_MK.shape)
+            found_M = divergence(with_tail(teacher_MK), with_tail(policy_MK), spec)
+            with torch.no_grad():
+                held_M = {
+                    "teacher_mass": teacher_MK.exp().sum(1),
+                    "policy_mass": policy_MK.exp().sum(1),
+                }
+            if spec.teachers > 1:
+                counts_M = read.row_column(weights_column(voice), like=policy_MC)
+                found_M = counts_M * found_M
+                held_M = {name: counts_M * mass_M for name, mass_M in held_M.items()}
+            losses_M = losses_M + found_M
+            masses_M = {name: mass_M + held_M[name] for name, mass_M in masses_M.items()}
         weights_M = token_weights(batch, scale, spec.aggregation, spec.norm_length, like=losses_M)
         loss = (weights_M * losses_M).sum()
-        with torch.no_grad():
-            masses = {"teacher_mass": teacher_MK, "policy_mass": policy_MK}
-            metrics = {
-                name: token_share(logprobs_MK.exp().sum(1), scale)
-                for name, logprobs_MK in masses.items()
-            }
+        metrics = {name: token_share(mass_M, scale) for name, mass_M in masses_M.items()}
         return loss, {"loss": loss, "distillation_loss": loss, **metrics}
 
 

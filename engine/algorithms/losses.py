@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale as LossScale
-from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of
+from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of, row_values
 from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.own_functions import OwnFunctions
@@ -41,7 +41,7 @@ class ModelOutputs:
     entropy_N: torch.Tensor | None = None
     """float [N], entropy of the distribution that each token was drawn from, in nats."""
     choices_NK: torch.Tensor | None = None
-    """float [N, K], log-probs of the ids in the column that the loss names as its `choices`."""
+    """float [N, K], log-probs of the ids in the columns that the loss names as its `choices`."""
     values_N: torch.Tensor | None = None
     """float [N], values of the states before each token."""
     scores_B: torch.Tensor | None = None
@@ -57,8 +57,8 @@ class Loss(ABC, Generic[S]):
     """Whether its value depends on entropy."""
     reports_entropy = False
     """Whether entropy is one of its metrics, where there is one."""
-    choices: str | None = None
-    """Column of K ids at the place of each token whose log-probs it needs, too; None: of none."""
+    choices: tuple[str, ...] = ()
+    """Columns of ids at the place of each token whose log-probs it needs, too, side by side."""
     origin = ""
     """End of messages about its numbers, where the user's code made them; else empty."""
     policy_version: int | None = None
@@ -230,6 +230,12 @@ class UnmaskedReader:
         It gets the type and device of `like`.
         """
         return sent(self.column_on_host(name).to(like.dtype), like.device)
+
+    def row_column(self, name: str, *, like: torch.Tensor) -> torch.Tensor:
+        """Reads a column of one number a row, at each token of it: as `column`, [M]."""
+        lengths = loss_mask_of(self._batch)[1].diff()
+        numbers_N = row_values(self._batch, name).detach().repeat_interleave(lengths)
+        return sent(numbers_N.index_select(0, self._index_M).to(like.dtype), like.device)
 
     def column_on_host(self, name: str) -> torch.Tensor:
         """Reads a column as it lies: [M], of its own type, without gradient."""

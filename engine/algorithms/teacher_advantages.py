@@ -17,7 +17,7 @@ from rolemesh.engine.algorithms.token_rewards import (
 )
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import ReverseKlSpec
-from rolemesh.engine.specs.columns import TEACHER_LOGPROBS
+from rolemesh.engine.specs.columns import TEACHER_LOGPROBS, teacher_voices, weights_column
 
 
 @estimator_for(ReverseKlSpec)
@@ -30,7 +30,7 @@ def reverse_kl_advantages(
     with the log-probs of the sampler.
     """
     tokens, experience = BatchTokens.of(given.experience), given.experience
-    teacher_N = tokens.read(experience, TEACHER_LOGPROBS)
+    teacher_N = _of_teachers(experience, tokens, spec.teachers)
     gap_N = teacher_N - tokens.read(experience, "logprobs")
     advantages_N = spec.coefficient * gap_N
     if spec.gamma > 0:
@@ -47,3 +47,15 @@ def reverse_kl_advantages(
     if "rewards" in experience:
         metrics |= reward_metrics(read_rows(experience, "rewards", tokens), tokens)
     return Experience({"advantages": tokens.column(advantages_N)}), metrics
+
+
+def _of_teachers(experience: Experience, tokens: BatchTokens, number: int) -> torch.Tensor:
+    """float64 [N], the teacher's log-probs; of several teachers of a row the mean by weight."""
+    if number == 1:
+        return tokens.read(experience, TEACHER_LOGPROBS)
+    voices_N = [
+        tokens.to_each_token(read_rows(experience, weights_column(name), tokens))
+        * tokens.read(experience, name)
+        for name in teacher_voices(number)
+    ]
+    return torch.stack(voices_N).sum(0)

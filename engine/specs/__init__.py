@@ -137,7 +137,6 @@ from rolemesh.engine.specs.roles import ReferenceSpec as ReferenceSpec
 from rolemesh.engine.specs.roles import RewardSpec as RewardSpec
 from rolemesh.engine.specs.roles import RoleSpec as RoleSpec
 from rolemesh.engine.specs.roles import RolloutRoleSpec as RolloutRoleSpec
-from rolemesh.engine.specs.roles import TeacherSpec as TeacherSpec
 from rolemesh.engine.specs.rollout import HfSpec as HfSpec
 from rolemesh.engine.specs.rollout import RolloutSpec as RolloutSpec
 from rolemesh.engine.specs.rollout import SamplingSpec as SamplingSpec
@@ -156,4 +155,9 @@ from rolemesh.engine.specs.shaped_rewards import OverlongSpec as OverlongSpec
 from rolemesh.engine.specs.shaped_rewards import ShapedRewardSpec as ShapedRewardSpec
 from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec as SelfTeacherSpec
 from rolemesh.engine.specs.teacher_prompts import TeacherPromptSpec as TeacherPromptSpec
+from rolemesh.engine.specs.teacher_routes import LEFT as LEFT
+from rolemesh.engine.specs.teacher_routes import RouteShare as RouteShare
+from rolemesh.engine.specs.teacher_routes import TeacherRouteSpec as TeacherRouteSpec
+from rolemesh.engine.specs.teachers import OneTeacherSpec as OneTeacherSpec
 from rolemesh.engine.specs.teachers import TeacherServerSpec as TeacherServerSpec
+from rolemesh.engine.specs.teachers import TeacherSpec as TeacherSpec

@@ -93,11 +93,29 @@ PROXIMAL_LOGPROBS: Final = "proximal_logprobs"
 TEACHER_LOGPROBS: Final = "teacher_logprobs"
 """The teacher's log-probs of the tokens that the policy sampled."""
 
-TEACHER_TOP_IDS: Final = "teacher_logprobs_top_ids"
-"""The tokens that the teacher finds likeliest at each place."""
 
-TEACHER_TOP: Final = "teacher_logprobs_top"
-"""The teacher's log-probs of these."""
+def top_ids_column(logprobs: str) -> str:
+    """The tokens that a model finds likeliest at each place, by the column of its log-probs."""
+    return f"{logprobs}_top_ids"
+
+
+def top_column(logprobs: str) -> str:
+    """The log-probs of these."""
+    return f"{logprobs}_top"
+
+
+def weights_column(logprobs: str) -> str:
+    """What one of several teachers counts for in each row (row, float32)."""
+    return f"{logprobs}_weights"
+
+
+def teacher_voices(number: int, column: str = TEACHER_LOGPROBS) -> tuple[str, ...]:
+    """Columns with the log-probs of each of so many teachers of a row.
+
+    Example: of 2 teachers teacher_logprobs and teacher_logprobs_2.
+    """
+    return (column, *(f"{column}_{voice}" for voice in range(2, number + 1)))
+
 
 IS_JUDGED: Final = "is_judged"
 """False in the rows that no reward could be had for, which the step leaves out. A batch without the

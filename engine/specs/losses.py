@@ -9,10 +9,17 @@ from pydantic import Field, model_validator
 
 from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.specs.base import PartSpec
-from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS, TEACHER_TOP, TEACHER_TOP_IDS
+from rolemesh.engine.specs.columns import (
+    PROXIMAL_LOGPROBS,
+    teacher_voices,
+    top_column,
+    top_ids_column,
+    weights_column,
+)
 from rolemesh.engine.specs.off_policy import OffPolicySpec
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.shaped_rewards import KlForm
+from rolemesh.engine.specs.teacher_routes import MOST_TEACHERS
 
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm"]
 
@@ -222,6 +229,9 @@ class DistillationLossSpec(TemperedLossSpec):
     """The teacher's share m of the mixture of jensen_shannon, which alone takes one; None: half."""
     top_k: int = Field(default=32, ge=1, le=MAX_WIDTH)
     """Tokens at each place that the teacher tells apart."""
+    teachers: int = Field(default=1, ge=1, le=MOST_TEACHERS)
+    """Teachers that score a row, at most. A run says it of its section teacher; leave it out of a
+    recipe. The loss of a token is then the mean of the divergences to each, by weight."""
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
@@ -233,8 +243,11 @@ class DistillationLossSpec(TemperedLossSpec):
         return self
 
     def columns(self) -> tuple[str, ...]:
-        """What the teacher finds likeliest, and the mask."""
-        return (TEACHER_TOP_IDS, TEACHER_TOP, "loss_mask")
+        """What each teacher finds likeliest, the weights of several, and the mask."""
+        voices = teacher_voices(self.teachers)
+        found = [name(one) for one in voices for name in (top_ids_column, top_column)]
+        weights = [weights_column(one) for one in voices] if self.teachers > 1 else ()
+        return (*found, *weights, "loss_mask")
 
 
 class PpoValueLossSpec(AggregatedLossSpec):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,8 +27,7 @@ from rolemesh.engine.specs.models import (
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
 from rolemesh.engine.specs.rollout import RolloutSpec
-from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec, TeacherPromptSpec
-from rolemesh.engine.specs.teachers import TeacherServerSpec
+from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec
 
 
 class RoleSpec(Spec):
@@ -221,67 +220,6 @@ class ReferenceSpec(RoleSpec):
     there is no service of the role."""
     layout: LayoutSpec = LayoutSpec()
     """How the model is spread over ranks."""
-
-    def rank_layout(self) -> HybridLayout:
-        """The layout as rank arithmetic."""
-        return HybridLayout(self.layout.layout())
-
-
-class TeacherSpec(RoleSpec):
-    """The teacher: a frozen policy that the trained one is drawn to, or that one itself."""
-
-    model: ModelSpec | None = None
-    """The policy, with the same vocabulary as the actor's."""
-    server: TeacherServerSpec | None = None
-    """Servers that hold the policy, in place of model; the service then asks them."""
-    of: Literal["actor"] | None = None
-    """The role that is the teacher: the policy itself, which the actor scores; then there is no
-    service of the role. None: the model is, or the servers."""
-    average: float | None = Field(default=None, gt=0, lt=1)
-    """With `of`: the teacher is the policy's own moving average (SDFT, arXiv 2601.19897; SDPO,
-    arXiv 2601.20802), of which an optimizer step leaves this part: average = a * average + (1 - a)
-    * weights. None: the policy as it is now."""
-    prompt: TeacherPromptSpec | None = None
-    """What the teacher is told in the place of what the student was; None: the same."""
-    layout: LayoutSpec = LayoutSpec()
-    """How the model is spread over ranks."""
-
-    @model_validator(mode="after")
-    def _check_holder(self) -> Self:
-        holders = [name for name in ("model", "server", "of") if getattr(self, name) is not None]
-        if len(holders) != 1:
-            raise ValueError(
-                f"{' and '.join(holders) or 'no holder'} given: give one of model, e.g. {{path: "
-                "FOLDER}, server, e.g. {urls: [http://HOST:8000], model: NAME}, and of: actor, "
-                "with which the policy is its own teacher"
-            )
-        if self.of is None and self.average is not None:
-            raise ValueError(
-                f"average is {self.average}, but this teacher is a model of its own, which does "
-                "not change: leave it out, or set of to 'actor' and leave model out"
-            )
-        if self.server is not None and self.layout.layout().world_size > 1:
-            raise ValueError(
-                f"layout has {self.layout.layout().world_size} ranks, but the servers hold the "
-                "model: leave layout out, and give vllm serve --tensor-parallel-size"
-            )
-        if self.of is not None:
-            self._check_of()
-        return self
-
-    def _check_of(self) -> None:
-        for name in ("layout", "numerics"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"{name} is given, but of is {self.of!r}: the actor scores with its own "
-                    f"model, layout and numerics; leave {name} out, or of"
-                )
-
-    def as_actor(self) -> SelfTeacherSpec | None:
-        """What the actor is told where it is the teacher; None where there is nothing to tell."""
-        if self.of is None or (self.average is None and self.prompt is None):
-            return None
-        return SelfTeacherSpec(average=self.average, prompt=self.prompt)
 
     def rank_layout(self) -> HybridLayout:
         """The layout as rank arithmetic."""

@@ -87,8 +87,8 @@ def accumulate(
         extra = extra if all(name in batch for name in extra) else ()
         columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns, "loss_mask", *extra))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
-        if loss.choices is not None:
-            check_in_vocabulary(part[loss.choices].values, rank_model.model.config, loss.choices)
+        for name in loss.choices:
+            check_in_vocabulary(part[name].values, rank_model.model.config, name)
         passes = rank_model.micro_batches(part, rows_per_unit)
         counts = loss.scale_of(part)
         _try(loss, filler_rows(part), counts)
@@ -123,10 +123,10 @@ def accumulate(
             return {}
         with_entropy = loss.needs_entropy or (loss.reports_entropy and reports_entropy)
         given: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
-        if loss.choices is not None:
-            ids = one.part[loss.choices]
-            ids_NK = ids.values.view(len(ids.values), ids.width).long()
-            given["choices_NK"] = sent(ids_NK, device)
+        if loss.choices:
+            columns = [one.part[name] for name in loss.choices]
+            ids_NK = torch.cat([ids.values.view(len(ids.values), ids.width) for ids in columns], 1)
+            given["choices_NK"] = sent(ids_NK.long(), device)
         return given
 
     rank_model.run(
@@ -155,8 +155,8 @@ def _try(loss: Loss[Any], no_tokens: Experience, scale: LossScale) -> None:
     """
     nothing_N = torch.zeros(0)
     outputs: Any = TokenScores(nothing_N, nothing_N)
-    if loss.choices is not None:
-        width = no_tokens[loss.choices].width
+    if loss.choices:
+        width = sum(no_tokens[name].width for name in loss.choices)
         outputs = outputs._replace(choices_NK=torch.zeros(0, width))
     if loss.needs != "logprobs":
         outputs = nothing_N if loss.needs == "values" else torch.zeros(no_tokens.num_rows)

@@ -53,6 +53,9 @@ def main() -> int:
         lengths = preview.lengths()
         if lengths is not None:
             _tell("lengths", **lengths)
+        teachers = preview.teachers()
+        if teachers is not None:
+            _tell("teachers", **teachers)
     except ModuleNotFoundError as error:
         _tell("error", what="packages", text=f"{error.name} is not installed here")
         return 0

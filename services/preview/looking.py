@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from pydantic import Field
 from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.row_routes import routed_value
 from rolemesh.engine.data.row_store import Rows
 from rolemesh.engine.data.sections import Progress
 from rolemesh.engine.data.tokenizers import import_light_transformers, load_light_tokenizer
@@ -31,6 +33,7 @@ from rolemesh.engine.specs import (
     PythonEnvironmentSpec,
     PythonRewardSpec,
     Spec,
+    TeacherRouteSpec,
     WeightedRewardSpec,
 )
 from rolemesh.engine.user_code import UserCodeError
@@ -86,6 +89,8 @@ class PreviewSpec(Spec):
     """Sources of reward and cost, each with a name."""
     reward_timeout_s: float = 3.0
     """Longest wait for an answer of a reward, in seconds."""
+    route: TeacherRouteSpec | None = None
+    """Which of several teachers scores a row; None: there is one, or none."""
     own_functions: Mapping[str, OwnFunctionSpec] = Field(default_factory=dict)
     """Losses and estimators of the user, by the field of the recipe that names each."""
 
@@ -147,6 +152,27 @@ class Preview:
             "unanswered": len(unanswered),
             "first_unanswered": rows[unanswered[0]].where if unanswered else "",
         }
+
+    def teachers(self) -> dict[str, Any] | None:
+        """How many rows go to which teachers, and the first row that goes to none.
+
+        Returns:
+            Counts by the teachers' names; None where there are no several teachers.
+        """
+        route = self._spec.route
+        if route is None:
+            return None
+        counts: Counter[str] = Counter()
+        lost: list[str] = []
+        rows = self._every()
+        for number in range(len(rows)):
+            row = rows[number]
+            value = routed_value(row.metadata, route.field) if route.field else None
+            names = route.teachers_of(value)
+            counts[" and ".join(names)] += 1
+            if not names and not lost:
+                lost = [row.where, "no value" if value is None else repr(value)]
+        return {"rows": dict(sorted(counts.items())), "lost": lost}
 
     def _check_given(self) -> None:
         rows = self._every()

@@ -133,7 +133,15 @@ class TeacherAtServers:
                 logger.warning("connections to the teacher's servers did not close in time")
         self._loop.close(CLOSE_S)
 
-    async def score(self, batch: Experience, column: str, top_k: int, call: Call) -> Scored:
+    async def score(
+        self,
+        batch: Experience,
+        column: str,
+        top_k: int,
+        call: Call,
+        *,
+        places: Sequence[int] | None = None,
+    ) -> Scored:
         """Has servers score the completion tokens of a batch.
 
         Args:
@@ -141,6 +149,7 @@ class TeacherAtServers:
             column: Name of the log-probs, and beginning of those of the likeliest tokens.
             top_k: K; 0: none.
             call: The call for which it works.
+            places: What messages call each row; None: its place in the batch.
 
         Raises:
             TeacherFailedError: A row could not be scored, and may not be left out; or a server
@@ -149,13 +158,14 @@ class TeacherAtServers:
             DataInvalidError: The teacher's prompt of a row cannot be made.
         """
         if self._prompts is not None:
-            batch = batch | await call.compute(self._prompts.of, batch)
+            batch = batch | await call.compute(self._prompts.of, batch, places)
         tokens = (row.tolist() for row in batch["tokens"].rows())
         rows = list(zip(tokens, batch["prompt_lengths"].values.tolist(), strict=True))
         done: list[int] = []
+        places = range(len(rows)) if places is None else places
         with call.phase(ASK):
             asking = asyncio.ensure_future(
-                self._loop.run_async(self._score_rows(rows, top_k, done))
+                self._loop.run_async(self._score_rows(rows, places, top_k, done))
             )
 
             async def watch() -> None:
@@ -167,7 +177,7 @@ class TeacherAtServers:
         return await call.compute(self._scored, batch, rows, asking.result(), column, top_k)
 
     async def _score_rows(
-        self, rows: Sequence[_Row], top_k: int, done: list[int]
+        self, rows: Sequence[_Row], places: Sequence[int], top_k: int, done: list[int]
     ) -> list[RowScores | TeacherFailedError]:
         """What comes of each row; raises where a failure may not be left out."""
         found: dict[int, RowScores | TeacherFailedError] = {}
@@ -179,7 +189,7 @@ class TeacherAtServers:
             except ServerUnfitError:
                 raise
             except ServerError as error:
-                failure = TeacherFailedError(f"row {number} could not be scored: {error}")
+                failure = TeacherFailedError(f"row {places[number]} could not be scored: {error}")
                 if not self.may_drop:
                     raise failure from error
                 found[number] = failure

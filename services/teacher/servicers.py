@@ -18,8 +18,9 @@ from rolemesh.rpc.notes import bounded
 from rolemesh.rpc.references import names_of
 from rolemesh.services.reference.servicers import FrozenPolicyRole
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
 from rolemesh.services.runtime.servicers.logprobs import LogprobServicer
+from rolemesh.services.runtime.servicers.routed_rows import RoutedRows
 from rolemesh.services.teacher.served import TeacherAtServers
 from rolemesh.v1 import experience_pb2, logprob_pb2
 
@@ -89,12 +90,24 @@ class TeacherServicer(LogprobServicer):
             columns = served.columns
             if served.may_drop and IS_JUDGED in names_of(request.experience):
                 columns = (*columns, IS_JUDGED)
-            batch = await self._runtime.pull(request.experience, columns, call)
-            scored = await served.score(batch, request.column, request.top_k, call)
-            report = call.report(scored.metrics, batch.num_tokens)
+            routed = await RoutedRows.of(self._runtime, request, call)
+            if not routed.rows:
+                return routed.nothing(request.key, call)
+            batch = await self._runtime.pull(request.experience, columns, call, rows=routed.rows)
+            asked = routed.scored_of(batch)
+            scored = await served.score(
+                asked, request.column, request.top_k, call, places=routed.scored
+            )
+            found = scored.columns
+            if routed.is_part:
+                found = routed.completed(batch, found, request.column, request.top_k)
+            report = call.report(scored.metrics, asked.num_tokens)
             report.notes.extend(bounded(scored.notes))
+            share = Share(rows=routed.rows, num_rows=routed.num_rows, counts=True)
             return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, scored.columns), report=report
+                experience=self._runtime.publish(request.key, found, share=share),
+                report=report,
+                is_part=routed.is_part,
             )
 
         return self._runtime.keyed(request, logprob_pb2.ComputeLogprobsResponse, work)

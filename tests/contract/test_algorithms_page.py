@@ -16,7 +16,7 @@ from rolemesh.coordinator.algorithms.registry import ALGORITHMS, roles_of
 from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES
 from rolemesh.coordinator.recipe import algorithms as algorithm_specs
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.engine.specs import EstimatorSpec, LossSpec, OwnFunctionSpec, PolicyTermsSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -27,7 +27,7 @@ from rolemesh.coordinator.api.doors import check_doors
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.recipe.api_section import TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.services.commands import service_commands
 from rolemesh.services.runtime.server.config import load_config

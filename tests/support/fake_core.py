@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from grpc_status import rpc_status
 from support.fake_models import PROMPT_TOKENS
 
-from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.rpc.errors import PreconditionError, RolemeshError, to_status
 from rolemesh.rpc.limits import HIGHEST_EPOCH
 from rolemesh.v1 import (

@@ -27,7 +27,7 @@ from support.fake_recovery import FakeRecovery
 from support.fake_sampling import FakeSampling
 from support.fake_training import FakeTraining
 
-from rolemesh.coordinator.recipe.schema import role_of, service_names
+from rolemesh.coordinator.recipe.role_names import role_of, service_names
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import NotFoundError, to_status
 from rolemesh.v1 import (

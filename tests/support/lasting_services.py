@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from support.mesh_runs import tiny_recipe
 from support.services import serving
 
+from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -97,7 +98,9 @@ class LastingServices:
                 **{name: actor[name] for name in ("rollout", "data")},
             }
         values["services"] = {
-            role: {"address": address} for role, address in self.addresses.items() if role in values
+            role: {"address": address}
+            for role, address in self.addresses.items()
+            if kind_of(role) in values
         }
         values["store"] = {"type": "memory"}
         return Recipe.model_validate(values)
@@ -126,15 +129,20 @@ def _in_turn(turn: threading.Lock, work: Callable[P, T]) -> Callable[P, T]:
 
 @asynccontextmanager
 async def lasting_services(
-    roles: Sequence[Role], model: Path, folder: Path
+    roles: Sequence[Role] | Mapping[str, Role], model: Path, folder: Path
 ) -> AsyncIterator[LastingServices]:
-    """Serves the roles on the test's own loop, each with a compute thread of its own."""
+    """Serves the roles on the test's own loop, each with a compute thread of its own.
+
+    By their names in recipes, where these are not those of their kinds.
+    """
+    if not isinstance(roles, Mapping):
+        roles = {role.name: role for role in roles}
     turn = threading.Lock()
-    for role in roles:
+    for role in roles.values():
         role.initialize = _in_turn(turn, role.initialize)  # type: ignore[method-assign]
     async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(serving(role)) for role in roles]
         addresses = {
-            role.name: server.runtime.address for role, server in zip(roles, servers, strict=True)
+            name: (await stack.enter_async_context(serving(role))).runtime.address
+            for name, role in roles.items()
         }
         yield LastingServices(addresses, model, folder)

@@ -30,7 +30,8 @@ from rolemesh.coordinator.commands.findings.findings import Finding, enough, fai
 from rolemesh.coordinator.commands.findings.gpu_findings import check_gpus
 from rolemesh.coordinator.commands.findings.placing import start_cautions
 from rolemesh.coordinator.commands.findings.quickstart_time import check_minutes
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.coordinator.run.checks.installation import INSTALL

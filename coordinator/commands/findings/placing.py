@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.placement import gpus_wanted, spread
 from rolemesh.coordinator.run.checks.cautions import Caution
 from rolemesh.coordinator.run.checks.pool_memory import gpu_cautions

@@ -15,6 +15,7 @@ from rolemesh.coordinator.mapping.job.work import Lengths, Work
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, SampledSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
+from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, MuonSpec, VllmServerSpec, VllmSpec
@@ -176,7 +177,9 @@ def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -
     spec = models[0] if models else None
     model = Model.from_folder(
         section.model.path if spec is None else spec.path,
-        head="lm_head" if name in ("actor", "reference", "teacher", "rollout") else "score",
+        head="lm_head"
+        if kind_of(name) in ("actor", "reference", "teacher", "rollout")
+        else "score",
         num_layers=None if spec is None else spec.num_layers,
         adapter=_adapter(recipe, spec),
     )

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rolemesh.coordinator.mapping.job.tasks import RecordedNode
+from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import OutsideRewardSpec
 
 _IN_BLOCKS = (

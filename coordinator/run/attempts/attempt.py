@@ -12,8 +12,9 @@ from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
+from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.attempts.changing import ChangingServices
 from rolemesh.coordinator.run.attempts.pulse import Pulse
 from rolemesh.coordinator.run.attempts.recovery import go_back
@@ -299,5 +300,5 @@ def _replaceable(recipe: Recipe, mesh: RunMesh) -> frozenset[str]:
     return frozenset(
         service
         for service in mesh.connections
-        if role_of(service) in roles and service not in trained
+        if kind_of(service) in roles and service not in trained
     )

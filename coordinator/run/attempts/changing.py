@@ -9,7 +9,7 @@ from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
-from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.services.registered import LOOK_S, RegisteredServices
 from rolemesh.coordinator.run.steps.training import TrainingLoop

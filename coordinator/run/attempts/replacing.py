@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import ServiceLostError
-from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.run.attempts.attempt import Attempt
 from rolemesh.coordinator.run.attempts.recovery import RecoveryBudget, told_of
 from rolemesh.coordinator.run.reporting.events import Recovered

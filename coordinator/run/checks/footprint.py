@@ -18,7 +18,8 @@ from rolemesh.coordinator.recipe.model_sizes import (
     num_trained_parameters,
     trained_models,
 )
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import ModelSpec, RolloutSpec, VllmSpec
 from rolemesh.engine.specs.by_device import Device, model_choices
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from rolemesh.coordinator.recipe.role_names import field_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.model_folders import model_folders
 from rolemesh.engine.model_files import CONFIG_FILE
@@ -37,9 +38,10 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
                 f"folder, or hf:ORG/NAME for one of the hub{_maker_hint(path)} ({_where()})"
             )
         model.check()
-    taught_by = None if recipe.teacher is None else recipe.teacher.model
-    if taught_by is not None and recipe.actor is not None and {"actor", "teacher"} <= {*roles}:
-        check_same_vocabulary(recipe.actor.model.path, taught_by.path)
+    for role, teacher in recipe.teachers.items():
+        if teacher.model is not None and recipe.actor is not None and {"actor", role} <= {*roles}:
+            field = f"{field_of(role)}.model.path"
+            check_same_vocabulary(recipe.actor.model.path, teacher.model.path, field=field)
     for role in roles:
         section = recipe.section(role)
         for name in ("data", "pretraining_data"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rolemesh.coordinator.recipe.role_names import field_of, kind_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.adapter_config import check_adapter
 from rolemesh.engine.model_files import check_model_files, check_sampled
@@ -82,15 +83,15 @@ def model_folders(recipe: Recipe, roles: Iterable[str]) -> Iterator[ModelFolder]
         trained: Any = recipe.section(owner)
         rollout = getattr(section, "rollout", None)
         yield ModelFolder(
-            field=f"{role}.model.path",
+            field=f"{field_of(role)}.model.path",
             path=section.model.path,
             num_layers=None if is_rollout else section.model.num_layers,
-            head="lm_head" if role in ("actor", "reference", "teacher") else None,
+            head="lm_head" if kind_of(role) in ("actor", "reference", "teacher") else None,
             # Those of a sampler come from the actor, unless it sends an adapter alone.
             has_weights=not is_rollout or trained.model.adapter is not None,
             has_tokenizer=is_rollout
             or role == "actor"
-            or (role == "teacher" and section.prompt is not None),
+            or (kind_of(role) == "teacher" and section.prompt is not None),
             adapter=trained.model.adapter,
             adapter_field=f"{owner}.model.adapter",
             sampler="" if rollout is None else rollout.type,

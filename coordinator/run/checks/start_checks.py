@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.api.doors import check_doors
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.coordinator.run.checks.installation import check_roles_run

@@ -20,7 +20,7 @@ from rich.text import Text
 from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.known_doors import known_door
 from rolemesh.coordinator.dataflow.futures import Node
-from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE, living_coordinator
 from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.results.metrics import GRAPHS_FILE

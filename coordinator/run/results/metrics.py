@@ -12,6 +12,7 @@ from pathlib import Path
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.dataflow.pools import MOVES
 from rolemesh.coordinator.dataflow.trace import critical_path
+from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.run.results.samples_file import SamplesFile
 from rolemesh.coordinator.state.store import RunStream, StateStore
 from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps
@@ -52,7 +53,7 @@ _STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
 
 def phase_of(node: Node) -> str:
     """The name that people use for the work of a node."""
-    name = f"{node.role}.{node.method}"
+    name = f"{kind_of(node.role)}.{node.method}"
     return PHASE_OF_NODE.get(name, name.replace(".", "_"))
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import kind_of, role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables, service_flags
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.rpc.identity import Identity
@@ -51,7 +52,7 @@ def service_commands(
     def make(service: str, announce: Path) -> ServiceCommand:
         role = role_of(service)
         spec = recipe.service(role)
-        arguments = [sys.executable, "-m", f"rolemesh.services.{role}"]
+        arguments = [sys.executable, "-m", f"rolemesh.services.{kind_of(role)}"]
         flags = {
             "--host": "127.0.0.1",
             "--port": "0",

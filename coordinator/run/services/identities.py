@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import kind_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.identity import Identity, Scope
 
 
@@ -41,7 +42,7 @@ def identities_of(recipe: Recipe, own: Iterable[str], outside: Iterable[str]) ->
         client = folder / f"client-{Scope.DRIVE.value}.pem"
         return RunIdentities(
             coordinator=Identity.read(folder / "coordinator.pem"),
-            services={name: Identity.read(folder / f"{role_of(name)}.pem") for name in own},
+            services={name: Identity.read(folder / f"{kind_of(name)}.pem") for name in own},
             client=Identity.read(client) if client.exists() else None,
         )
     if not own or tuple(outside):
@@ -52,6 +53,6 @@ def identities_of(recipe: Recipe, own: Iterable[str], outside: Iterable[str]) ->
     authority = Authority.make()
     return RunIdentities(
         coordinator=authority.issue("coordinator"),
-        services={name: authority.issue(role_of(name)) for name in own},
+        services={name: authority.issue(kind_of(name)) for name in own},
         client=authority.issue(f"client/{Scope.DRIVE.value}"),
     )

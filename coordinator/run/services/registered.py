@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.services.launch import LaunchError
 from rolemesh.coordinator.state.registrations import Registration
 from rolemesh.coordinator.state.store import StateStore

@@ -48,6 +48,10 @@ class Share:
     counts: bool
     """Whether this rank's output is the one that is kept, among ranks that share the rows."""
 
+    def among(self, rows: Sequence[int], num_rows: int) -> Share:
+        """The same part, where the batch is some rows, ascending, of one of num_rows."""
+        return Share(rows=[rows[row] for row in self.rows], num_rows=num_rows, counts=self.counts)
+
     def times(self, number: int) -> Share:
         """The same part of a batch in which each row stands `number` times, one after another."""
         return Share(

@@ -26,7 +26,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
 )
 from rolemesh.rpc.policy import rolemesh_methods
-from rolemesh.rpc.references import join_parts
+from rolemesh.rpc.references import join_parts, merge_parts
 from rolemesh.rpc.together import together
 from rolemesh.services.runtime.server.errors import FAILED_RANK
 from rolemesh.v1 import experience_pb2, worker_pb2
@@ -387,7 +387,9 @@ def join_answers(answers: Sequence[Answer]) -> Answer:
             continue
         parts = [getattr(answer, descriptor.name) for answer in answers]
         if kind is experience_pb2.ExperienceRef.DESCRIPTOR:
-            getattr(joined, descriptor.name).CopyFrom(join_parts(parts))
+            # A teacher among several may answer for some rows, or for none.
+            join = merge_parts if getattr(joined, "is_part", False) else join_parts
+            getattr(joined, descriptor.name).CopyFrom(join(parts))
         elif kind is experience_pb2.CallReport.DESCRIPTOR:
             getattr(joined, descriptor.name).CopyFrom(join_reports(parts))
     return joined

@@ -22,6 +22,7 @@ from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer
+from rolemesh.services.runtime.servicers.routed_rows import RoutedRows
 from rolemesh.v1 import experience_pb2, logprob_pb2, logprob_pb2_grpc
 
 
@@ -107,35 +108,48 @@ class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServic
                     reason="SPEC_INVALID",
                 )
             prompts = teaching.prompts
-            share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
+            every = await RoutedRows.of(self._runtime, request, call)
+            if not every.rows:
+                return every.nothing(request.key, call)
+            lengths = row_tokens(request.experience)
+            share = self._runtime.share("3D_PROTO", [lengths[row] for row in every.rows])
+            share = share.among(every.rows, every.num_rows)
             batch = await self._runtime.pull(
                 request.experience,
                 INPUT_COLUMNS if prompts is None else prompts.columns,
                 call,
                 rows=share.rows,
             )
+            routed = every.select(share.rows)
+            asked = routed.scored_of(batch)
 
             def score() -> Experience:
+                retold = None if prompts is None else partial(prompts.of, places=routed.scored)
                 with teaching.weights():
                     return compute_logprobs(
                         self._role.policy,
-                        batch,
+                        asked,
                         temperature=request.temperature,
                         with_entropy=request.with_entropy,
                         without_adapter=request.without_adapter,
                         top_k=request.top_k,
-                        retold=None if prompts is None else partial(prompts.of, places=share.rows),
+                        retold=retold,
                         progress=call.progress,
                     )
 
             scored = await call.compute(score)
-            columns = {
-                request.column if name == "logprobs" else f"{request.column}_{name}": column
-                for name, column in scored.columns.items()
-            }
+            columns = Experience(
+                {
+                    request.column if name == "logprobs" else f"{request.column}_{name}": column
+                    for name, column in scored.columns.items()
+                }
+            )
+            if routed.is_part and share.counts:
+                columns = routed.completed(batch, columns, request.column, request.top_k)
             return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, Experience(columns), share=share),
-                report=call.report({}, batch.num_tokens if share.counts else 0),
+                experience=self._runtime.publish(request.key, columns, share=share),
+                report=call.report({}, asked.num_tokens if share.counts else 0),
+                is_part=routed.is_part,
             )
 
         return self._runtime.keyed(request, logprob_pb2.ComputeLogprobsResponse, work)

@@ -228,6 +228,7 @@ class ServiceClient(StateClient):
         without_adapter: bool = False,
         top_k: int = 0,
         as_teacher: bool = False,
+        route: logprob_pb2.RowRoute | None = None,
     ) -> _Made:
         """Computes the log-prob of every completion token into the column of that name."""
         request = logprob_pb2.ComputeLogprobsRequest(
@@ -239,6 +240,7 @@ class ServiceClient(StateClient):
             without_adapter=without_adapter,
             top_k=top_k,
             as_teacher=as_teacher,
+            route=route,
         )
         return self._followed(self._logprob.ComputeLogprobs, request)
 

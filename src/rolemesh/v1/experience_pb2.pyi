@@ -764,6 +764,11 @@ class ExperienceResult(_message.Message):
 
     EXPERIENCE_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    IS_PART_FIELD_NUMBER: _builtins.int
+    is_part: _builtins.bool
+    """Whether the columns are over some of these rows only, those that the route of
+    the request names. Shards say which, as always; there may be none.
+    """
     @_builtins.property
     def experience(self) -> Global___ExperienceRef:
         """The new columns, over the same rows as the input."""
@@ -777,10 +782,11 @@ class ExperienceResult(_message.Message):
         *,
         experience: Global___ExperienceRef | None = ...,
         report: Global___CallReport | None = ...,
+        is_part: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "is_part", b"is_part", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,19 +26,25 @@ from rolemesh.v1 import experience_pb2 as rolemesh_dot_v1_dot_experience__pb2
 from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/logprob.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"\xe7\x01\n\x16\x43omputeLogprobsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12\x0e\n\x06\x63olumn\x18\x03 \x01(\t\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\x14\n\x0cwith_entropy\x18\x05 \x01(\x08\x12\x17\n\x0fwithout_adapter\x18\x06 \x01(\x08\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\x12\n\nas_teacher\x18\x08 \x01(\x08\"~\n\x17\x43omputeLogprobsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent2\x88\x01\n\x0eLogprobService\x12v\n\x0f\x43omputeLogprobs\x12#.rolemesh.v1.ComputeLogprobsRequest\x1a$.rolemesh.v1.ComputeLogprobsResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/logprob.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"\x8d\x02\n\x16\x43omputeLogprobsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12\x0e\n\x06\x63olumn\x18\x03 \x01(\t\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\x14\n\x0cwith_entropy\x18\x05 \x01(\x08\x12\x17\n\x0fwithout_adapter\x18\x06 \x01(\x08\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\x12\n\nas_teacher\x18\x08 \x01(\x08\x12$\n\x05route\x18\t \x01(\x0b\x32\x15.rolemesh.v1.RowRoute\"\xdc\x01\n\x08RowRoute\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x33\n\x07weights\x18\x02 \x03(\x0b\x32\".rolemesh.v1.RowRoute.WeightsEntry\x12\x0c\n\x04left\x18\x03 \x03(\t\x12\x17\n\rothers_weight\x18\x04 \x01(\x01H\x00\x12\x15\n\x0bothers_left\x18\x05 \x01(\x08H\x00\x12\x14\n\x0cwith_weights\x18\x06 \x01(\x08\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06others\"~\n\x17\x43omputeLogprobsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent2\x88\x01\n\x0eLogprobService\x12v\n\x0f\x43omputeLogprobs\x12#.rolemesh.v1.ComputeLogprobsRequest\x1a$.rolemesh.v1.ComputeLogprobsResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolemesh.v1.logprob_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ROWROUTE_WEIGHTSENTRY']._loaded_options = None
+  _globals['_ROWROUTE_WEIGHTSENTRY']._serialized_options = b'8\001'
   _globals['_LOGPROBSERVICE'].methods_by_name['ComputeLogprobs']._loaded_options = None
   _globals['_LOGPROBSERVICE'].methods_by_name['ComputeLogprobs']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\210\016\"\003\001\003\005'
   _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=102
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=333
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=335
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=461
-  _globals['_LOGPROBSERVICE']._serialized_start=464
-  _globals['_LOGPROBSERVICE']._serialized_end=600
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=371
+  _globals['_ROWROUTE']._serialized_start=374
+  _globals['_ROWROUTE']._serialized_end=594
+  _globals['_ROWROUTE_WEIGHTSENTRY']._serialized_start=538
+  _globals['_ROWROUTE_WEIGHTSENTRY']._serialized_end=584
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=596
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=722
+  _globals['_LOGPROBSERVICE']._serialized_start=725
+  _globals['_LOGPROBSERVICE']._serialized_end=861
 # @@protoc_insertion_point(module_scope)

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from rolemesh.v1 import experience_pb2 as _experience_pb2
 from rolemesh.v1 import operation_pb2 as _operation_pb2
 import builtins as _builtins
@@ -32,6 +34,7 @@ class ComputeLogprobsRequest(_message.Message):
     WITHOUT_ADAPTER_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     AS_TEACHER_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
     column: _builtins.str
     """Name of the new column, e.g. "reference_logprobs"."""
     temperature: _builtins.float
@@ -58,6 +61,10 @@ class ComputeLogprobsRequest(_message.Message):
     def experience(self) -> _experience_pb2.ExperienceRef:
         """The trajectories."""
 
+    @_builtins.property
+    def route(self) -> Global___RowRoute:
+        """Which rows are scored. Absent: all."""
+
     def __init__(
         self,
         *,
@@ -69,14 +76,95 @@ class ComputeLogprobsRequest(_message.Message):
         without_adapter: _builtins.bool = ...,
         top_k: _builtins.int = ...,
         as_teacher: _builtins.bool = ...,
+        route: Global___RowRoute | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "route", b"route"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_teacher", b"as_teacher", "column", b"column", "experience", b"experience", "key", b"key", "temperature", b"temperature", "top_k", b"top_k", "with_entropy", b"with_entropy", "without_adapter", b"without_adapter"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_teacher", b"as_teacher", "column", b"column", "experience", b"experience", "key", b"key", "route", b"route", "temperature", b"temperature", "top_k", b"top_k", "with_entropy", b"with_entropy", "without_adapter", b"without_adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ComputeLogprobsRequest: _TypeAlias = ComputeLogprobsRequest  # noqa: Y015
+
+@_typing.final
+class RowRoute(_message.Message):
+    """Which rows one of several teachers scores, by what stands in their metadata.
+
+    Example: a teacher that scores rows of the domain "math" alone, and those of
+    "physics" with another teacher, as much as that one, gets field "domain", weights
+    {"math": 1, "physics": 0.5} and left ["code"].
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    OTHERS_WEIGHT_FIELD_NUMBER: _builtins.int
+    OTHERS_LEFT_FIELD_NUMBER: _builtins.int
+    WITH_WEIGHTS_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """Where the value stands in a row's metadata: a name, in which dots lead into
+    objects. A value that is no text counts as its JSON. Empty: rows have no value,
+    and all are the others.
+    """
+    others_weight: _builtins.float
+    """As in `weights`."""
+    others_left: _builtins.bool
+    """Left to others."""
+    with_weights: _builtins.bool
+    """Whether the result has the column `<column>_weights`, float32, row: the weight of
+    each row.
+    """
+    @_builtins.property
+    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What the teacher counts for in a row of that value, 0 to 1. At 0 the row is not
+        scored: its log-probs and ids are 0 in the result.
+        """
+
+    @_builtins.property
+    def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Values whose rows are left to others, and are no part of the result."""
+
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        left: _abc.Iterable[_builtins.str] | None = ...,
+        others_weight: _builtins.float = ...,
+        others_left: _builtins.bool = ...,
+        with_weights: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["others", b"others", "others_left", b"others_left", "others_weight", b"others_weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "left", b"left", "others", b"others", "others_left", b"others_left", "others_weight", b"others_weight", "weights", b"weights", "with_weights", b"with_weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_others: _TypeAlias = _typing.Literal["others_weight", "others_left"]  # noqa: Y015
+    _WhichOneofArgType_others: _TypeAlias = _typing.Literal["others", b"others"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_others) -> _WhichOneofReturnType_others | None: ...
+
+Global___RowRoute: _TypeAlias = RowRoute  # noqa: Y015
 
 @_typing.final
 class ComputeLogprobsResponse(_message.Message):

@@ -49,12 +49,16 @@ class LogprobServiceStub:
     answer and metadata, as far as the template names them. The result stays
     aligned with the completion tokens of the experience.
 
+    Of several teachers each scores its own rows: with `route` the result is over
+    the rows that the route does not leave to others.
+
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (DATA_INVALID): a row lacks a field of the teacher's prompt, or
-        is longer behind it than the model takes; names row, field and lengths.
+        is longer behind it than the model takes; names row, field and lengths. Or its
+        metadata has a value that `route` says nothing of; names row and value.
       INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, the model has no
         adapter that could be left out, a vocabulary of fewer than top_k tokens, or
         nothing in its section that says how it is a teacher.
@@ -83,12 +87,16 @@ class LogprobServiceAsyncStub(LogprobServiceStub):
     answer and metadata, as far as the template names them. The result stays
     aligned with the completion tokens of the experience.
 
+    Of several teachers each scores its own rows: with `route` the result is over
+    the rows that the route does not leave to others.
+
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (DATA_INVALID): a row lacks a field of the teacher's prompt, or
-        is longer behind it than the model takes; names row, field and lengths.
+        is longer behind it than the model takes; names row, field and lengths. Or its
+        metadata has a value that `route` says nothing of; names row and value.
       INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, the model has no
         adapter that could be left out, a vocabulary of fewer than top_k tokens, or
         nothing in its section that says how it is a teacher.
@@ -120,12 +128,16 @@ class LogprobServiceServicer(metaclass=_abc_1.ABCMeta):
         answer and metadata, as far as the template names them. The result stays
         aligned with the completion tokens of the experience.
 
+        Of several teachers each scores its own rows: with `route` the result is over
+        the rows that the route does not leave to others.
+
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
           INVALID_ARGUMENT (DATA_INVALID): a row lacks a field of the teacher's prompt, or
-            is longer behind it than the model takes; names row, field and lengths.
+            is longer behind it than the model takes; names row, field and lengths. Or its
+            metadata has a value that `route` says nothing of; names row and value.
           INVALID_ARGUMENT (SPEC_INVALID): a field is out of range, the model has no
             adapter that could be left out, a vocabulary of fewer than top_k tokens, or
             nothing in its section that says how it is a teacher.
