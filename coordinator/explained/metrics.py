@@ -108,6 +108,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "controller holds this one.",
         "kl/teacher": "KL of the policy to the teacher on the sampled tokens, nats a token: "
         "mean of log pi - log pi_teacher with the log-probs of the sampler.",
+        "kl/teacher/<name>": "The same to one of several teachers, over the tokens of its rows.",
         "kl/teacher_per_row": "The same, summed over a completion: nats a row.",
         "kl/coefficient": "Weight of the KL in the reward in this step.",
         "advantages/mean": "Mean over the unmasked tokens, before any scaling over the batch.",

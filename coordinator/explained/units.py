@@ -45,7 +45,6 @@ _BY_SECTION: Mapping[str, str] = {
     "TeacherRouteSpec.to": "ratio",
     "TeacherRouteSpec.default": "ratio",
     "DistillationLossSpec.teachers": "teachers",
-    "ReverseKlSpec.teachers": "teachers",
     "GmpoPolicyLossSpec.clip_high": "nats",
     "GmpoPolicyLossSpec.clip_low": "nats",
     "PpoValueLossSpec.clip": "reward",

@@ -16,7 +16,7 @@ from rolemesh.coordinator.imports.values.batch import batch
 from rolemesh.coordinator.imports.values.choices import choice
 from rolemesh.coordinator.imports.values.data import NO_DATA, NO_REWARD
 from rolemesh.coordinator.imports.values.placing import placing, put_pools
-from rolemesh.coordinator.imports.values.teachers import verl_teaches
+from rolemesh.coordinator.imports.values.teachers import verl_teachers, verl_teaches
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import read_recipe
 
@@ -98,6 +98,9 @@ def _finish(source: Source, draft: Draft) -> None:
         data = {**NO_DATA, "max_prompt_tokens": batch(source).prompt_tokens}
         draft.fill_in("actor.data", data, "the prompts (docs/data.md).")
     kind = tree["algorithm"]["type"]
+    several = verl_teachers(source) if source.system == "verl" else None
+    if several is not None:
+        draft.put("teacher", several)
     if draft.get("teacher") is None and (
         kind == "on_policy_distillation" or verl_teaches(source) == "beside"
     ):

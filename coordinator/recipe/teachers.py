@@ -51,8 +51,10 @@ def with_teachers(algorithm: AlgorithmSpec, teacher: TeacherSpec | None) -> Algo
                 f"teacher.route has a row scored by {number} teachers, and algorithm.{name} is a "
                 "function of yours, which is given one: give one teacher for each value"
             )
-        if isinstance(part, PartSpec) and getattr(part, "teachers", number) != number:
-            changed[name] = part.model_copy(update={"teachers": number})
+        known = {"route": None if teacher is None else teacher.route, "teachers": number}
+        told = {field: value for field, value in known.items() if hasattr(part, field)}
+        if isinstance(part, PartSpec) and told:
+            changed[name] = part.model_copy(update=told)
     return algorithm.model_copy(update=changed) if changed else algorithm
 
 

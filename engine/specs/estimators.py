@@ -24,7 +24,7 @@ from rolemesh.engine.specs.group_estimators import (
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import KtoPointSpec
 from rolemesh.engine.specs.shaped_rewards import KlPenaltySpec, ShapedRewardSpec
-from rolemesh.engine.specs.teacher_routes import MOST_TEACHERS
+from rolemesh.engine.specs.teacher_routes import TeacherRouteSpec
 
 
 class ReverseKlSpec(EstimatorPartSpec):
@@ -43,16 +43,17 @@ class ReverseKlSpec(EstimatorPartSpec):
     """Weight of the KL."""
     gamma: float = Field(default=0.0, ge=0, le=1)
     """Factor by which what follows counts for a token."""
-    teachers: int = Field(default=1, ge=1, le=MOST_TEACHERS)
-    """Teachers that score a row, at most. A run says it of its section teacher; leave it out of a
-    recipe. The teacher's log-prob is then the mean of theirs by weight, so that the advantage is
-    the mean of those of each."""
+    route: TeacherRouteSpec | None = None
+    """Which of several teachers score a row. A run says it of its section teacher; leave it out of
+    a recipe. Where several do, the teacher's log-prob is the mean of theirs by weight, so that the
+    advantage is the mean of those of each."""
 
     def columns(self) -> tuple[str, ...]:
-        """Log-probs of sampler and teachers, the weights of several teachers, and the mask."""
-        voices = teacher_voices(self.teachers)
-        weights = [weights_column(one) for one in voices] if self.teachers > 1 else ()
-        return ("logprobs", *voices, *weights, "loss_mask")
+        """Log-probs of sampler and teachers, the mask, and what says who scores a row."""
+        voices = teacher_voices(1 if self.route is None else self.route.most_teachers)
+        weights = [weights_column(one) for one in voices] if len(voices) > 1 else ()
+        by = ("metadata",) if self.route is not None and self.route.field else ()
+        return ("logprobs", *voices, *weights, "loss_mask", *by)
 
     def optional_columns(self) -> tuple[str, ...]:
         """Rewards are reported where there are any; they train nothing."""

@@ -173,7 +173,8 @@ async def test_each_row_is_taught_by_its_own_teachers(
     assert seen == {*DOMAINS}
     for record, graph in zip(run.records, run.graphs, strict=True):
         assert record["time/teacher"] > 0
-        assert record["kl/teacher"] > 0.01
+        for name in ("kl/teacher", "kl/teacher/one", "kl/teacher/two"):
+            assert record[name] > 0.01
         asked = [node["role"] for node in graph if node["method"] == "compute_logprobs"]
         # Each has first voices, and "one" all second ones: it is asked for both in each block.
         num_blocks = 8 if "block_rows" in sampler else 1
@@ -208,6 +209,8 @@ async def test_two_services_of_one_model_teach_as_one_does(
     }
     one = await services.train(services.recipe(**alone))
     for ours, theirs in zip(run.numbers, one.numbers, strict=True):
+        for name in ("one", "two"):
+            assert ours.pop(f"kl/teacher/{name}") > 0
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -238,20 +239,35 @@ def test_advantages_of_several_teachers_are_the_mean_of_those_of_each() -> None:
     voices = teacher_voices(2)
     ranges = dict.fromkeys(("logprobs", *voices), (-2.0, 0.0))
     batch = random_batch(mixed_masks(seed=6), ranges, seed=7).experience(torch.float64)
-    weights_B = torch.linspace(0, 1, batch.num_rows, dtype=torch.float64)
+    route = {"by": "metadata.d", "to": {"a": "one"}, "default": {"two": 3.0, "one": 1.0}}
+    domains = ["ab"[row % 2] for row in range(batch.num_rows)]
+    shares = [{"a": (1.0, 0.0), "b": (0.75, 0.25)}[domain] for domain in domains]
     alone = []
     for voice in voices:
         of_one = batch | Experience({TEACHER_LOGPROBS: batch[voice]})
         alone.append(estimate_advantages(of_one, ReverseKlSpec(gamma=0.9))[0]["advantages"])
-    shares = {
-        weights_column(voice): Column(ColumnKind.ROW, share_B)
-        for voice, share_B in zip(voices, (weights_B, 1 - weights_B), strict=True)
+    columns = {
+        weights_column(voice): Column(ColumnKind.ROW, torch.tensor([one[number] for one in shares]))
+        for number, voice in enumerate(voices)
     }
-    spec = ReverseKlSpec(gamma=0.9, teachers=2)
-    found = estimate_advantages(batch | Experience(shares), spec)[0]["advantages"]
-    weights_N = weights_B.repeat_interleave(found.lengths())
-    expected = weights_N * alone[0].values + (1 - weights_N) * alone[1].values
-    torch.testing.assert_close(found.values, expected.float(), rtol=1e-5, atol=1e-6)
+    columns["metadata"] = Column.text([json.dumps({"d": domain}) for domain in domains])
+    spec = ReverseKlSpec.model_validate({"gamma": 0.9, "route": route})
+    found, metrics = estimate_advantages(batch | Experience(columns), spec)
+    lengths = found["advantages"].lengths()
+    weights_N = torch.tensor(shares).repeat_interleave(lengths, 0)
+    expected = weights_N[:, 0] * alone[0].values + weights_N[:, 1] * alone[1].values
+    torch.testing.assert_close(found["advantages"].values, expected.float(), rtol=1e-5, atol=1e-6)
+    # "one" has the first voice of rows "a", and the second of rows "b".
+    gaps: dict[str, list[float]] = {"one": [], "two": []}
+    for row, domain in enumerate(domains):
+        said = {"a": ("one", None), "b": ("two", "one")}[domain]
+        for voice, name in zip(voices, said, strict=True):
+            columns_of_row = ([*batch[one].rows()][row] for one in ("logprobs", voice, "loss_mask"))
+            for sampled, teacher, mask in zip(*columns_of_row, strict=True):
+                if name is not None and mask:
+                    gaps[name].append(float(sampled - teacher))
+    for name, values in gaps.items():
+        assert metrics[f"kl/teacher/{name}"] == pytest.approx(sum(values) / len(values), rel=1e-9)
 
 
 def test_rewards_are_reported_and_train_nothing() -> None:

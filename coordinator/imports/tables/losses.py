@@ -254,6 +254,11 @@ TEACHERS = Topic(
             verl=cell(f"{of.TEACHERS}teacher_model.model_path", take=of.verl_teacher),
         ),
         Fact(
+            what="several teachers, by a column of the data",
+            here="`teacher.named`, `teacher.route`",
+            verl=words("`distillation.teacher_key`, `distillation.teacher_models.NAME.key`"),
+        ),
+        Fact(
             what="how distributions are compared",
             here=f"`{_LOSS}type: distillation`, `{_LOSS}divergence`",
             trl=cell("beta", text="{0}: 0 is `forward_kl`, 1 `reverse_kl`"),

@@ -10,6 +10,7 @@ from rolemesh.coordinator.imports.source import ImportedError, Source
 from rolemesh.coordinator.imports.values.batch import trl_processes
 from rolemesh.coordinator.imports.values.models import ROLLOUT, VERL, sampler
 from rolemesh.coordinator.imports.values.teachers import verl_gpus
+from rolemesh.coordinator.recipe.role_names import field_of, teacher_role
 
 _FIRST_PORT = 50051
 
@@ -93,8 +94,8 @@ def _of_verl(source: Source) -> Placing:
             _fitting(source, gpus, own_tp, own_pp, tuple(own))
             cuts[role] = (own_tp, own_pp)
     teachers = verl_gpus(source)
-    if teachers:
-        cuts["teacher"] = (math.gcd(teachers[1], teachers[0]), 1)
+    for role, (own, sliced) in teachers.items():
+        cuts[role] = (math.gcd(sliced, own), 1)
     fsdp = cut if cut is not None and 0 < cut < dp and dp % cut == 0 else None
     if cut is not None and cut > 0 and fsdp is None and cut != dp:
         source.lose(f"{VERL['actor']}fsdp_config.fsdp_size", f"all {dp} replicas share the cut")
@@ -105,7 +106,7 @@ def _of_verl(source: Source) -> Placing:
         pp=pp,
         fsdp=fsdp,
         cuts=cuts,
-        others={"teacher": teachers[0]} if teachers else {},
+        others={role: own for role, (own, _) in teachers.items()},
         generate_tp=made,
         said=said,
     )
@@ -218,11 +219,15 @@ _PLACED = (
 
 def put_pools(draft: Draft, made: Placing) -> None:
     """Puts pools, the layouts of the other roles, and addresses, once all roles are there."""
-    tree = draft.tree
     used = made.gpus
     pools = {"gpus": {"devices": _devices(0, made.gpus), "roles": ["actor"]}}
-    for role, key in _PLACED:
-        if role not in tree or (role == "reference" and draft.get("reference.model") is None):
+    teachers = draft.get("teacher.named") or {}
+    placed = [one for one in _PLACED if one[0] != "teacher" or not teachers]
+    placed += [(teacher_role(name), "layout") for name in teachers]
+    for role, key in placed:
+        if draft.get(field_of(role)) is None or (
+            role == "reference" and draft.get("reference.model") is None
+        ):
             continue
         if role == "reward" and draft.get("reward.source.type") != "classifier":
             pools["judges"] = {"devices": ["cpu"], "roles": ["reward"]}
@@ -243,7 +248,7 @@ def put_pools(draft: Draft, made: Placing) -> None:
             sizes = {"tp": tp, "dp": own // tp}
             used, spread = used + own, {name: size for name, size in sizes.items() if size > 1}
         if spread:
-            draft.put(f"{role}.{key}", spread)
+            draft.put(f"{field_of(role)}.{key}", spread)
     if made.apart:
         ranks = made.apart * made.generate_tp
         pools["samplers"] = {"devices": _devices(used, ranks), "roles": ["rollout"]}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from rolemesh.coordinator.imports.source import ImportedError, Source
 from rolemesh.coordinator.imports.values.models import place
+from rolemesh.coordinator.recipe.role_names import teacher_role
 
 TEACHERS = "distillation.teacher_models."
 LOSS = "distillation.distillation_loss."
@@ -17,6 +19,7 @@ At a token that the policy draws with probability q, and the teacher with p, the
 log q is 1 - p/q, and that of k2 is log(q/p). Their means over what the policy draws, times the
 derivative of log q, are the gradients of KL(p || q) and of KL(q || p).
 """
+_OWN = "teacher_model"
 _SLICES = 2
 """GPUs that cut a teacher of verl where nothing says so."""
 
@@ -93,46 +96,83 @@ def verl_beside(source: Source) -> float:
     return source.number(f"{LOSS}distillation_loss_coef") or 0.0
 
 
-def verl_entry(source: Source) -> str:
-    """What the names of the teacher's settings begin with: the first one's, if there are others."""
-    own = f"{TEACHERS}teacher_model."
+def _entries(source: Source) -> dict[str, str]:
+    """What the names of each teacher's settings begin with, by its name here.
+
+    verl's own entry is `teacher_model`, which it drops where there are others.
+    """
     ending = ".model_path"
     found = [
-        name.removesuffix("model_path")
+        name.removeprefix(TEACHERS).removesuffix(ending)
         for name, value in source.fields()
         if name.startswith(TEACHERS) and name.endswith(ending) and value is not None
     ]
-    others = [entry for entry in found if entry != own]
-    # verl drops the entry of this name where there are others.
-    if others and own in found:
-        source.lose(f"{own}model_path", "verl drops the entry teacher_model where there are others")
-    for entry in others[1:]:
+    others = [entry for entry in found if entry != _OWN]
+    if others and _OWN in found:
         source.lose(
-            f"{entry}model_path", "there is one teacher for all prompts here: the first is taken"
+            f"{TEACHERS}{_OWN}{ending}", "verl drops the entry teacher_model where there are others"
         )
-    return (others or [own])[0]
+    names: dict[str, str] = {}
+    for entry in others or [_OWN]:
+        # A name here is part of those of services: small letters and digits.
+        name = re.sub(r"[^a-z0-9]", "", entry.lower())[:24]
+        name = name if name[:1].isalpha() else f"t{name}"[:24]
+        while name in names:
+            name = f"{name[:22]}x"
+        names[name] = f"{TEACHERS}{entry}."
+    return names
 
 
 def verl_teacher(source: Source) -> str | None:
-    """The teacher's model."""
-    if not verl_teaches(source):
+    """The teacher's model; None where there are several, or none."""
+    entries = _entries(source)
+    if not verl_teaches(source) or len(entries) > 1:
         return None
-    path = source.text(f"{verl_entry(source)}model_path")
+    path = source.text(f"{next(iter(entries.values()))}model_path")
     return None if path is None else place(path)
 
 
-def verl_gpus(source: Source) -> tuple[int, int] | None:
-    """GPUs of the teacher, and how many of them cut one model; None where it shares the actor's."""
-    if not verl_teaches(source):
+def verl_teachers(source: Source) -> dict[str, Any] | None:
+    """The section of several teachers; None where there is one, or none.
+
+    Raises:
+        ImportedError: One has no key, or two have the same.
+    """
+    entries = _entries(source)
+    if not verl_teaches(source) or len(entries) < 2:
         return None
-    entry, pool = (
-        verl_entry(source),
-        [f"distillation.{one}" for one in ("nnodes", "n_gpus_per_node")],
-    )
-    nodes, each = (source.whole(name) or 0 for name in pool)
-    sliced = source.whole(f"{entry}inference.tensor_model_parallel_size") or _SLICES
-    gpus = sliced * (source.whole(f"{entry}num_replicas") or 0) or nodes * each
-    return (gpus, sliced) if gpus > 0 else None
+    named: dict[str, Any] = {}
+    to: dict[str, str] = {}
+    for name, entry in entries.items():
+        key = source.text(f"{entry}key")
+        if key is None or key in to:
+            raise ImportedError(
+                f"{entry}key is {key!r}: of several teachers each needs a key of its own, the "
+                "value of its rows in the column distillation.teacher_key"
+            )
+        path = source.text(f"{entry}model_path")
+        named[name] = {"model": {"path": None if path is None else place(path)}}
+        to[key] = name
+    by = source.text("distillation.teacher_key") or "data_source"
+    return {"named": named, "route": {"by": f"metadata.{by}", "to": to}}
+
+
+def verl_gpus(source: Source) -> dict[str, tuple[int, int]]:
+    """GPUs of each teacher that has its own, by its role, and how many of them cut one model."""
+    if not verl_teaches(source):
+        return {}
+    entries = _entries(source)
+    found = {}
+    for name, entry in entries.items():
+        sliced = source.whole(f"{entry}inference.tensor_model_parallel_size") or _SLICES
+        gpus = sliced * (source.whole(f"{entry}num_replicas") or 0)
+        if len(entries) == 1:
+            pool = (f"distillation.{one}" for one in ("nnodes", "n_gpus_per_node"))
+            nodes, each = (source.whole(one) or 0 for one in pool)
+            gpus = gpus or nodes * each
+        if gpus > 0:
+            found["teacher" if len(entries) == 1 else teacher_role(name)] = (gpus, sliced)
+    return found
 
 
 def trl_teacher(source: Source) -> str | None:

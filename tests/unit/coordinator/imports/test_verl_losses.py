@@ -265,17 +265,47 @@ def test_a_teachers_gpus_are_a_pool_of_their_own() -> None:
     assert tree["teacher"]["layout"] == {"tp": 2, "dp": 2}
 
 
-def test_one_of_several_teachers_is_taken() -> None:
+def test_several_teachers_keep_their_rows_and_their_gpus() -> None:
     entries = "+distillation.teacher_models."
-    more = [f"{entries}{name}.model_path=/{name}" for name in "ab"]
-    sizes = (
-        *("distillation.nnodes=1", f"{entries}a.num_replicas=3"),
+    more = [
+        f"{entries}{name}.{key}={value}"
+        for name, data in (("Math_1", "openai/gsm8k"), ("code", "kodcode"))
+        for key, value in (("model_path", f"/{name}"), ("key", data), ("num_replicas", 3))
+    ]
+    sliced = f"{entries}code.inference.tensor_model_parallel_size=1"
+    made = of_verl(TEACHER[0], f"{LOSS}.use_task_rewards=False", *more, sliced)
+    tree = tree_of(made)
+    assert tree["teacher"] == {
+        "named": {
+            "math1": {"model": {"path": "/Math_1"}, "layout": {"tp": 2, "dp": 3}},
+            "code": {"model": {"path": "/code"}, "layout": {"dp": 3}},
+        },
+        "route": {
+            "by": "metadata.data_source",
+            "to": {"openai/gsm8k": "math1", "kodcode": "code"},
+        },
+    }
+    devices = [tree["pools"][f"teacher-{name}"]["devices"] for name in ("math1", "code")]
+    assert [len(own) for own in devices] == [6, 3]
+    assert recipe_of(made).roles == ("actor", "teacher-math1", "teacher-code")
+    assert not [name for name in made.lost if name.startswith("distillation")]
+    with pytest.raises(ImportedError, match=r"code\.key is None: of several teachers each"):
+        of_verl(TEACHER[0], f"{LOSS}.use_task_rewards=False", *more[:4])
+
+
+def test_the_entry_of_a_teacher_that_is_alone_may_have_any_name() -> None:
+    entries = "+distillation.teacher_models."
+    made = of_verl(
+        *TEACHER,
+        f"{LOSS}.use_task_rewards=False",
+        f"{entries}a.model_path=/a",
+        f"{entries}a.num_replicas=3",
         f"{entries}a.inference.tensor_model_parallel_size=1",
     )
-    made = of_verl(TEACHER[0], f"{LOSS}.use_task_rewards=False", *more, *sizes)
     teacher = tree_of(made)["teacher"]
     assert (teacher["model"]["path"], teacher["layout"]) == ("/a", {"dp": 3})
-    assert "one teacher" in made.lost["distillation.teacher_models.b.model_path"]
+    own = made.lost["distillation.teacher_models.teacher_model.model_path"]
+    assert "verl drops the entry" in own
 
 
 def test_a_teacher_that_is_off_is_none() -> None:
