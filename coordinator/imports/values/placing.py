@@ -94,8 +94,8 @@ def _of_verl(source: Source) -> Placing:
             _fitting(source, gpus, own_tp, own_pp, tuple(own))
             cuts[role] = (own_tp, own_pp)
     teachers = verl_gpus(source)
-    for role, (own, sliced) in teachers.items():
-        cuts[role] = (math.gcd(sliced, own), 1)
+    for role, (held, sliced) in teachers.items():
+        cuts[role] = (math.gcd(sliced, held), 1)
     fsdp = cut if cut is not None and 0 < cut < dp and dp % cut == 0 else None
     if cut is not None and cut > 0 and fsdp is None and cut != dp:
         source.lose(f"{VERL['actor']}fsdp_config.fsdp_size", f"all {dp} replicas share the cut")
