@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -257,17 +257,26 @@ class AsyncRole(WeightCalls):
         return Gradient(Experience(result.outputs), Report.of(result.report))
 
     async def optim_step(
-        self, *, learning_rate: float | None = None, expected_policy_version: int | None = None
+        self,
+        *,
+        learning_rate: float | None = None,
+        adamw: Mapping[str, float] | None = None,
+        expected_policy_version: int | None = None,
     ) -> Update:
         """Applies the gradients: clips, steps, raises the version by one.
 
         Args:
             learning_rate: Of this step; None: the schedule of the spec.
+            adamw: beta1, beta2, eps, weight_decay and max_grad_norm (0: not clipped) of this step,
+                all of them; None: those of the spec.
             expected_policy_version: What the weights must be at; None: what was last heard.
         """
         version = await self._expected_version(expected_policy_version)
         key = self._new_key("optim_step")
-        return self._updated(await self._call(self._client.optim_step, key, version, learning_rate))
+        step = None if adamw is None else trainer_pb2.AdamwStep(**adamw)
+        return self._updated(
+            await self._call(self._client.optim_step, key, version, learning_rate, step)
+        )
 
     async def update(
         self,

@@ -248,17 +248,25 @@ class Role:
         )
 
     def optim_step(
-        self, *, learning_rate: float | None = None, expected_policy_version: int | None = None
+        self,
+        *,
+        learning_rate: float | None = None,
+        adamw: Mapping[str, float] | None = None,
+        expected_policy_version: int | None = None,
     ) -> Update:
         """Applies the gradients: clips, steps, raises the version by one.
 
         Args:
             learning_rate: Of this step; None: the schedule of the spec.
+            adamw: beta1, beta2, eps, weight_decay and max_grad_norm (0: not clipped) of this step,
+                all of them; None: those of the spec.
             expected_policy_version: What the weights must be at; None: what was last heard.
         """
         return self._loop.run(
             self._role.optim_step(
-                learning_rate=learning_rate, expected_policy_version=expected_policy_version
+                learning_rate=learning_rate,
+                adamw=adamw,
+                expected_policy_version=expected_policy_version,
             )
         )
 

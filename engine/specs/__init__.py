@@ -69,6 +69,7 @@ from rolemesh.engine.specs.losses import PythonPolicyLossSpec as PythonPolicyLos
 from rolemesh.engine.specs.losses import ReinforcePolicyLossSpec as ReinforcePolicyLossSpec
 from rolemesh.engine.specs.losses import TemperedLossSpec as TemperedLossSpec
 from rolemesh.engine.specs.models import AdamwMomentsSpec as AdamwMomentsSpec
+from rolemesh.engine.specs.models import AdamwStepSpec as AdamwStepSpec
 from rolemesh.engine.specs.models import AnyOptimizerSpec as AnyOptimizerSpec
 from rolemesh.engine.specs.models import ComputeDtype as ComputeDtype
 from rolemesh.engine.specs.models import GenerateSpec as GenerateSpec
@@ -161,3 +162,4 @@ from rolemesh.engine.specs.teacher_routes import TeacherRouteSpec as TeacherRout
 from rolemesh.engine.specs.teachers import OneTeacherSpec as OneTeacherSpec
 from rolemesh.engine.specs.teachers import TeacherServerSpec as TeacherServerSpec
 from rolemesh.engine.specs.teachers import TeacherSpec as TeacherSpec
+from rolemesh.engine.specs.token_sums import TokenSumLossSpec as TokenSumLossSpec

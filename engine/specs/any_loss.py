@@ -30,6 +30,7 @@ from rolemesh.engine.specs.preferences import (
     KtoLossSpec,
     SftLossSpec,
 )
+from rolemesh.engine.specs.token_sums import TokenSumLossSpec
 
 LossSpec = Annotated[
     PpoPolicyLossSpec
@@ -45,6 +46,7 @@ LossSpec = Annotated[
     | KlCovPolicyLossSpec
     | PythonPolicyLossSpec
     | DistillationLossSpec
+    | TokenSumLossSpec
     | PpoValueLossSpec
     | SftLossSpec
     | DpoLossSpec

@@ -110,6 +110,19 @@ class AdamwMomentsSpec(Spec):
     """Added to the denominator of AdamW's step."""
 
 
+class AdamwStepSpec(Spec):
+    """What one step of AdamW goes by, beside its rate."""
+
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+    """Decay of the first and of the second moment."""
+    eps: float = Field(ge=0, allow_inf_nan=False)
+    """Added to the denominator."""
+    weight_decay: float = Field(ge=0, allow_inf_nan=False)
+    """Decoupled decay; not applied to vectors."""
+    max_grad_norm: float | None = Field(gt=0)
+    """Gradients with a larger global L2 norm are scaled down to it; None: none are."""
+
+
 class OptimizerSpec(AdamwMomentsSpec, ScheduledSpec):
     """AdamW for all weights: what an optimizer is that names no type."""
 

@@ -70,7 +70,7 @@ def accumulate(
         Metrics over the whole mini-batch, equal on all ranks, computed_fraction (tokens computed
         for each token of the rows) among them; and on the last stage the column
         logprobs, values or scores of the forward pass for this replica's part, in the order of
-        `places`.
+        `places`, with the column choices of what the loss scores besides.
 
     Raises:
         LossNotFiniteError: The loss of the whole mini-batch is NaN or infinite; on all ranks.
@@ -104,7 +104,10 @@ def accumulate(
     shares = MetricShares()
     failures: list[str] = []
     kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION
-    collector = scoring.Collector({loss.needs: 1}, kind)
+    widths: dict[str, int] = {loss.needs: 1}
+    if loss.choices:
+        widths["choices"] = sum(part[name].width for name in loss.choices)
+    collector = scoring.Collector(widths, kind)
 
     def close(number: int, outputs: Any) -> torch.Tensor:
         trained, found = _found(loss, outputs)
@@ -115,7 +118,10 @@ def accumulate(
             failures.append(str(error))
             share, metrics = 0.0 * trained.sum(), {"loss": trained.new_full((), math.nan)}
         shares.add(metrics)
-        collector.add(passes[number], {loss.needs: trained})
+        told: dict[str, torch.Tensor] = {loss.needs: trained}
+        if found.choices_NK is not None:
+            told["choices"] = found.choices_NK
+        collector.add(passes[number], told)
         return share if weight == 1.0 else weight * share
 
     def arguments(one: MicroBatch) -> dict[str, Any]:

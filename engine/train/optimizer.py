@@ -11,7 +11,14 @@ from rolemesh.engine.cpu_threads import threads_for_each
 from rolemesh.engine.models.layer_matrices import layer_matrices
 from rolemesh.engine.parallel.buckets import buckets
 from rolemesh.engine.sleep_memory import SleepMemory
-from rolemesh.engine.specs import AnyOptimizerSpec, DecaySpec, MuonSpec, ScheduledSpec
+from rolemesh.engine.specs import (
+    AdamwStepSpec,
+    AnyOptimizerSpec,
+    DecaySpec,
+    MuonSpec,
+    OptimizerSpec,
+    ScheduledSpec,
+)
 from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES, HostMoments
 from rolemesh.engine.train.muon import Muon, make_muons
@@ -107,11 +114,14 @@ class Optimizer:
         """Whether moments lie in pinned host memory between steps; never on a CPU device."""
         return self.spec.offload and self._device_type == "cuda"
 
-    def step(self, learning_rate: float | None = None) -> dict[str, float]:
+    def step(
+        self, learning_rate: float | None = None, adamw: AdamwStepSpec | None = None
+    ) -> dict[str, float]:
         """Sums gradients over the ranks, clips, steps, and drops the gradients.
 
         Args:
             learning_rate: For this step alone; None takes the schedule's.
+            adamw: Its other numbers, for this step alone; None takes the spec's.
 
         Returns:
             grad_norm (before clipping) and learning_rate, equal on all ranks.
@@ -122,24 +132,45 @@ class Optimizer:
         """
         rate = self.learning_rate if learning_rate is None else learning_rate
         with threads_for_each(self._weights.values(), torch.device(self._device_type)):
-            norm = self._clipped()
+            norm = self._clipped((self.spec if adamw is None else adamw).max_grad_norm)
         for group in self._groups:
             for parameters in group.param_groups:
                 parameters["lr"] = rate
+        self._put_numbers(adamw)
         if self._moments is not None:
             self._moments.step()
         else:
             for muon in self._muons:
                 muon.step()  # which chooses its threads by its own products
             with threads_for_each(self._weights.values(), torch.device(self._device_type)):
-                for adamw in self._adamws:
-                    adamw.step()
+                for own in self._adamws:
+                    own.step()
         self._gradients.drop()
         self.num_steps += 1
         return {"grad_norm": norm, "learning_rate": rate}
 
-    def _clipped(self) -> float:
-        """Sums gradients over the ranks and clips them; gives their norm before."""
+    def check(self, adamw: AdamwStepSpec | None) -> None:
+        """Raises ValueError where numbers of AdamW are given, and Muon steps the matrices."""
+        if adamw is not None and self._muons:
+            raise ValueError(
+                "numbers of AdamW are given for a step, but optimizer.type is 'muon': leave them "
+                "out, or take type adamw"
+            )
+
+    def _put_numbers(self, adamw: AdamwStepSpec | None) -> None:
+        """Has the next step of AdamW go by these numbers, or by those of the spec."""
+        if self._muons:
+            return
+        assert isinstance(self.spec, OptimizerSpec)
+        numbers = self.spec if adamw is None else adamw
+        for group in self._adamws:
+            for parameters, decay in zip(
+                group.param_groups, (numbers.weight_decay, 0.0), strict=True
+            ):
+                parameters |= {"betas": numbers.betas, "eps": numbers.eps, "weight_decay": decay}
+
+    def _clipped(self, max_norm: float | None) -> float:
+        """Sums gradients over the ranks and clips them to a norm; gives their norm before."""
         self._gradients.gather()
         total_norm, culprits = self._gradients.norm()
         norm = float(total_norm)
@@ -149,7 +180,8 @@ class Optimizer:
                 f"gradient norm is {norm} (first in {culprits[:3]}): gradients were dropped, "
                 "weights not touched; lower the learning rate or look at the batch"
             )
-        nn.utils.clip_grads_with_norm_(self._weights.values(), self.spec.max_grad_norm, total_norm)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._weights.values(), max_norm, total_norm)
         return norm
 
     def move_to(self, device: torch.device) -> int:

@@ -20,7 +20,13 @@ from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringM
 from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.specs import AnyOptimizerSpec, ClassifierRewardSpec, LossSpec, ModelSpec
+from rolemesh.engine.specs import (
+    AdamwStepSpec,
+    AnyOptimizerSpec,
+    ClassifierRewardSpec,
+    LossSpec,
+    ModelSpec,
+)
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.model_in_training import ModelInTraining, TrainerKind
@@ -189,11 +195,14 @@ class Trainer(ModelInTraining):
         self._has_gradient = self._has_gradient or not without_gradients
         return metrics, outputs
 
-    def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
+    def optim_step(
+        self, learning_rate: float | None = None, adamw: AdamwStepSpec | None = None
+    ) -> dict[str, float]:
         """Applies the accumulated gradients and raises policy_version by one.
 
         Args:
             learning_rate: For this step alone; None takes the spec's schedule.
+            adamw: AdamW's other numbers, for this step alone; None takes the spec's.
 
         Returns:
             grad_norm (before clipping) and learning_rate.
@@ -201,12 +210,14 @@ class Trainer(ModelInTraining):
         Raises:
             NoGradientError: Nothing was accumulated.
             LossNotFiniteError: The gradient is not finite; it is dropped and no weight moves.
+            ValueError: The optimizer is another one than the numbers are of.
         """
         if not self._has_gradient:
             raise NoGradientError("no gradient was accumulated: call forward_backward first")
+        self._optimizer.check(adamw)
         self._has_gradient = False
         self._settle_cut()
-        metrics = self._optimizer.step(learning_rate)
+        metrics = self._optimizer.step(learning_rate, adamw)
         if self._average is not None:
             self._average.step()
         self.policy_version += 1

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
+from pydantic import ValidationError
 
 from rolemesh.engine.algorithms.judged import judged_rows
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.packing.batching import unit_lengths
 from rolemesh.engine.seeds import derive_seed
-from rolemesh.engine.specs import LossSpec
+from rolemesh.engine.specs import AdamwStepSpec, LossSpec
 from rolemesh.engine.specs.columns import INPUT_COLUMNS, IS_JUDGED
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss
 from rolemesh.engine.train.plan import UpdatePlan
@@ -74,11 +75,12 @@ class TrainerServicer(EstimateServicer):
         async def work(call: Call) -> trainer_pb2.OptimStepResponse:
             trainer = self._role.trainer
             rate = request.learning_rate if request.HasField("learning_rate") else None
+            adamw = adamw_step(request.adamw) if request.HasField("adamw") else None
 
             def step() -> tuple[dict[str, float], int]:
                 # Looked at where weights change: an update that was queued before may move them.
                 _expect_version(trainer, request.expected_policy_version)
-                return trainer.optim_step(rate), trainer.policy_version
+                return trainer.optim_step(rate, adamw), trainer.policy_version
 
             metrics, policy_version = await call.compute(step)
             return trainer_pb2.OptimStepResponse(
@@ -183,6 +185,23 @@ class TrainerServicer(EstimateServicer):
             optional = ()
         columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns(), *optional))
         return await self._runtime.pull(ref, list(columns), call, rows=plan.rows)
+
+
+def adamw_step(given: trainer_pb2.AdamwStep) -> AdamwStepSpec:
+    """Numbers of one step; raises InvalidRequestError where one is out of range."""
+    try:
+        return AdamwStepSpec(
+            betas=(given.beta1, given.beta2),
+            eps=given.eps,
+            weight_decay=given.weight_decay,
+            max_grad_norm=given.max_grad_norm or None,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequestError(
+            f"adamw.{where} is {first['input']}: {first['msg']}", reason="SPEC_INVALID"
+        ) from error
 
 
 def _rows_per_unit(asked: int, num_rows: int, mini_batch_rows: int = 0) -> int:

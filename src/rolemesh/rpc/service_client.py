@@ -306,13 +306,18 @@ class ServiceClient(StateClient):
         return self._followed(self._trainer.ForwardBackward, request)
 
     async def optim_step(
-        self, key: _Key, expected_policy_version: int, learning_rate: float | None = None
+        self,
+        key: _Key,
+        expected_policy_version: int,
+        learning_rate: float | None = None,
+        adamw: trainer_pb2.AdamwStep | None = None,
     ) -> trainer_pb2.OptimStepResponse:
         """Applies the gradients; a learning rate of None is that of the spec's schedule."""
         request = trainer_pb2.OptimStepRequest(
             key=key,
             expected_policy_version=expected_policy_version,
             learning_rate=learning_rate,
+            adamw=adamw,
         )
         return await self._trainer.OptimStep(request, timeout=self._timeout_s)
 

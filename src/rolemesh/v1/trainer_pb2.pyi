@@ -354,6 +354,7 @@ class OptimStepRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     EXPECTED_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    ADAMW_FIELD_NUMBER: _builtins.int
     expected_policy_version: _builtins.int
     """Version that the weights must have now."""
     learning_rate: _builtins.float
@@ -362,22 +363,72 @@ class OptimStepRequest(_message.Message):
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
 
+    @_builtins.property
+    def adamw(self) -> Global___AdamwStep:
+        """Other numbers of AdamW for this step; absent: those of the spec. Refused
+        (SPEC_INVALID) where the optimizer is another one.
+        """
+
     def __init__(
         self,
         *,
         key: _operation_pb2.OperationKey | None = ...,
         expected_policy_version: _builtins.int = ...,
         learning_rate: _builtins.float | None = ...,
+        adamw: Global___AdamwStep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "key", b"key", "learning_rate", b"learning_rate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adamw", b"_adamw", "_learning_rate", b"_learning_rate", "adamw", b"adamw", "key", b"key", "learning_rate", b"learning_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "expected_policy_version", b"expected_policy_version", "key", b"key", "learning_rate", b"learning_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adamw", b"_adamw", "_learning_rate", b"_learning_rate", "adamw", b"adamw", "expected_policy_version", b"expected_policy_version", "key", b"key", "learning_rate", b"learning_rate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adamw: _TypeAlias = _typing.Literal["adamw"]  # noqa: Y015
+    _WhichOneofArgType__adamw: _TypeAlias = _typing.Literal["_adamw", b"_adamw"]  # noqa: Y015
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adamw) -> _WhichOneofReturnType__adamw | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
 
 Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
+
+@_typing.final
+class AdamwStep(_message.Message):
+    """What one step of AdamW goes by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BETA1_FIELD_NUMBER: _builtins.int
+    BETA2_FIELD_NUMBER: _builtins.int
+    EPS_FIELD_NUMBER: _builtins.int
+    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
+    MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
+    beta1: _builtins.float
+    """Decay of the mean of gradients, 0 <= beta1 < 1."""
+    beta2: _builtins.float
+    """Decay of the mean of their squares, 0 <= beta2 < 1."""
+    eps: _builtins.float
+    """Added to the root of that mean, >= 0."""
+    weight_decay: _builtins.float
+    """Decoupled decay of matrices, >= 0."""
+    max_grad_norm: _builtins.float
+    """Bound of the gradient's global norm, > 0; 0: none."""
+    def __init__(
+        self,
+        *,
+        beta1: _builtins.float = ...,
+        beta2: _builtins.float = ...,
+        eps: _builtins.float = ...,
+        weight_decay: _builtins.float = ...,
+        max_grad_norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdamwStep: _TypeAlias = AdamwStep  # noqa: Y015
 
 @_typing.final
 class OptimStepResponse(_message.Message):

@@ -138,6 +138,7 @@ class TrainerServiceServicer(object):
         Errors:
         FAILED_PRECONDITION (VERSION_MISMATCH): the weights are not at expected_policy_version.
         FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated.
+        INVALID_ARGUMENT (SPEC_INVALID): a number of the step is out of range; names it.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -92,6 +92,7 @@ class TrainerServiceStub:
     Errors:
       FAILED_PRECONDITION (VERSION_MISMATCH): the weights are not at expected_policy_version.
       FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated.
+      INVALID_ARGUMENT (SPEC_INVALID): a number of the step is out of range; names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     Update: _grpc.UnaryStreamMultiCallable[_trainer_pb2.UpdateRequest, _trainer_pb2.UpdateResponse]
@@ -167,6 +168,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors:
       FAILED_PRECONDITION (VERSION_MISMATCH): the weights are not at expected_policy_version.
       FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated.
+      INVALID_ARGUMENT (SPEC_INVALID): a number of the step is out of range; names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     Update: _aio.UnaryStreamMultiCallable[_trainer_pb2.UpdateRequest, _trainer_pb2.UpdateResponse]  # type: ignore[assignment]
@@ -263,6 +265,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           FAILED_PRECONDITION (VERSION_MISMATCH): the weights are not at expected_policy_version.
           FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated.
+          INVALID_ARGUMENT (SPEC_INVALID): a number of the step is out of range; names it.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
 
