@@ -306,6 +306,14 @@ class Recipe(Spec):
                 f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "
                 "actor.rollout, e.g. {type: vllm}, or a rollout section for services of their own"
             )
+        sampling = self.sampling
+        if sampling is not None and (sampling.stop or sampling.stop_token_ids):
+            talks = (self.rollout or self.actor) and (self.rollout or self.actor).environment
+            if talks is not None:
+                raise ValueError(
+                    "algorithm.sampling.stop or stop_token_ids is given, but the policy talks to "
+                    "an environment, which says where a turn ends: leave it out"
+                )
         if self.rollout is not None and self.actor is not None:
             for field in ("data", "environment"):
                 if getattr(self.rollout, field) != getattr(self.actor, field):

@@ -76,6 +76,8 @@ class AsyncRole(WeightCalls):
         top_k: int = -1,
         max_new_tokens: int = 256,
         greedy: bool = False,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
     ) -> Experience:
         """Samples completions, with the newest weights. Columns: see RolloutService.Generate.
 
@@ -91,6 +93,8 @@ class AsyncRole(WeightCalls):
             top_k: Tokens kept, or -1 for all.
             max_new_tokens: Longest completion.
             greedy: Takes the likeliest token each time.
+            stop: Texts that end a completion, and stay in it.
+            stop_token_ids: Tokens that do.
         """
         sampling = rollout_pb2.Sampling(
             samples_per_prompt=samples_per_prompt,
@@ -99,6 +103,8 @@ class AsyncRole(WeightCalls):
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             greedy=greedy,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
         )
         asked = (
             prompts.to_proto()

@@ -17,6 +17,7 @@ from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.episode import Episode, as_episode
 from rolemesh.engine.rollout.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.rollout.stops import stop_check
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.engine.specs.columns import COLUMNS, ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS, SESSION
@@ -113,6 +114,12 @@ def sample_experience(
     blocks: list[int] = []
     seen = Counter({prompt_id: samples * times for prompt_id, times in Counter(earlier).items()})
     wanted = set(range(len(prompts)) if only is None else only)
+    is_complete = stop_check(sampling, tokenizer)
+    if is_complete is not None and (episodes is not None or agents is not None):
+        raise ValueError(
+            "sampling.stop or stop_token_ids is given, but the policy talks to an environment, "
+            "which says where a turn ends: leave it out"
+        )
     for place, prompt in enumerate(prompts):
         for sample in range(samples):
             sample_index = seen[prompt.prompt_id]
@@ -129,6 +136,7 @@ def sample_experience(
                     seed=derive_seed(
                         run_seed, step, prompt.prompt_id, sample_index, lineage=lineage
                     ),
+                    is_complete=is_complete,
                 )
             )
 

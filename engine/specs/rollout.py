@@ -11,6 +11,11 @@ from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.models import ComputeDtype
 from rolemesh.engine.specs.servers import ServersSpec
 
+MOST_STOPS = 16
+"""Texts, or tokens, that may end a completion."""
+
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+
 
 class SamplingSpec(Spec):
     """How completions are drawn."""
@@ -27,6 +32,13 @@ class SamplingSpec(Spec):
     """Longest completion, in tokens."""
     greedy: bool = False
     """Take the likeliest token each time."""
+    stop: tuple[StopText, ...] = Field(default=(), max_length=MOST_STOPS)
+    """Texts that end a completion, beside the model's own end of a turn; they stay in it. Where the
+    policy talks to an environment, that says where a turn ends."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), max_length=MOST_STOPS
+    )
+    """The same by tokens."""
 
     @model_validator(mode="after")
     def _check_top_k(self) -> Self:

@@ -107,6 +107,64 @@ async def test_services_say_what_they_are_and_how(mesh: AsyncMesh) -> None:
     assert list(mesh) == ["actor", "critic", "reference", "reward", "rollout"]
 
 
+async def test_a_stop_ends_a_completion_that_would_have_gone_on(mesh: AsyncMesh) -> None:
+    actor, names = mesh["actor"], ["tokens", "prompt_lengths", "finished", "completion_text"]
+    prompts = PromptSlice(start=0, count=4)
+    free = await mesh.fetch(await actor.sample(prompts, **SAMPLING), names)
+
+    def completions(columns: Columns) -> list[list[int]]:
+        lengths = columns["prompt_lengths"].values.tolist()
+        return [
+            [int(token) for token in row[length:]]
+            for row, length in zip(columns["tokens"].rows(), lengths, strict=True)
+        ]
+
+    whole = completions(free)
+    token = next(row[1] for row in whole if len(row) > 2)
+    text = next(one[1:2] for one in free["completion_text"].strings() if len(one) > 2)
+    for stops in ({"stop_token_ids": [token]}, {"stop": [text]}):
+        # The same draws, since the step is the same.
+        cut = await mesh.fetch(await actor.sample(prompts, **SAMPLING, **stops), names)
+        texts = cut["completion_text"].strings()
+        some = False
+        for number, (before, after) in enumerate(zip(whole, completions(cut), strict=True)):
+            assert after == before[: len(after)]
+            holds = token in after if "stop_token_ids" in stops else text in texts[number]
+            if len(after) < len(before):
+                some = True
+                assert holds
+                assert cut["finished"].values[number]
+        assert some
+
+
+async def test_a_client_gives_weights_and_targets_token_by_token(mesh: AsyncMesh) -> None:
+    actor = mesh["actor"]
+    batch = await actor.sample(PromptSlice(start=0, count=2), **SAMPLING)
+    logprobs = (await mesh.fetch(batch, ["logprobs"]))["logprobs"]
+    lengths = logprobs.lengths().tolist()
+    ids = [np.stack([np.arange(n) % 7, np.arange(n) % 5], 1).astype(np.int32) for n in lengths]
+    weights = [np.ones((n, 2), dtype=np.float32) for n in lengths]
+    given = Columns(
+        {
+            "target_ids": ColumnData.completion(ids, np.int32),
+            "token_weights": ColumnData.completion(weights),
+        }
+    )
+    batch |= await actor.put(given)
+    gradient = await actor.forward_backward(batch, {"type": "token_sum", "targets": 2})
+    told = (await mesh.fetch(gradient.outputs, ["choices"]))["choices"]
+    assert told.width == 2
+    assert gradient.report.metrics["loss"] == pytest.approx(-float(told.values.sum()), rel=1e-5)
+    numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 0.0}
+    with pytest.raises(InvalidRequestError, match=r"adamw\.eps is -1"):
+        await actor.optim_step(learning_rate=1e-3, adamw={**numbers, "eps": -1.0})
+    await actor.optim_step(learning_rate=1e-2, adamw=numbers)
+    again = await actor.forward_backward(
+        batch, {"type": "token_sum", "targets": 2}, without_gradients=True
+    )
+    assert again.report.metrics["loss"] < gradient.report.metrics["loss"]
+
+
 async def test_a_whole_step_of_ppo_is_written_with_primitives(mesh: AsyncMesh) -> None:
     actor, critic = mesh["actor"], mesh["critic"]
     batch = await actor.sample(PromptSlice(start=0, count=4), **SAMPLING)

@@ -347,6 +347,8 @@ def _sampling(request: rollout_pb2.GenerateRequest) -> SamplingSpec:
             top_k=sampling.top_k,
             max_new_tokens=sampling.max_new_tokens,
             greedy=sampling.greedy,
+            stop=tuple(sampling.stop),
+            stop_token_ids=tuple(sampling.stop_token_ids),
         )
         check_block_rows(request.block_rows, spec)
     except ValueError as error:  # also of pydantic

@@ -401,6 +401,8 @@ class Sampling(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     GREEDY_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     samples_per_prompt: _builtins.int
     """Completions a prompt, >= 1."""
     temperature: _builtins.float
@@ -413,6 +415,17 @@ class Sampling(_message.Message):
     """Longest completion in tokens, >= 1."""
     greedy: _builtins.bool
     """Takes the likeliest token each time."""
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end a completion, at most 16 of at most 256 characters, beside the
+        model's own end of a turn. The token that completes one is the last. Not where
+        the service has an environment, which says where a turn ends.
+        """
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that do, at most 16."""
+
     def __init__(
         self,
         *,
@@ -422,10 +435,12 @@ class Sampling(_message.Message):
         top_k: _builtins.int = ...,
         max_new_tokens: _builtins.int = ...,
         greedy: _builtins.bool = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["greedy", b"greedy", "max_new_tokens", b"max_new_tokens", "samples_per_prompt", b"samples_per_prompt", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["greedy", b"greedy", "max_new_tokens", b"max_new_tokens", "samples_per_prompt", b"samples_per_prompt", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
