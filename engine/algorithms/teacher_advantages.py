@@ -18,9 +18,8 @@ from rolemesh.engine.algorithms.token_rewards import (
     read_rows,
     reward_metrics,
 )
-from rolemesh.engine.data.row_routes import routed_value
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.specs import ReverseKlSpec, TeacherRouteSpec
+from rolemesh.engine.specs import ReverseKlSpec, TeacherRouteSpec, routed_value
 from rolemesh.engine.specs.columns import teacher_voices, weights_column
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rolemesh.engine.data.nested import lacking, value_of
 from rolemesh.engine.data.rows import DataInvalidError
-from rolemesh.engine.specs import LEFT
+from rolemesh.engine.nested import lacking
+from rolemesh.engine.specs import LEFT, routed_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +74,3 @@ class RowRoute:
             f"row {row} of the experience has {said}: add the value to teacher.route.to, or give "
             "teacher.route.default for all others"
         )
-
-
-def routed_value(metadata: str, field: str) -> str | None:
-    """The value by which a row is routed; None where it has none.
-
-    Args:
-        metadata: A JSON object, or nothing.
-        field: Place of the value in it.
-    """
-    record = json.loads(metadata or "{}")
-    if lacking(record, field):
-        return None
-    value = value_of(record, field)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

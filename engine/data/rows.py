@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rolemesh.engine.data import nested
+from rolemesh.engine import nested
 from rolemesh.engine.data.answers import ANSWER, json_text
 from rolemesh.engine.specs import StoredRowsSpec
 

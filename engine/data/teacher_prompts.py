@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from rolemesh.engine.data.nested import lacking, value_of
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.rows import DataInvalidError, Message, PromptRow
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.nested import lacking, value_of
 from rolemesh.engine.specs import TeacherPromptSpec
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 

@@ -159,6 +159,7 @@ from rolemesh.engine.specs.teacher_prompts import TeacherPromptSpec as TeacherPr
 from rolemesh.engine.specs.teacher_routes import LEFT as LEFT
 from rolemesh.engine.specs.teacher_routes import RouteShare as RouteShare
 from rolemesh.engine.specs.teacher_routes import TeacherRouteSpec as TeacherRouteSpec
+from rolemesh.engine.specs.teacher_routes import routed_value as routed_value
 from rolemesh.engine.specs.teachers import OneTeacherSpec as OneTeacherSpec
 from rolemesh.engine.specs.teachers import TeacherServerSpec as TeacherServerSpec
 from rolemesh.engine.specs.teachers import TeacherSpec as TeacherSpec

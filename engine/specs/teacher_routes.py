@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rolemesh.engine.nested import lacking, value_of
 from rolemesh.engine.specs.base import Spec
 
 _METADATA = "metadata."
@@ -164,3 +166,17 @@ def _voice(shares: TeacherShares, number: int) -> tuple[str, float] | None:
     if number >= len(names):
         return None
     return names[number], weights[names[number]] / sum(weights.values())
+
+
+def routed_value(metadata: str, field: str) -> str | None:
+    """The value by which a row is routed; None where it has none.
+
+    Args:
+        metadata: A JSON object, or nothing.
+        field: Place of the value in it.
+    """
+    record = json.loads(metadata or "{}")
+    if lacking(record, field):
+        return None
+    value = value_of(record, field)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -19,7 +19,8 @@ from typing import Any
 import numpy
 from pydantic import TypeAdapter
 
-from rolemesh.engine.data import jsonl, nested
+from rolemesh.engine import nested
+from rolemesh.engine.data import jsonl
 from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.rendering import Renderer
 from rolemesh.engine.data.row_store import UNMEASURED, Rows, RowStore

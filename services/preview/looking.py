@@ -14,7 +14,6 @@ from pydantic import Field
 from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import ChatTokenizer
-from rolemesh.engine.data.row_routes import routed_value
 from rolemesh.engine.data.row_store import Rows
 from rolemesh.engine.data.sections import Progress
 from rolemesh.engine.data.tokenizers import import_light_transformers, load_light_tokenizer
@@ -35,6 +34,7 @@ from rolemesh.engine.specs import (
     Spec,
     TeacherRouteSpec,
     WeightedRewardSpec,
+    routed_value,
 )
 from rolemesh.engine.user_code import UserCodeError
 from rolemesh.services.reward.outside.base import OutsideRewardError
