@@ -1,0 +1,182 @@
+"""Bodies of small requests. Fields that clients of a later version add are ignored where harmless.
+
+What sizes a body is bounded by the server; gradients and samples have forms of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rolemesh.coordinator.tinker.store import Kind
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Metadata = dict[Annotated[str, Field(max_length=256)], Annotated[str, Field(max_length=4096)]]
+SeqId = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Body(BaseModel):
+    """A request."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False)
+
+
+class LoraConfig(Body):
+    """What a client chooses of its adapter. The head is not trained, whatever train_unembed is."""
+
+    rank: int = Field(ge=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**53)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(Body):
+    """Asks for a new model."""
+
+    session_id: Name
+    model_seq_id: SeqId
+    base_model: Name
+    lora_config: LoraConfig
+    user_metadata: Metadata | None = None
+    optimizer_config: Mapping[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> CreateModel:
+        kind = (self.optimizer_config or {}).get("type", "adamw")
+        if kind != "adamw":
+            raise ValueError(f"optimizer_config.type is {kind!r}: adamw is served")
+        return self
+
+
+class AdamParams(Body):
+    """Numbers of one step."""
+
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
+
+    def numbers(self) -> dict[str, float]:
+        """Those beside the rate, as a service takes them."""
+        return {
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "max_grad_norm": self.grad_clip_norm,
+        }
+
+
+class OptimStep(Body):
+    """Asks for a step of the optimizer."""
+
+    model_id: Name
+    seq_id: SeqId = 0
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> OptimStep:
+        kind = (self.optimizer_params or {}).get("type", "adamw")
+        if kind not in ("adamw", "adam"):
+            raise ValueError(f"optimizer_params.type is {kind!r}: adamw is served")
+        return self
+
+    @property
+    def params(self) -> AdamParams:
+        """The numbers, in whichever field they came."""
+        if self.adam_params is not None:
+            return self.adam_params
+        return AdamParams.model_validate(self.optimizer_params or {})
+
+
+class SaveWeights(Body):
+    """Asks to save a model's weights."""
+
+    model_id: Name
+    path: Name | None = None
+    seq_id: SeqId = 0
+    ttl_seconds: float | None = Field(default=None, gt=0)
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+    sampling_session_seq_id: SeqId | None = None
+    kind_of_weights: Kind = Field(default="weights", exclude=True)
+    """Set by the server."""
+
+    @model_validator(mode="after")
+    def _check_name(self) -> SaveWeights:
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("give path or sampling_session_seq_id, and one of the two")
+        return self
+
+    @property
+    def answer_type(self) -> str:
+        """The type of the answer."""
+        is_sampler = self.kind_of_weights == "sampler_weights"
+        return "save_weights_for_sampler" if is_sampler else "save_weights"
+
+
+class LoadWeights(Body):
+    """Asks for a model with saved weights."""
+
+    path: Name
+    optimizer: bool = False
+    model_id: Name | None = None
+    session_id: Name | None = None
+    model_seq_id: SeqId | None = None
+    seq_id: SeqId = 0
+
+    @model_validator(mode="after")
+    def _check_model(self) -> LoadWeights:
+        has_session = self.session_id is not None and self.model_seq_id is not None
+        if (self.model_id is None) != has_session:
+            raise ValueError("give model_id, or session_id and model_seq_id")
+        return self
+
+
+class CreateSampler(Body):
+    """Asks for a sampling session."""
+
+    session_id: Name
+    sampling_session_seq_id: SeqId
+    base_model: Name | None = None
+    model_path: Name | None = None
+
+
+class OfModel(Body):
+    """Names a model."""
+
+    model_id: Name
+
+
+class OfSession(Body):
+    """Names a session."""
+
+    session_id: Name
+
+
+class OfPath(Body):
+    """Names saved weights."""
+
+    tinker_path: Name
+
+
+class OfPromise(Body):
+    """Asks for a result."""
+
+    request_id: Name
+    allow_metadata_only: bool = False
+
+
+class Ttl(Body):
+    """Says how long weights are kept."""
+
+    ttl_seconds: float | None = Field(default=None, gt=0)
+
+
+Finished = Literal["success", "errored", "interrupted"]

@@ -1,0 +1,129 @@
+"""Promises of results, which clients fetch by long polling."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from rolemesh.coordinator.tinker.forms import WireError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 20.0
+"""How long a poll is held. Clients give up after 45 s."""
+
+KEPT_S = 600.0
+"""How long a result is kept once it has been fetched, for a client that lost the answer."""
+
+MOST_PENDING = 20_000
+"""Promises of one server that have no result yet."""
+
+
+class UnknownPromiseError(LookupError):
+    """No such promise, or its result was fetched long ago."""
+
+
+class TooManyError(RuntimeError):
+    """There are too many promises without a result."""
+
+
+@dataclass(slots=True, eq=False)
+class _Promise:
+    owner: str
+    task: asyncio.Task[Any]
+    fetched_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as a client gets it."""
+
+    text: str
+    category: str
+    """"user" where the client can do something about it, else "server"."""
+
+
+class Promises:
+    """Work in progress, by the ids that clients have. Owner: the server's loop."""
+
+    def __init__(self) -> None:
+        self._promises: dict[str, _Promise] = {}
+        self._by_call: dict[Hashable, str] = {}
+
+    def make(self, owner: str, work: Coroutine[Any, Any, Any], call: Hashable | None = None) -> str:
+        """Begins work, and gives the id of its promise.
+
+        Args:
+            owner: Who may fetch it.
+            work: What gives the result.
+            call: Names the call: where it was made already, that promise's id comes back, and the
+                work is dropped. None: each call is a new one.
+
+        Raises:
+            TooManyError: No more is taken in now.
+        """
+        known = None if call is None else self._by_call.get((owner, call))
+        if known is not None and known in self._promises:
+            work.close()
+            return known
+        self._forget()
+        if sum(not one.task.done() for one in self._promises.values()) >= MOST_PENDING:
+            work.close()
+            raise TooManyError
+        promise_id = secrets.token_hex(16)
+        self._promises[promise_id] = _Promise(owner, asyncio.create_task(work))
+        if call is not None:
+            self._by_call[owner, call] = promise_id
+        return promise_id
+
+    async def result(self, owner: str, promise_id: str, wait_s: float = POLL_S) -> Any:
+        """The result, or a `Failure`; None where it is not there within wait_s.
+
+        Raises:
+            UnknownPromiseError: The owner has none of that id.
+        """
+        promise = self._promises.get(promise_id)
+        if promise is None or promise.owner != owner:
+            raise UnknownPromiseError(promise_id)
+        done, _ = await asyncio.wait([promise.task], timeout=wait_s)
+        if not done:
+            return None
+        promise.fetched_at = time.monotonic()
+        if promise.task.cancelled():
+            return Failure(
+                "the server ended, or the model was unloaded, before it was made", "server"
+            )
+        error = promise.task.exception()
+        return promise.task.result() if error is None else failure_of(error)
+
+    async def close(self) -> None:
+        """Ends all work."""
+        tasks = [one.task for one in self._promises.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self) -> None:
+        """Drops results that were fetched long ago."""
+        old = time.monotonic() - KEPT_S
+        self._promises = {
+            key: one
+            for key, one in self._promises.items()
+            if one.fetched_at is None or one.fetched_at > old
+        }
+        self._by_call = {call: key for call, key in self._by_call.items() if key in self._promises}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What a client is told of an error of its work."""
+    if isinstance(error, WireError | InvalidRequestError | PreconditionError):
+        return Failure(str(error), "user")
+    if not isinstance(error, RolemeshError):
+        logger.error("work of a client failed", exc_info=error)
+    return Failure(str(error) or type(error).__name__, "server")

@@ -1,0 +1,244 @@
+"""Samples behind prompts of clients, many of them in one generation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rolemesh.coordinator.sdk.experience import Prompt
+from rolemesh.coordinator.tinker.forms import (
+    EMPTY_LOGPROB,
+    Floats,
+    SampleCall,
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
+    TopkLogprobs,
+    WireError,
+)
+from rolemesh.coordinator.tinker.trained import TrainedModel
+from rolemesh.rpc.columns import ColumnData, Columns
+
+MOST_TOPK = 1024
+"""Likeliest tokens that are told of a place."""
+
+_MOST_BYTES = 2 * 2**20
+"""Prompts of one generation, of 8 bytes a token: a call of the service takes 4 MiB."""
+
+_FIRST_SEED = 2**61
+"""Draws of a client's seeds are numbered from here on, all others below."""
+
+
+class WeightsMovedError(Exception):
+    """The model has other weights by now than those that were to sample."""
+
+
+def check_sample_call(call: SampleCall, longest: int) -> None:
+    """Refuses what is not served, or cannot be.
+
+    Args:
+        call: Of a client.
+        longest: Most tokens of prompt and sample together.
+
+    Raises:
+        WireError: Names field, value and remedy.
+    """
+    if len(call.prompt) >= longest:
+        raise WireError(
+            "prompt", f"{len(call.prompt)} tokens", f"the model takes {longest - 1}: shorten it"
+        )
+    if call.params.stop == ():
+        raise WireError("sampling_params.stop", "[]", "a sample always ends at the end of a turn")
+    if call.topk_prompt_logprobs > MOST_TOPK:
+        raise WireError("topk_prompt_logprobs", call.topk_prompt_logprobs, f"give {MOST_TOPK}")
+    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if getattr(call, name):
+            raise WireError(name, getattr(call, name), "this is not served: leave it out")
+    if call.target_prompt_logprobs is not None:
+        raise WireError("target_prompt_logprobs", "given", "this is not served: leave it out")
+
+
+@dataclass(eq=False)
+class _Asked:
+    call: SampleCall
+    draw: int
+    done: asyncio.Future[list[SampledSequence]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Sampling:
+    """Samples with the weights of one model. Owner: the server's loop.
+
+    Calls that come while a generation runs are sampled together in the next one, where they draw
+    alike. A sample depends on its own draw alone, whatever is sampled beside it.
+    """
+
+    def __init__(self, model: TrainedModel, longest: int) -> None:
+        """Takes the model, and the most tokens of prompt and sample together."""
+        self._model = model
+        self._longest = longest
+        self._waiting: list[tuple[int, _Asked]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def sample(self, call: SampleCall, version: int) -> SampleResult:
+        """The samples of a call, and what it asks of its prompt.
+
+        Args:
+            call: Checked by `check_sample_call`.
+            version: Of the weights that are to sample.
+
+        Raises:
+            WeightsMovedError: The model has other ones.
+            RolemeshError: The service refuses it.
+        """
+        seed = call.params.seed
+        draw = self._model.next_draw() if seed is None else _FIRST_SEED + seed % _FIRST_SEED
+        asked = _Asked(call, draw)
+        self._waiting.append((version, asked))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work())
+        sequences = await asked.done
+        if not (call.prompt_logprobs or call.topk_prompt_logprobs):
+            return SampleResult(sequences)
+        logprobs, topk = await self._scored(call, version)
+        return SampleResult(
+            sequences,
+            prompt_logprobs=logprobs if call.prompt_logprobs else None,
+            topk_prompt_logprobs=topk,
+        )
+
+    async def _work(self) -> None:
+        while self._waiting:
+            # One turn of the loop: calls that came together are sampled together.
+            await asyncio.sleep(0)
+            version, first = self._waiting[0]
+            together, room = [first], _MOST_BYTES - 8 * len(first.call.prompt)
+            for other_version, other in self._waiting[1:]:
+                room -= 8 * len(other.call.prompt)
+                if room < 0:
+                    break
+                # Of equal draws in one generation the second would count on.
+                is_new = all(other.draw != one.draw for one in together)
+                if is_new and other_version == version and _drawn_alike(first.call, other.call):
+                    together.append(other)
+            self._waiting = [one for one in self._waiting if one[1] not in together]
+            try:
+                found = await self._generated(version, together)
+            except BaseException as error:
+                for one in together:
+                    if not one.done.done():
+                        one.done.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                for one, sequences in zip(together, found, strict=True):
+                    if not one.done.done():
+                        one.done.set_result(sequences)
+
+    async def _generated(
+        self, version: int, together: Sequence[_Asked]
+    ) -> list[list[SampledSequence]]:
+        params, num_samples = together[0].call.params, together[0].call.num_samples
+        # The service ends a sample where the model does.
+        most = self._longest if params.max_tokens is None else params.max_tokens
+        stop = params.stop or ()
+        texts = tuple(one for one in stop if isinstance(one, str))
+
+        async def work() -> Columns:
+            made = await self._model.actor.sample(
+                [Prompt(tokens=one.call.prompt.tolist(), prompt_id=one.draw) for one in together],
+                samples_per_prompt=num_samples,
+                temperature=params.temperature or 1.0,
+                greedy=params.temperature == 0,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                max_new_tokens=most,
+                stop=texts,
+                stop_token_ids=tuple(one for one in stop if isinstance(one, int)),
+            )
+            names = ["tokens", "prompt_lengths", "logprobs", "finished"]
+            try:
+                return await self._model.mesh.fetch(made, names)
+            finally:
+                await self._model.mesh.release([made])
+
+        async with self._model.lock:
+            self._check(version)
+            columns = await self._model.making(work)
+        rows = [
+            SampledSequence(
+                tokens=tokens[length:],
+                logprobs=np.asarray(logprobs, dtype=np.float32),
+                is_stopped=bool(finished),
+            )
+            for tokens, length, logprobs, finished in zip(
+                columns["tokens"].rows(),
+                columns["prompt_lengths"].values.tolist(),
+                columns["logprobs"].rows(),
+                columns["finished"].values.tolist(),
+                strict=True,
+            )
+        ]
+        return [rows[at : at + num_samples] for at in range(0, len(rows), num_samples)]
+
+    async def _scored(self, call: SampleCall, version: int) -> tuple[Floats, TopkLogprobs | None]:
+        """Log-probs of the prompt's tokens, NaN for the first, and the likeliest at each place."""
+        first = np.full(1, np.nan, dtype=np.float32)
+        top_k = call.topk_prompt_logprobs
+        if len(call.prompt) == 1:
+            return first, _empty_topk(1, top_k)
+        columns = Columns(
+            {
+                "tokens": ColumnData.sequence([call.prompt]),
+                "prompt_lengths": ColumnData.row([1], np.int64),
+            }
+        )
+
+        async def work() -> Columns:
+            rows = await self._model.actor.put(columns)
+            scored = await self._model.actor.compute_logprobs(rows, "scores", top_k=top_k)
+            names = ["scores", *(("scores_top_ids", "scores_top") if top_k else ())]
+            try:
+                return await self._model.mesh.fetch(scored, names)
+            finally:
+                await self._model.mesh.release([rows, scored])
+
+        async with self._model.lock:
+            self._check(version)
+            found = await self._model.making(work)
+        logprobs = np.concatenate([first, found["scores"].values.astype(np.float32)])
+        if not top_k:
+            return logprobs, None
+        empty = _empty_topk(1, top_k)
+        assert empty is not None
+        return logprobs, TopkLogprobs(
+            np.concatenate([empty.token_ids, found["scores_top_ids"].values.reshape(-1, top_k)]),
+            np.concatenate([empty.logprobs, found["scores_top"].values.reshape(-1, top_k)]),
+        )
+
+    def _check(self, version: int) -> None:
+        if self._model.version != version:
+            raise WeightsMovedError
+
+
+def _drawn_alike(one: SampleCall, other: SampleCall) -> bool:
+    """Whether two calls may be rows of one generation."""
+    return _plain(one.params) == _plain(other.params) and one.num_samples == other.num_samples
+
+
+def _plain(params: SamplingParams) -> SamplingParams:
+    """Without what differs from row to row."""
+    return replace(params, seed=None)
+
+
+def _empty_topk(length: int, top_k: int) -> TopkLogprobs | None:
+    if not top_k:
+        return None
+    shape = (length, top_k)
+    return TopkLogprobs(
+        np.zeros(shape, dtype=np.int32), np.full(shape, EMPTY_LOGPROB, dtype=np.float32)
+    )

@@ -1,0 +1,225 @@
+"""A model that a client trains: an adapter and its optimizer, on the base of the service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rolemesh.coordinator.sdk import AsyncMesh
+from rolemesh.coordinator.sdk.async_role import AsyncRole
+from rolemesh.coordinator.tinker.actor_place import ROLE, ActorPlace
+from rolemesh.coordinator.tinker.batches import GradientBatch, logprobs_of
+from rolemesh.coordinator.tinker.forms import GradientResult
+from rolemesh.rpc.errors import PreconditionError, RolemeshError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TRIES = 3
+"""How often an operation is made whose service was lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShape:
+    """What a client may choose of its adapter."""
+
+    rank: int
+    seed: int
+    targets: tuple[str, ...] | None = None
+    """Names of matrices; None: all of the layers."""
+
+    def section(self, start: Path | None = None) -> dict[str, Any]:
+        """As `actor.model.adapter`. The scale is that of Tinker's service: alpha 32."""
+        return {
+            "type": "lora",
+            "rank": self.rank,
+            "alpha": 32.0,
+            "seed": self.seed,
+            "targets": "all_linear" if self.targets is None else list(self.targets),
+            **({} if start is None else {"from": str(start)}),
+        }
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a lost process is brought back to."""
+
+    version: int = 0
+    """Steps of the optimizer that the newest cut has; 0: none was made."""
+    gradients: list[GradientBatch] = field(default_factory=list)
+    """What was accumulated since, in order."""
+
+
+class TrainedModel:
+    """One run of the actor service. Owner: the server's loop; operations exclude each other.
+
+    Invariant: after each operation the state is that of all operations so far, also where the
+    service was killed within one: it goes back to the newest cut and makes again what followed.
+    """
+
+    def __init__(
+        self, place: ActorPlace, run_id: str, spec: Mapping[str, Any], *, seed: int = 0
+    ) -> None:
+        """Prepares; `open` loads.
+
+        Args:
+            place: Of the service.
+            run_id: The run's name at the service.
+            spec: Section of the actor, with the adapter.
+            seed: Of its draws.
+        """
+        self.run_id = run_id
+        self.lock = asyncio.Lock()
+        """Held while the weights must stay, or change."""
+        self._place = place
+        self._spec = dict(spec)
+        self._seed = seed
+        self._mesh: AsyncMesh | None = None
+        self._progress = _Progress()
+        self._draws = 0
+
+    @property
+    def version(self) -> int:
+        """Steps of the optimizer since the weights were loaded."""
+        return self._progress.version
+
+    @property
+    def mesh(self) -> AsyncMesh:
+        """Client of the run, of the process as it is now."""
+        if self._mesh is None:
+            raise RuntimeError(f"{self.run_id} is not open")
+        return self._mesh
+
+    @property
+    def actor(self) -> AsyncRole:
+        """The service."""
+        return self.mesh[ROLE]
+
+    async def open(self) -> None:
+        """Loads base and adapter; raises a RolemeshError where they cannot be."""
+        await self.making(self._initialized)
+
+    async def close(self) -> None:
+        """Gives its place at the service free, with its cuts."""
+        async with self.lock:
+            if self._mesh is None:
+                return
+            try:
+                await self.actor.drop_cuts()
+                await self.actor.drain()
+            except RolemeshError as error:
+                logger.warning("%s could not be ended: %s", self.run_id, error)
+            await self._mesh.close()
+            self._mesh = None
+
+    async def gradient(self, batch: GradientBatch, *, forward_only: bool) -> GradientResult:
+        """Log-probs of the targets, and the loss; adds the gradient unless forward_only."""
+
+        async def work() -> GradientResult:
+            result = await self._gradient(batch, forward_only=forward_only)
+            if not forward_only:
+                self._progress.gradients.append(batch)
+            return result
+
+        async with self.lock:
+            return await self.making(work)
+
+    async def step(self, learning_rate: float, adamw: Mapping[str, float]) -> dict[str, float]:
+        """Applies the gradients."""
+
+        async def work() -> dict[str, float]:
+            update = await self.actor.optim_step(learning_rate=learning_rate, adamw=adamw)
+            self.mesh.begin_step(self._progress.version + 1)
+            await self.actor.save_cut()
+            self._progress = _Progress(self._progress.version + 1)
+            return dict(update.report.metrics)
+
+        async with self.lock:
+            return await self.making(work)
+
+    async def save(self, folder: Path, *, with_state: bool) -> None:
+        """Writes the adapter in PEFT's format, and with_state all that training goes on from."""
+
+        async def work() -> None:
+            if with_state:
+                await self.actor.save_state(str(folder / "state"))
+            await self.actor.export(str(folder / "adapter"))
+
+        async with self.lock:
+            await self.making(work)
+
+    async def load_state(self, folder: Path) -> None:
+        """Takes weights and optimizer of what `save` wrote with_state."""
+
+        async def work() -> None:
+            await self.actor.load_state(str(folder / "state"))
+            self.mesh.begin_step(self._progress.version + 1)
+            await self.actor.save_cut()
+            self._progress = _Progress(self._progress.version + 1)
+
+        async with self.lock:
+            await self.making(work)
+
+    def next_draw(self) -> int:
+        """A number that no sampling of this model had before."""
+        self._draws += 1
+        return self._draws
+
+    async def making(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What a piece of work gives, made again where the service was lost within it."""
+        for number in range(_TRIES):
+            try:
+                return await work()
+            except RolemeshError as error:
+                if not _is_loss(error) or number == _TRIES - 1:
+                    raise
+                logger.warning("%s: the service was lost (%s); going back", self.run_id, error)
+                await self._recover()
+        raise AssertionError
+
+    async def _initialized(self) -> None:
+        if self._mesh is not None:
+            await self._mesh.close()
+        self._mesh = self._place.mesh(self.run_id)
+        await self.actor.initialize(self._spec, self._seed)
+
+    async def _recover(self) -> None:
+        """Brings a new process to where the lost one was."""
+        await self._place.restored()
+        await self._initialized()
+        progress = self._progress
+        self.mesh.begin_step(progress.version)
+        if progress.version:
+            await self.actor.restore_cut(progress.version)
+        for batch in progress.gradients:
+            await self._gradient(batch, forward_only=False)
+
+    async def _gradient(self, batch: GradientBatch, *, forward_only: bool) -> GradientResult:
+        rows = await self.actor.put(batch.columns)
+        try:
+            made = await self.actor.forward_backward(
+                rows, batch.loss, without_gradients=forward_only
+            )
+            outputs = await self.mesh.fetch(made.outputs, [batch.reads])
+        finally:
+            await self.mesh.release([rows])
+        await self.mesh.release([made.outputs])
+        return GradientResult(
+            logprobs=logprobs_of(batch, outputs),
+            metrics={"loss:sum": made.report.metrics["loss"]},
+        )
+
+
+def _is_loss(error: RolemeshError) -> bool:
+    """Whether the process has ended, or a new one stands in its place that knows of nothing."""
+    if isinstance(error, UnavailableError):
+        return True
+    return isinstance(error, PreconditionError) and error.reason in (
+        "NOT_INITIALIZED",
+        "RUN_MISMATCH",
+    )
