@@ -57,7 +57,8 @@ _STATUS: Mapping[type[Exception], int] = {
     ForbiddenKeyError: 401,
     UnknownError: 404,
     UnknownPathError: 404,
-    UnknownPromiseError: 404,
+    # By this a client knows that the server was started anew, and asks for samples again.
+    UnknownPromiseError: 410,
     TooManyError: 429,
     NoPlaceError: 429,
 }

@@ -21,6 +21,9 @@ POLL_S = 20.0
 KEPT_S = 600.0
 """How long a result is kept once it has been fetched, for a client that lost the answer."""
 
+UNFETCHED_S = 3600.0
+"""How long a result is kept that nobody has fetched."""
+
 MOST_PENDING = 20_000
 """Promises of one server that have no result yet."""
 
@@ -37,6 +40,7 @@ class TooManyError(RuntimeError):
 class _Promise:
     owner: str
     task: asyncio.Task[Any]
+    made_at: float
     fetched_at: float | None = None
 
 
@@ -77,7 +81,7 @@ class Promises:
             work.close()
             raise TooManyError
         promise_id = secrets.token_hex(16)
-        self._promises[promise_id] = _Promise(owner, asyncio.create_task(work))
+        self._promises[promise_id] = _Promise(owner, asyncio.create_task(work), time.monotonic())
         if call is not None:
             self._by_call[owner, call] = promise_id
         return promise_id
@@ -110,13 +114,15 @@ class Promises:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _forget(self) -> None:
-        """Drops results that were fetched long ago."""
-        old = time.monotonic() - KEPT_S
-        self._promises = {
-            key: one
-            for key, one in self._promises.items()
-            if one.fetched_at is None or one.fetched_at > old
-        }
+        """Drops results that were fetched long ago, or that nobody wants."""
+        now = time.monotonic()
+
+        def is_old(one: _Promise) -> bool:
+            if one.fetched_at is not None:
+                return one.fetched_at < now - KEPT_S
+            return one.task.done() and one.made_at < now - UNFETCHED_S
+
+        self._promises = {key: one for key, one in self._promises.items() if not is_old(one)}
         self._by_call = {call: key for call, key in self._by_call.items() if key in self._promises}
 
 

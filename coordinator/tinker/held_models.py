@@ -144,7 +144,8 @@ class HeldModels:
         """
         while True:
             held = self.by_id.get(snapshot.model_id)
-            if held is None or held.trained.version != snapshot.version:
+            is_there = held is not None and held.trained.is_open
+            if held is None or not is_there or held.trained.version != snapshot.version:
                 break
             try:
                 return await held.sampling.sample(call, snapshot.version)

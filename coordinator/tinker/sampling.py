@@ -221,7 +221,7 @@ class Sampling:
         )
 
     def _check(self, version: int) -> None:
-        if self._model.version != version:
+        if self._model.version != version or not self._model.is_open:
             raise WeightsMovedError
 
 

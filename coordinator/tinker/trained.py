@@ -89,6 +89,11 @@ class TrainedModel:
         return self._progress.version
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has a place at the service."""
+        return self._mesh is not None
+
+    @property
     def mesh(self) -> AsyncMesh:
         """Client of the run, of the process as it is now."""
         if self._mesh is None:
@@ -102,7 +107,14 @@ class TrainedModel:
 
     async def open(self) -> None:
         """Loads base and adapter; raises a RolemeshError where they cannot be."""
-        await self.making(self._initialized)
+        try:
+            await self.making(self._initialized)
+        except BaseException:
+            # The service does not hold a run that it refused.
+            if self._mesh is not None:
+                await self._mesh.close()
+                self._mesh = None
+            raise
 
     async def close(self) -> None:
         """Gives its place at the service free, with its cuts."""
