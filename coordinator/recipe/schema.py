@@ -37,6 +37,7 @@ from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
 from rolemesh.coordinator.recipe.sent_sections import sent_section, to_sent
 from rolemesh.coordinator.recipe.served_by_actor import check_served_by_actor, served_by_actor
 from rolemesh.coordinator.recipe.server_samplers import check_server_samplers
+from rolemesh.coordinator.recipe.stops import check_stops
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.teachers import (
     check_teachers,
@@ -301,19 +302,12 @@ class Recipe(Spec):
         check_replicas(self)
         check_server_samplers(self)
         check_teachers(self)
+        check_stops(self)
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "
                 "actor.rollout, e.g. {type: vllm}, or a rollout section for services of their own"
             )
-        sampling = self.sampling
-        if sampling is not None and (sampling.stop or sampling.stop_token_ids):
-            talks = (self.rollout or self.actor) and (self.rollout or self.actor).environment
-            if talks is not None:
-                raise ValueError(
-                    "algorithm.sampling.stop or stop_token_ids is given, but the policy talks to "
-                    "an environment, which says where a turn ends: leave it out"
-                )
         if self.rollout is not None and self.actor is not None:
             for field in ("data", "environment"):
                 if getattr(self.rollout, field) != getattr(self.actor, field):
