@@ -290,6 +290,7 @@ def _drawing(wish: _Wish, recipe: Recipe | None) -> DrawingSpec:
     usual: dict[str, Any] = {"temperature": 1.0 if is_drawn else 0.0}
     if sampling is not None:
         usual["max_tokens"] = sampling.max_new_tokens
+        usual |= {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
         if is_drawn:
             usual |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
             usual |= {"top_k": sampling.top_k} if sampling.top_k > 0 else {}

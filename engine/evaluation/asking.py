@@ -215,11 +215,19 @@ class Asker:
         }
         if drawing.top_k is not None:
             body["top_k"] = drawing.top_k
+        if drawing.stop:
+            body["stop"] = list(drawing.stop)
+        if drawing.stop_token_ids:
+            # VLLM's; other servers refuse it.
+            body["stop_token_ids"] = list(drawing.stop_token_ids)
         if self._renderer is not None:
             body["prompt"] = self._renderer.tokens(self._renderer.prompt_text(row.row))
             # A server of token ids is vLLM's, which fills in what the model's folder suggests.
             body = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **body}
             body["return_token_ids"] = True
+            if drawing.stop:
+                # As in a run, where a stop text is a part of what was sampled.
+                body["include_stop_str_in_output"] = True
             return "/completions", body
         turns = [dict(turn) for turn in row.row.messages]
         if row.row.assistant_prefix:

@@ -19,7 +19,7 @@ from rolemesh.engine.specs.rewards import (
     SingleRewardSpec,
     named_sources,
 )
-from rolemesh.engine.specs.rollout import SamplingSpec
+from rolemesh.engine.specs.rollout import MOST_STOPS, SamplingSpec, StopText
 
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 """A name stands in metrics and in names of files."""
@@ -142,6 +142,10 @@ class DrawingSpec(Spec):
     """Draw from so many likeliest tokens; None: from all, and the field is not sent."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest completion, in tokens."""
+    stop: tuple[StopText, ...] = Field(default=(), max_length=MOST_STOPS)
+    """Texts that end a completion, beside the model's own end of a turn."""
+    stop_token_ids: tuple[int, ...] = Field(default=(), max_length=MOST_STOPS)
+    """The same by tokens."""
     seed: int = Field(default=0, ge=0, lt=2**53)
     """Each completion has a seed of its own, of this one, its task, its prompt and its number."""
 
@@ -153,6 +157,8 @@ class DrawingSpec(Spec):
             top_p=self.top_p,
             top_k=-1 if self.top_k is None else self.top_k,
             max_new_tokens=self.max_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
         )
 
 

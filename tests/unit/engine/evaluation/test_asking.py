@@ -67,7 +67,7 @@ async def test_each_completion_has_a_seed_of_task_prompt_and_number_alone() -> N
     assert bodies[0]["top_p"] == 0.9
     assert bodies[0]["max_tokens"] == 5
     assert bodies[0]["messages"] == [{"role": "user", "content": "2 + 2"}]
-    assert "top_k" not in bodies[0]
+    assert not {"top_k", "stop", "stop_token_ids"} & set(bodies[0])
 
 
 async def test_an_answer_that_has_begun_is_sent_to_be_continued() -> None:
@@ -161,10 +161,14 @@ async def test_a_completion_is_read_from_its_tokens_where_they_are_told(
         return httpx.Response(200, json={"choices": [choice]})
 
     spec = AskedSpec(url="http://127.0.0.1:1/v1", model="m")
-    made = Asker(spec, DrawingSpec(), key=None, tokenizer=Spelling())
+    drawing = DrawingSpec(stop=("x",), stop_token_ids=(3,))
+    made = Asker(spec, drawing, key=None, tokenizer=Spelling())
     made._client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
     assert (await made.ask("t", ROW, 0)).text == text
     assert bodies[0]["return_token_ids"] is True
+    # A stop text is a part of what was sampled, as in a run.
+    stops = {"stop": ["x"], "stop_token_ids": [3], "include_stop_str_in_output": True}
+    assert stops.items() <= bodies[0].items()
     assert bodies[0]["prompt"] == [ord(one) for one in "2 + 2"]
 
 
