@@ -128,8 +128,9 @@ def _targets(place: int, datum: Datum, longest: int) -> Ints:
         )
     if found.ndim == 2 and not 1 <= found.shape[1] <= MAX_WIDTH:
         raise WireError(name, list(found.shape), f"give 1 to {MAX_WIDTH} targets a place")
-    if found.min() < 0 or found.max() >= 2**31:
-        raise WireError(name, int(found.min()), "give ids of the vocabulary")
+    for token in (int(found.min()), int(found.max())):
+        if not 0 <= token < 2**31:
+            raise WireError(name, token, "give ids of the vocabulary")
     return found
 
 
@@ -188,4 +189,5 @@ def logprobs_of(batch: GradientBatch, outputs: Columns) -> list[Floats]:
         outputs: The column `batch.reads`.
     """
     rows = [np.asarray(row, dtype=np.float32) for row in outputs[batch.reads].rows()]
-    return [row.reshape(-1) for row in rows] if batch.is_flat else rows
+    # A column of width 1 comes in one dimension, also where [T, 1] was asked for.
+    return [row.reshape(-1) if batch.is_flat else row.reshape(len(row), -1) for row in rows]

@@ -53,7 +53,9 @@ class Snapshot:
     version: int = -1
     """Its version then."""
     path: str = ""
-    """Tinker path, for people."""
+    """Tinker path."""
+    is_unnamed: bool = False
+    """Whether the folder is there for one sampling session alone."""
 
 
 @dataclass(eq=False)
@@ -158,6 +160,12 @@ class HeldModels:
         finally:
             sampler.users -= 1
             sampler.used_at = time.monotonic()
+
+    async def drop_sampler(self, folder: Path) -> None:
+        """Gives a sampler's place free; samples that it is at are still drawn."""
+        sampler = self._samplers.pop(folder, None)
+        if sampler is not None:
+            await sampler.model.close()
 
     async def close(self) -> None:
         """Ends all of them."""

@@ -18,7 +18,7 @@ from rolemesh.coordinator.tinker.forms import GradientCall, SampleCall, WireErro
 from rolemesh.coordinator.tinker.futures import Promises
 from rolemesh.coordinator.tinker.held_models import HeldModel, HeldModels, Snapshot
 from rolemesh.coordinator.tinker.sampling import check_sample_call
-from rolemesh.coordinator.tinker.store import Saved, WeightStore
+from rolemesh.coordinator.tinker.store import Saved, UnknownPathError, WeightStore
 from rolemesh.coordinator.tinker.trained import AdapterShape
 
 SESSION_S = 300.0
@@ -84,6 +84,7 @@ class TinkerServer:
 
     async def __aenter__(self) -> TinkerServer:
         """Begins to look after sessions."""
+        self.store.sweep(with_unnamed=True)
         self._watch = asyncio.create_task(self._end_silent())
         return self
 
@@ -193,6 +194,7 @@ class TinkerServer:
             saved_at=time.time(),
             expires_at=None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds,
             user_metadata=asked.user_metadata or {},
+            is_unnamed=sampler_id is not None,
         )
         new = self.store.reserve(owner, saved, overwrite=asked.overwrite or sampler_id is not None)
 
@@ -209,6 +211,7 @@ class TinkerServer:
                 model_id=held.model_id,
                 version=version,
                 path=saved.path,
+                is_unnamed=True,
             )
             return {"type": asked.answer_type, "sampling_session_id": sampler_id}
 
@@ -328,10 +331,18 @@ class TinkerServer:
         return session
 
     async def _end(self, session_id: str) -> None:
-        self._sessions.pop(session_id, None)
+        session = self._sessions.pop(session_id, None)
         for held in list(self.models.by_id.values()):
             if held.session_id == session_id:
                 await self.models.unload(held.model_id)
+        if session is None:
+            return
+        # Weights that were there for a sampling session alone.
+        for snapshot in session.snapshots.values():
+            if snapshot.is_unnamed and snapshot.folder is not None:
+                await self.models.drop_sampler(snapshot.folder)
+                with contextlib.suppress(UnknownPathError):
+                    self.store.remove(session.owner, snapshot.path)
 
     async def _end_silent(self) -> None:
         while True:
@@ -340,3 +351,4 @@ class TinkerServer:
             for session in list(self._sessions.values()):
                 if session.heard_at < old:
                     await self._end(session.session_id)
+            self.store.sweep()

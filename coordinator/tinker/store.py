@@ -48,6 +48,8 @@ class Saved:
     expires_at: float | None = None
     """Unix seconds; None: never."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    is_unnamed: bool = False
+    """Whether it is there for a sampling session alone: it is not listed, and ends with that."""
 
     @property
     def path(self) -> str:
@@ -125,7 +127,7 @@ class WeightStore:
         found = []
         for place in (self._root / _quoted(owner)).glob("*/*/*"):
             saved = _read(place)
-            if saved is not None and run in (None, saved.run):
+            if saved is not None and not saved.is_unnamed and run in (None, saved.run):
                 found.append((saved, place))
         yield from sorted(found, key=lambda one: -one[0].saved_at)
 
@@ -141,6 +143,13 @@ class WeightStore:
     def remove(self, owner: str, path: str) -> None:
         """Removes an owner's weights; raises UnknownPathError."""
         shutil.rmtree(self._own(owner, path)[1])
+
+    def sweep(self, *, with_unnamed: bool = False) -> None:
+        """Removes what has expired; with_unnamed also what an earlier server left unnamed."""
+        for about in self._root.glob(f"*/*/*/*/{_ABOUT}"):
+            saved = _read(about.parent)
+            if saved is None or (with_unnamed and saved.is_unnamed):
+                shutil.rmtree(about.parent, ignore_errors=True)
 
     def _own(self, owner: str, path: str) -> tuple[Saved, Path]:
         saved, place = self.find(owner, path)
