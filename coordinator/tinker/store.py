@@ -90,7 +90,7 @@ class WeightStore:
         if not _PATH.fullmatch(saved.path):
             raise WireError("path", saved.name, "give letters, digits, '.', '_' and '-'")
         place = self._folder(owner, saved)
-        if (place / _ABOUT).exists() and not overwrite:
+        if _read(place) is not None and not overwrite:
             raise WireError("path", saved.name, "it is saved already: give another name")
         new = place.with_name(f".{place.name}.new")
         shutil.rmtree(new, ignore_errors=True)
