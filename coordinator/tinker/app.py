@@ -265,28 +265,37 @@ class _Routes:
     async def _retrieve(self, request: Request, owner: str) -> Response:
         asked = await _body(request, OfPromise)
         result = await self._server.promises.result(owner, asked.request_id)
-        takes_protobuf = PROTOBUF in request.headers.get("accept", "")
-        match result:
-            case None:
-                return JSONResponse(
-                    {
-                        "type": "try_again",
-                        "request_id": asked.request_id,
-                        "queue_state": "active",
-                    }
-                )
-            case Failure():
-                return JSONResponse({"error": result.text, "category": result.category})
-            case GradientResult() if takes_protobuf:
-                return Response(proto_forms.write_gradient_result(result), media_type=PROTOBUF)
-            case SampleResult() if takes_protobuf:
-                return Response(proto_forms.write_sample_result(result), media_type=PROTOBUF)
-            case GradientResult():
-                return JSONResponse(json_forms.write_gradient_result(result))
-            case SampleResult():
-                return JSONResponse(json_forms.write_sample_result(result))
-            case _:
-                return JSONResponse(result)
+        try:
+            return _answer(asked.request_id, result, request.headers.get("accept", ""))
+        except ValueError as error:
+            # No status of HTTP: at one a client would ask again, and without end at 500.
+            return JSONResponse({"error": str(error), "category": "user"})
+
+
+def _answer(request_id: str, result: Any, accept: str) -> Response:
+    """A result as the client reads it; raises ValueError where its JSON has no such number."""
+    takes_protobuf = PROTOBUF in accept
+    match result:
+        case None:
+            return JSONResponse(
+                {
+                    "type": "try_again",
+                    "request_id": request_id,
+                    "queue_state": "active",
+                }
+            )
+        case Failure():
+            return JSONResponse({"error": result.text, "category": result.category})
+        case GradientResult() if takes_protobuf:
+            return Response(proto_forms.write_gradient_result(result), media_type=PROTOBUF)
+        case SampleResult() if takes_protobuf:
+            return Response(proto_forms.write_sample_result(result), media_type=PROTOBUF)
+        case GradientResult():
+            return JSONResponse(json_forms.write_gradient_result(result))
+        case SampleResult():
+            return JSONResponse(json_forms.write_sample_result(result))
+        case _:
+            return JSONResponse(result)
 
 
 async def _read(request: Request) -> bytes:
@@ -302,7 +311,7 @@ async def _read(request: Request) -> bytes:
 def _json(body: bytes) -> Any:
     try:
         return json.loads(body or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError("body", str(error), "send JSON") from error
 
 

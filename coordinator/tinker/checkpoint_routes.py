@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -73,7 +72,7 @@ class _CheckpointRoutes:
 
     async def set_ttl(self, request: Request, owner: str) -> Response:
         """Says how long weights are kept, from now."""
-        seconds = Ttl.model_validate(json.loads(await request.body() or b"{}")).ttl_seconds
+        seconds = Ttl.model_validate_json(await request.body() or b"{}").ttl_seconds
         expires_at = None if seconds is None else time.time() + seconds
         self._server.store.change(owner, _path(request), expires_at=expires_at)
         return Response(status_code=204)

@@ -79,7 +79,7 @@ class Promises:
         self._forget()
         if sum(not one.task.done() for one in self._promises.values()) >= MOST_PENDING:
             work.close()
-            raise TooManyError
+            raise TooManyError(f"{MOST_PENDING} calls have no result yet: try again later")
         promise_id = secrets.token_hex(16)
         self._promises[promise_id] = _Promise(owner, asyncio.create_task(work), time.monotonic())
         if call is not None:
@@ -94,7 +94,10 @@ class Promises:
         """
         promise = self._promises.get(promise_id)
         if promise is None or promise.owner != owner:
-            raise UnknownPromiseError(promise_id)
+            raise UnknownPromiseError(
+                f"request_id {promise_id!r}: there is none: the server was started anew, or the "
+                "result was there long ago"
+            )
         done, _ = await asyncio.wait([promise.task], timeout=wait_s)
         if not done:
             return None

@@ -81,14 +81,19 @@ class WeightStore:
         """Takes the folder, which need not exist yet."""
         self._root = folder / "weights"
 
+    @staticmethod
+    def check_name(saved: Saved) -> None:
+        """Refuses a name that no folder can have, with a WireError."""
+        if not _PATH.fullmatch(saved.path):
+            raise WireError("path", saved.name, "give letters, digits, '.', '_' and '-'")
+
     def reserve(self, owner: str, saved: Saved, *, overwrite: bool = False) -> Path:
         """A folder to write to, beside the one that it will be; `commit` makes it that.
 
         Raises:
             WireError: The name cannot be, or is taken.
         """
-        if not _PATH.fullmatch(saved.path):
-            raise WireError("path", saved.name, "give letters, digits, '.', '_' and '-'")
+        self.check_name(saved)
         place = self._folder(owner, saved)
         if _read(place) is not None and not overwrite:
             raise WireError("path", saved.name, "it is saved already: give another name")
@@ -120,7 +125,7 @@ class WeightStore:
                     saved.is_public or place.parents[2].name == _quoted(owner)
                 ):
                     return saved, place
-        raise UnknownPathError(path)
+        raise UnknownPathError(f"{path}: there are no such weights, or they have expired")
 
     def of(self, owner: str, run: str | None = None) -> Iterator[tuple[Saved, Path]]:
         """All weights of an owner, the newest first; or those of one model."""
@@ -154,7 +159,7 @@ class WeightStore:
     def _own(self, owner: str, path: str) -> tuple[Saved, Path]:
         saved, place = self.find(owner, path)
         if place.parents[2].name != _quoted(owner):
-            raise UnknownPathError(path)
+            raise UnknownPathError(f"{path}: these weights are another owner's")
         return saved, place
 
     def _places(self, run: str, kind: str, name: str, owner: str) -> Iterator[Path]:
