@@ -29,7 +29,7 @@ class ActorPlace:
         async with ActorPlace(recipe, folder, runs=4) as place:
             mesh = place.mesh("a-run")
             ...
-            await place.restored()      # after a call could not reach it
+            await place.restored(lost)  # after a call could not reach the process at `lost`
     """
 
     def __init__(self, recipe: Recipe, folder: Path, *, runs: int) -> None:
@@ -70,12 +70,23 @@ class ActorPlace:
         """A client of the service for a run, of its process as it is now."""
         return AsyncMesh({ROLE: self._address}, run_id=run_id, retry=_RETRY)
 
-    async def restored(self) -> None:
+    @property
+    def address(self) -> str:
+        """Of its process as it is now."""
+        return self._address
+
+    async def restored(self, lost: str) -> None:
         """Returns once the service is there, in a new process where the last one has ended.
+
+        Args:
+            lost: Address of the process that could not be reached.
 
         Raises:
             LaunchError: It cannot be started again.
         """
+        if self._restart is None and lost != self._address:
+            # Another run has found it before.
+            return
         # A connection breaks before the kernel tells of the process.
         if self._restart is None and not self._has_ended.is_set():
             try:

@@ -65,6 +65,19 @@ _STATUS: Mapping[type[Exception], int] = {
 """What an error of a request is answered with. Clients try 429 again, and give up at the others."""
 
 
+_ORDERED = frozenset(
+    {
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "save_weights",
+        "save_weights_for_sampler",
+        "load_weights",
+    }
+)
+"""Routes whose calls a client numbers for each model."""
+
+
 def make_app(server: TinkerServer, keys: Keys) -> Starlette:
     """The application over a server, for the owners of some keys."""
     routes = _Routes(server, keys)
@@ -122,13 +135,21 @@ class _Routes:
                 owner = self._keys.owner(request.headers.get("x-api-key", ""))
                 return await handler(request, owner)
             except ValidationError as error:
+                await self._pass_turn(request, owner)
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"]))
                 return _error(400, f"{where}: {first['msg']}" if where else first["msg"])
             except tuple(_STATUS) as error:
+                if _STATUS[type(error)] in (400, 404):
+                    await self._pass_turn(request, owner)
                 return _error(_STATUS[type(error)], str(error))
 
         return answer
+
+    async def _pass_turn(self, request: Request, owner: str) -> None:
+        """Lets the call of a model through that follows one that is refused for good."""
+        if request.url.path.rpartition("/")[2] in _ORDERED and (ids := _ids(request)) is not None:
+            await self._server.refused(owner, *ids)
 
     # --- the client itself ---
 
@@ -200,9 +221,8 @@ class _Routes:
     def _gradient(self, *, forward_only: bool) -> Handler:
         async def handler(request: Request, owner: str) -> Response:
             body = await _read(request)
-            if request.headers.get("content-type", "").startswith(PROTOBUF):
-                encoding = request.headers.get("content-encoding")
-                call = proto_forms.read_gradient_call(proto_forms.decompress(body, encoding))
+            if _is_protobuf(request):
+                call = proto_forms.read_gradient_call(_decompressed(request, body))
             else:
                 call = json_forms.read_gradient_call(_json(body), forward_only=forward_only)
             return _promise(self._server.gradient(owner, call), call.model_id)
@@ -305,7 +325,32 @@ async def _read(request: Request) -> bytes:
         body += part
         if len(body) > MOST_BODY_BYTES:
             raise WireError("body", f"more than {MOST_BODY_BYTES} bytes", "send smaller chunks")
-    return bytes(body)
+    whole = bytes(body)
+    request.state.body = whole
+    return whole
+
+
+def _ids(request: Request) -> tuple[str, int] | None:
+    """Model and number of a call whose body was read; None where it tells neither."""
+    body = getattr(request.state, "body", b"")
+    try:
+        if _is_protobuf(request):
+            return proto_forms.ids_of(_decompressed(request, body))
+        whole = _json(body)
+    except WireError:
+        return None
+    if not isinstance(whole, dict):
+        return None
+    model_id, seq_id = whole.get("model_id"), whole.get("seq_id")
+    return (model_id, seq_id) if isinstance(model_id, str) and isinstance(seq_id, int) else None
+
+
+def _is_protobuf(request: Request) -> bool:
+    return request.headers.get("content-type", "").startswith(PROTOBUF)
+
+
+def _decompressed(request: Request, body: bytes) -> bytes:
+    return proto_forms.decompress(body, request.headers.get("content-encoding"))
 
 
 def _json(body: bytes) -> Any:

@@ -14,10 +14,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from rolemesh.coordinator.tinker.forms import Datum, Floats, GradientCall, Ints, WireError
 from rolemesh.engine.layout.payload import MAX_WIDTH
-from rolemesh.engine.specs.token_sums import RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
+from rolemesh.engine.specs.token_sums import (
+    RATIO_MASK,
+    TARGET_IDS,
+    TOKEN_WEIGHTS,
+    TokenSumLossSpec,
+)
 from rolemesh.rpc.columns import ColumnData, Columns
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro")
@@ -98,6 +104,7 @@ def batch_of(call: GradientCall, longest: int) -> GradientBatch:
             [one.reshape(len(one), -1) for one in targets] if width else targets, np.int32
         )
         loss["targets"] = width[0] if width else 1
+    _check(call, loss)
     for name, column in _inputs(call, targets).items():
         columns[name] = ColumnData.completion(column)
     return GradientBatch(
@@ -148,6 +155,15 @@ def _parameters(call: GradientCall) -> dict[str, float]:
         if isinstance(value, str) or not math.isfinite(value):
             raise WireError(f"loss_fn_config.{name}", value, "give a finite number")
     return {known[name]: float(value) for name, value in call.config.items()}
+
+
+def _check(call: GradientCall, loss: Mapping[str, Any]) -> None:
+    """Refuses settings that cannot be together; a service would tell of them in its own words."""
+    try:
+        TokenSumLossSpec.model_validate(loss)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise WireError("loss_fn_config", dict(call.config), why) from error
 
 
 def _inputs(call: GradientCall, targets: Sequence[Ints]) -> dict[str, list[npt.NDArray[Any]]]:

@@ -57,7 +57,7 @@ class AdamParams(Body):
     learning_rate: float = Field(default=1e-4, ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, ge=0)
+    eps: float = Field(default=1e-12, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip_norm: float = Field(default=0.0, ge=0)
 

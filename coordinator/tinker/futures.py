@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolemesh.coordinator.tinker.forms import WireError
+from rolemesh.coordinator.tinker.held_models import NoPlaceError
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Promises:
 
 def failure_of(error: BaseException) -> Failure:
     """What a client is told of an error of its work."""
-    if isinstance(error, WireError | InvalidRequestError | PreconditionError):
+    if isinstance(error, WireError | NoPlaceError | InvalidRequestError | PreconditionError):
         return Failure(str(error), "user")
     if not isinstance(error, RolemeshError):
         logger.error("work of a client failed", exc_info=error)

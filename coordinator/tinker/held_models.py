@@ -131,11 +131,34 @@ class HeldModels:
             self.by_id[model_id] = held
             return held
 
+    async def reload(self, held: HeldModel, shape: AdapterShape, start: Path | None) -> None:
+        """Has a model begin anew, with other weights in its place; see `create`.
+
+        Its later operations wait for their turns with `held`, whose parts are replaced.
+        """
+        async with self._opening:
+            # Snapshots of the old weights are none of the new ones.
+            version = held.trained.version + 1
+            await held.trained.close()
+            trained = self._new(
+                held.model_id, shape.section(start), seed=shape.seed, first_version=version
+            )
+            try:
+                await trained.open()
+            except BaseException:
+                self.by_id.pop(held.model_id, None)
+                raise
+            held.shape, held.trained = shape, trained
+            held.sampling = Sampling(trained, self._longest)
+
     async def unload(self, model_id: str) -> None:
         """Ends a model; what was saved of it stays."""
-        held = self.by_id.pop(model_id, None)
+        held = self.by_id.get(model_id)
         if held is not None:
-            await held.trained.close()
+            # Its place is free once it has ended, and not before.
+            async with self._opening:
+                self.by_id.pop(model_id, None)
+                await held.trained.close()
 
     async def sample(self, snapshot: Snapshot, call: SampleCall) -> SampleResult:
         """Samples of a snapshot.
@@ -147,25 +170,27 @@ class HeldModels:
         while True:
             held = self.by_id.get(snapshot.model_id)
             is_there = held is not None and held.trained.is_open
-            if held is None or not is_there or held.trained.version != snapshot.version:
-                break
+            if held is not None and is_there and held.trained.version == snapshot.version:
+                try:
+                    return await held.sampling.sample(call, snapshot.version)
+                except WeightsMovedError:
+                    continue
+            sampler = await self._sampler(snapshot)
+            sampler.users += 1
             try:
-                return await held.sampling.sample(call, snapshot.version)
+                return await sampler.sampling.sample(call, 0)
             except WeightsMovedError:
                 continue
-        sampler = await self._sampler(snapshot)
-        sampler.users += 1
-        try:
-            return await sampler.sampling.sample(call, 0)
-        finally:
-            sampler.users -= 1
-            sampler.used_at = time.monotonic()
+            finally:
+                sampler.users -= 1
+                sampler.used_at = time.monotonic()
 
     async def drop_sampler(self, folder: Path) -> None:
         """Gives a sampler's place free; samples that it is at are still drawn."""
-        sampler = self._samplers.pop(folder, None)
-        if sampler is not None:
-            await sampler.model.close()
+        async with self._opening:
+            sampler = self._samplers.pop(folder, None)
+            if sampler is not None:
+                await sampler.model.close()
 
     async def close(self) -> None:
         """Ends all of them."""
@@ -188,9 +213,16 @@ class HeldModels:
             self._samplers[snapshot.folder] = sampler
             return sampler
 
-    def _new(self, name: str, adapter: Mapping[str, Any], *, seed: int) -> TrainedModel:
-        spec = actor_spec(self._recipe, adapter)
-        return TrainedModel(self._place, f"tinker-{name}", spec, seed=seed)
+    def _new(
+        self, name: str, adapter: Mapping[str, Any], *, seed: int, first_version: int = 0
+    ) -> TrainedModel:
+        return TrainedModel(
+            self._place,
+            f"tinker-{name}",
+            actor_spec(self._recipe, adapter),
+            seed=seed,
+            first_version=first_version,
+        )
 
     async def _make_room(self) -> None:
         """Has a place be free."""

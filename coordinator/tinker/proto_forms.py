@@ -68,13 +68,7 @@ def read_gradient_call(body: bytes) -> GradientCall:
     Raises:
         WireError: the client did something wrong.
     """
-    message = tinker_pb2.TinkerForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError:
-        raise WireError(
-            "body", f"{len(body)} bytes", "send a ForwardBackwardRequest as protobuf"
-        ) from None
+    message = _parsed(body)
     _refuse_unknown("body", message)
     for name in ("model_id", "loss_fn"):
         if not getattr(message, name):
@@ -93,6 +87,23 @@ def read_gradient_call(body: bytes) -> GradientCall:
         config=_read_config(message),
         forward_only=message.forward_only,
     )
+
+
+def ids_of(body: bytes) -> tuple[str, int]:
+    """Model and number of a call that may be wrong otherwise; raises WireError where it is none."""
+    message = _parsed(body)
+    return message.model_id, message.seq_id
+
+
+def _parsed(body: bytes) -> tinker_pb2.TinkerForwardBackwardRequest:
+    message = tinker_pb2.TinkerForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise WireError(
+            "body", f"{len(body)} bytes", "send a ForwardBackwardRequest as protobuf"
+        ) from None
+    return message
 
 
 def write_gradient_result(result: GradientResult) -> bytes:

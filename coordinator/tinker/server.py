@@ -60,6 +60,7 @@ class TinkerServer:
         places: int,
         longest: int,
         most_rank: int,
+        session_s: float = SESSION_S,
     ) -> None:
         """Prepares.
 
@@ -71,6 +72,7 @@ class TinkerServer:
             places: Runs that the service takes.
             longest: Most tokens of a sequence.
             most_rank: Largest rank of an adapter.
+            session_s: How long a session lasts whose client is silent.
         """
         self.name = name
         self.longest = longest
@@ -79,6 +81,7 @@ class TinkerServer:
         self.store = WeightStore(folder)
         self.models = HeldModels(place, recipe, runs=places, longest=longest)
         self._most_rank = most_rank
+        self._session_s = session_s
         self._sessions: dict[str, Session] = {}
         self._watch: asyncio.Task[None] | None = None
 
@@ -107,7 +110,7 @@ class TinkerServer:
 
     def heard(self, owner: str, session_id: str) -> None:
         """Told that a client is there."""
-        self._session(owner, session_id).heard_at = time.monotonic()
+        self._session(owner, session_id)
 
     async def finish(self, owner: str, session_id: str) -> None:
         """Ends a session with its models; what was saved stays."""
@@ -124,9 +127,10 @@ class TinkerServer:
         model_id = f"{session.session_id}:train:{asked.model_seq_id}"
 
         async def work() -> dict[str, Any]:
-            await self.models.create(
+            held = await self.models.create(
                 model_id, session.session_id, owner, shape, metadata=asked.user_metadata
             )
+            await self._keep(held)
             return {"type": "create_model", "model_id": model_id}
 
         return self.promises.make(owner, work(), ("model", model_id))
@@ -136,8 +140,15 @@ class TinkerServer:
         held = self.models.by_id.get(model_id)
         if held is None or held.owner != owner:
             raise UnknownError(f"model {model_id!r}: there is none: create it, or load its weights")
+        self._session(owner, held.session_id)
         held.used_at = time.time()
         return held
+
+    async def refused(self, owner: str, model_id: str, seq_id: int) -> None:
+        """Told that a call of a model was refused, so that the next one does not wait for it."""
+        held = self.models.by_id.get(model_id)
+        if held is not None and held.owner == owner:
+            await held.turns.refused(seq_id)
 
     def unload(self, owner: str, model_id: str) -> str:
         """Promises the end of a model."""
@@ -182,7 +193,9 @@ class TinkerServer:
         session = self._session(owner, held.session_id)
         seq = asked.sampling_session_seq_id
         sampler_id = None if seq is None else f"{session.session_id}:sample:{seq}"
-        name = asked.path if asked.path is not None else f"sampler-{seq}"
+        # No name that a client would give.
+        unnamed = f"sampler-{session.session_id}-{seq}"
+        name = asked.path if asked.path is not None else unnamed
         saved = Saved(
             run=held.model_id,
             kind=asked.kind_of_weights,
@@ -196,15 +209,22 @@ class TinkerServer:
             user_metadata=asked.user_metadata or {},
             is_unnamed=sampler_id is not None,
         )
-        new = self.store.reserve(owner, saved, overwrite=asked.overwrite or sampler_id is not None)
+        self.store.check_name(saved)
 
         async def write() -> dict[str, Any]:
+            # In its turn: a save before it may have the name, and a call that was sent again is
+            # made once.
+            new = self.store.reserve(
+                owner, saved, overwrite=asked.overwrite or sampler_id is not None
+            )
             version = held.trained.version
             await held.trained.save(new, with_state=saved.kind == "weights")
             self.store.commit(owner, saved, new)
+            _, folder = self.store.find(owner, saved.path)
+            # One of weights that were written over.
+            await self.models.drop_sampler(folder)
             if sampler_id is None:
                 return {"type": asked.answer_type, "path": saved.path}
-            _, folder = self.store.find(owner, saved.path)
             session.snapshots[sampler_id] = Snapshot(
                 folder=folder,
                 shape=held.shape,
@@ -232,20 +252,15 @@ class TinkerServer:
             model_id = f"{session_id}:train:{asked.model_seq_id}"
 
         async def work() -> dict[str, Any]:
-            turns = None
+            start = None if asked.optimizer else folder / "adapter"
             if asked.model_id is not None:
-                turns = self.model(owner, asked.model_id).turns
-                await self.models.unload(model_id)
-            held = await self.models.create(
-                model_id,
-                session_id,
-                owner,
-                shape,
-                start=None if asked.optimizer else folder / "adapter",
-                metadata=saved.user_metadata,
-            )
-            if turns is not None:
-                held.turns = turns
+                held = self.model(owner, asked.model_id)
+                await self.models.reload(held, shape, start)
+            else:
+                held = await self.models.create(
+                    model_id, session_id, owner, shape, start=start, metadata=saved.user_metadata
+                )
+                await self._keep(held)
             if asked.optimizer:
                 await held.trained.load_state(folder)
             return {"type": "load_weights", "path": saved.path, "model_id": model_id}
@@ -328,7 +343,14 @@ class TinkerServer:
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
             raise UnknownError(f"session {session_id!r}: there is none, or it has ended")
+        session.heard_at = time.monotonic()
         return session
+
+    async def _keep(self, held: HeldModel) -> None:
+        """Ends a model again whose session ended while it was loaded."""
+        if held.session_id not in self._sessions:
+            await self.models.unload(held.model_id)
+            raise WireError("session_id", held.session_id, "it has ended: begin another one")
 
     async def _end(self, session_id: str) -> None:
         session = self._sessions.pop(session_id, None)
@@ -346,8 +368,8 @@ class TinkerServer:
 
     async def _end_silent(self) -> None:
         while True:
-            await asyncio.sleep(SESSION_S / 10)
-            old = time.monotonic() - SESSION_S
+            await asyncio.sleep(self._session_s / 10)
+            old = time.monotonic() - self._session_s
             for session in list(self._sessions.values()):
                 if session.heard_at < old:
                     await self._end(session.session_id)

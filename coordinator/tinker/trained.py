@@ -63,7 +63,13 @@ class TrainedModel:
     """
 
     def __init__(
-        self, place: ActorPlace, run_id: str, spec: Mapping[str, Any], *, seed: int = 0
+        self,
+        place: ActorPlace,
+        run_id: str,
+        spec: Mapping[str, Any],
+        *,
+        seed: int = 0,
+        first_version: int = 0,
     ) -> None:
         """Prepares; `open` loads.
 
@@ -72,21 +78,25 @@ class TrainedModel:
             run_id: The run's name at the service.
             spec: Section of the actor, with the adapter.
             seed: Of its draws.
+            first_version: What its versions are counted from.
         """
         self.run_id = run_id
         self.lock = asyncio.Lock()
         """Held while the weights must stay, or change."""
         self._place = place
+        self._address = place.address
+        """Of the process that has the run."""
         self._spec = dict(spec)
         self._seed = seed
+        self._first_version = first_version
         self._mesh: AsyncMesh | None = None
         self._progress = _Progress()
         self._draws = 0
 
     @property
     def version(self) -> int:
-        """Steps of the optimizer since the weights were loaded."""
-        return self._progress.version
+        """Number of the weights: grows with each step of the optimizer."""
+        return self._first_version + self._progress.version
 
     @property
     def is_open(self) -> bool:
@@ -133,7 +143,12 @@ class TrainedModel:
         """Log-probs of the targets, and the loss; adds the gradient unless forward_only."""
 
         async def work() -> GradientResult:
-            result = await self._gradient(batch, forward_only=forward_only)
+            try:
+                result = await self._gradient(batch, forward_only=forward_only)
+            except RolemeshError as error:
+                if not forward_only and not _is_loss(error):
+                    await self._accumulate_again()
+                raise
             if not forward_only:
                 self._progress.gradients.append(batch)
             return result
@@ -145,7 +160,13 @@ class TrainedModel:
         """Applies the gradients."""
 
         async def work() -> dict[str, float]:
-            update = await self.actor.optim_step(learning_rate=learning_rate, adamw=adamw)
+            try:
+                update = await self.actor.optim_step(learning_rate=learning_rate, adamw=adamw)
+            except RolemeshError as error:
+                if error.reason == "LOSS_NOT_FINITE":
+                    # The service has dropped them.
+                    self._progress.gradients.clear()
+                raise
             self.mesh.begin_step(self._progress.version + 1)
             await self.actor.save_cut()
             self._progress = _Progress(self._progress.version + 1)
@@ -198,16 +219,30 @@ class TrainedModel:
         if self._mesh is not None:
             await self._mesh.close()
         self._mesh = self._place.mesh(self.run_id)
+        self._address = self._place.address
         await self.actor.initialize(self._spec, self._seed)
 
     async def _recover(self) -> None:
         """Brings a new process to where the lost one was."""
-        await self._place.restored()
+        await self._place.restored(self._address)
         await self._initialized()
         progress = self._progress
         self.mesh.begin_step(progress.version)
         if progress.version:
             await self.actor.restore_cut(progress.version)
+        for batch in progress.gradients:
+            await self._gradient(batch, forward_only=False)
+
+    async def _accumulate_again(self) -> None:
+        """Has the service accumulate what came before a call that failed, which may be dropped."""
+        progress = self._progress
+        if not progress.gradients:
+            return
+        if progress.version:
+            await self.actor.restore_cut(progress.version)
+        else:
+            await self.actor.drain()
+            await self._initialized()
         for batch in progress.gradients:
             await self._gradient(batch, forward_only=False)
 

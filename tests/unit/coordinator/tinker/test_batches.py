@@ -151,6 +151,14 @@ REFUSED = {
         call(with_ratios(), loss="dro", beta=float("inf")),
         r"loss_fn_config\.beta: inf: give a finite number",
     ),
+    "bounds in the wrong order": (
+        call(with_ratios(), loss="ppo", clip_low_threshold=3.0),
+        r"loss_fn_config: \{'clip_low_threshold': 3.0\}: clip_low is 3.0 and clip_high 1.2: give a",
+    ),
+    "negative setting": (
+        call(with_ratios(), loss="dro", beta=-1.0),
+        r"loss_fn_config: \{'beta': -1.0\}: Input should be greater than 0",
+    ),
     "no targets": (call(datum([5], None)), f"{TARGETS}: none: give the tokens to score"),
     "too few targets": (call(datum([5, 6], [6])), rf"{TARGETS}: int64 \[1\]: .* shape \[2\]"),
     "three dimensions": (call(datum([5], [[[6]]])), rf"{TARGETS}: int64 \[1, 1, 1\]"),

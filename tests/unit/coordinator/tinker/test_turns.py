@@ -70,6 +70,33 @@ async def test_one_that_fails_lets_the_next_one_through() -> None:
     assert await later == 20
 
 
+async def test_numbers_of_refused_operations_are_passed_over() -> None:
+    turns, made = Turns(), Made()
+    waiting = begin(turns, made, 4)
+    await settled()
+    # Known before its turn, and in no order.
+    await turns.refused(3)
+    await settled()
+    assert made.order == []
+    await begin(turns, made, 1)
+    await turns.refused(2)
+    await waiting
+    await turns.refused(5)
+    await begin(turns, made, 6)
+    assert made.order == [1, 4, 6]
+
+
+async def test_an_operation_keeps_its_turn_where_another_of_its_number_is_refused() -> None:
+    turns, made = Turns(), Made()
+    second, third = begin(turns, made, 2), begin(turns, made, 3)
+    await settled()
+    await turns.refused(2)
+    await begin(turns, made, 1)
+    await turns.refused(1)
+    await asyncio.gather(second, third)
+    assert made.order == [1, 2, 3]
+
+
 async def test_one_without_a_number_waits_for_none() -> None:
     turns, made = Turns(), Made()
     later = begin(turns, made, 2)
@@ -97,3 +124,16 @@ async def test_they_may_begin_at_a_later_number() -> None:
     turns.begin_at(3)
     await begin(turns, made, 13)
     assert made.order == [11, 12, 13]
+
+
+async def test_none_is_the_first_while_others_are_there() -> None:
+    turns, made = Turns(), Made()
+    first, third = begin(turns, made, 1), begin(turns, made, 3)
+    await asyncio.sleep(0)
+    turns.begin_at(4)
+    fourth = begin(turns, made, 4)
+    await settled()
+    assert made.order == [1]
+    await begin(turns, made, 2)
+    await asyncio.gather(first, third, fourth)
+    assert made.order == [1, 2, 3, 4]
