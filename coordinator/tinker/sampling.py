@@ -211,13 +211,21 @@ class Sampling:
             self._check(version)
             found = await self._model.making(work)
         logprobs = np.concatenate([first, found["scores"].values.astype(np.float32)])
+        # Clients refuse log-probs of tokens that they have said they would not read.
+        last = call.prompt_logprobs_last_n
+        num_unread = 0 if last is None else len(logprobs) - last
+        logprobs[:num_unread] = np.nan
         if not top_k:
             return logprobs, None
-        empty = _empty_topk(1, top_k)
+        empty = _empty_topk(max(1, num_unread), top_k)
         assert empty is not None
+        skipped = len(empty.token_ids) - 1
+        ids, scores = (
+            found[name].values.reshape(-1, top_k)[skipped:]
+            for name in ("scores_top_ids", "scores_top")
+        )
         return logprobs, TopkLogprobs(
-            np.concatenate([empty.token_ids, found["scores_top_ids"].values.reshape(-1, top_k)]),
-            np.concatenate([empty.logprobs, found["scores_top"].values.reshape(-1, top_k)]),
+            np.concatenate([empty.token_ids, ids]), np.concatenate([empty.logprobs, scores])
         )
 
     def _check(self, version: int) -> None:
