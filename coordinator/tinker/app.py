@@ -127,6 +127,8 @@ class _Routes:
             Route(f"/{path}", self._answered(one), methods=[method])
             for method, path, one in checkpoint_routes(self._server)
         ]
+        others = ["GET", "POST", "PUT", "DELETE"]
+        made.append(Route("/{path:path}", self._answered(self._unserved), methods=others))
         return made
 
     def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -138,7 +140,8 @@ class _Routes:
                 await self._pass_turn(request, owner)
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"]))
-                return _error(400, f"{where}: {first['msg']}" if where else first["msg"])
+                text = first["msg"].removeprefix("Value error, ")
+                return _error(400, f"{where}: {text}" if where else text)
             except tuple(_STATUS) as error:
                 if _STATUS[type(error)] in (400, 404):
                     await self._pass_turn(request, owner)
@@ -150,6 +153,12 @@ class _Routes:
         """Lets the call of a model through that follows one that is refused for good."""
         if request.url.path.rpartition("/")[2] in _ORDERED and (ids := _ids(request)) is not None:
             await self._server.refused(owner, *ids)
+
+    async def _unserved(self, request: Request, owner: str) -> Response:
+        what = f"{request.method} {request.url.path}"
+        return _error(
+            404, f"{what}: this server does not serve it; docs/tinker.md has what it does"
+        )
 
     # --- the client itself ---
 
