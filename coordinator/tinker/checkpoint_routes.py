@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,6 +14,7 @@ from rolemesh.coordinator.tinker.bodies import Ttl
 from rolemesh.coordinator.tinker.server import TinkerServer, UnknownError
 from rolemesh.coordinator.tinker.store import Saved, iso_time
 
+T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 MOST_LISTED = 1000
@@ -40,14 +41,8 @@ class _CheckpointRoutes:
 
     async def runs(self, request: Request, owner: str) -> Response:
         """Models of an owner that are there or have saved weights."""
-        limit, offset = (
-            _count(request, name, usual) for name, usual in (("limit", 20), ("offset", 0))
-        )
-        names = self._names(owner)
-        found = [
-            self._run(owner, name) for name in names[offset : offset + min(limit, MOST_LISTED)]
-        ]
-        cursor = {"offset": offset, "limit": limit, "total_count": len(names)}
+        names, cursor = _page(request, self._names(owner), usual=20)
+        found = [self._run(owner, name) for name in names]
         return JSONResponse({"training_runs": found, "cursor": cursor})
 
     async def run(self, request: Request, owner: str) -> Response:
@@ -59,11 +54,13 @@ class _CheckpointRoutes:
 
     async def of_run(self, request: Request, owner: str) -> Response:
         """Saved weights of one."""
-        return self._listed(owner, request.path_params["run"])
+        found = list(self._server.store.of(owner, request.path_params["run"]))
+        return JSONResponse({"checkpoints": _messages(found[:MOST_LISTED])})
 
     async def every(self, request: Request, owner: str) -> Response:
         """Saved weights of all."""
-        return self._listed(owner, None)
+        found, cursor = _page(request, list(self._server.store.of(owner)), usual=100)
+        return JSONResponse({"checkpoints": _messages(found), "cursor": cursor})
 
     async def remove(self, request: Request, owner: str) -> Response:
         """Removes weights."""
@@ -85,12 +82,6 @@ class _CheckpointRoutes:
             return Response(status_code=204)
 
         return handler
-
-    def _listed(self, owner: str, run: str | None) -> Response:
-        found = [
-            saved.message(_bytes(folder)) for saved, folder in self._server.store.of(owner, run)
-        ]
-        return JSONResponse({"checkpoints": found[:MOST_LISTED]})
 
     def _names(self, owner: str) -> list[str]:
         held = [one.model_id for one in self._server.models.by_id.values() if one.owner == owner]
@@ -127,6 +118,17 @@ def _message(saved: Saved | None) -> dict[str, Any] | None:
 def _path(request: Request) -> str:
     parts = request.path_params
     return f"tinker://{parts['run']}/{parts['kind']}/{parts['name']}"
+
+
+def _messages(found: Iterable[tuple[Saved, Path]]) -> list[dict[str, Any]]:
+    return [saved.message(_bytes(folder)) for saved, folder in found]
+
+
+def _page(request: Request, found: list[T], *, usual: int) -> tuple[list[T], dict[str, int]]:
+    """Those that a request asks for, and its cursor; `usual` is its limit where it has none."""
+    limit, offset = _count(request, "limit", usual), _count(request, "offset", 0)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+    return found[offset : offset + min(limit, MOST_LISTED)], cursor
 
 
 def _count(request: Request, name: str, usual: int) -> int:

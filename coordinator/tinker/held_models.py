@@ -20,6 +20,9 @@ from rolemesh.coordinator.tinker.turns import Turns
 _BASE = AdapterShape(rank=1, seed=0)
 """An adapter that was never trained adds nothing: it samples as the base does."""
 
+_FIRST_SAMPLER = 2**19
+"""Seeds of samplers' draws count from here, so that a sampler draws as no other and no model."""
+
 
 class NoPlaceError(RuntimeError):
     """All places of the service are taken."""
@@ -207,7 +210,8 @@ class HeldModels:
             section = snapshot.shape.section(
                 None if snapshot.folder is None else snapshot.folder / "adapter"
             )
-            model = self._new(f"sampler-{next(self._numbers)}", section, seed=0)
+            number = next(self._numbers)
+            model = self._new(f"sampler-{number}", section, seed=_FIRST_SAMPLER + number)
             await model.open()
             sampler = _Sampler(model, Sampling(model, self._longest), used_at=time.monotonic())
             self._samplers[snapshot.folder] = sampler

@@ -66,6 +66,7 @@ class Saved:
             "size_bytes": num_bytes,
             "public": self.is_public,
             "expires_at": None if self.expires_at is None else iso_time(self.expires_at),
+            "user_metadata": dict(self.user_metadata) or None,
         }
 
 

@@ -77,7 +77,7 @@ class TrainedModel:
             place: Of the service.
             run_id: The run's name at the service.
             spec: Section of the actor, with the adapter.
-            seed: Of its draws.
+            seed: Of its draws that have none of a client's.
             first_version: What its versions are counted from.
         """
         self.run_id = run_id
@@ -87,11 +87,11 @@ class TrainedModel:
         self._address = place.address
         """Of the process that has the run."""
         self._spec = dict(spec)
-        self._seed = seed
         self._first_version = first_version
         self._mesh: AsyncMesh | None = None
         self._progress = _Progress()
-        self._draws = 0
+        # What a client's seed draws depends on the weights alone; other draws differ by model.
+        self._draws = seed % 2**20 * 2**40
 
     @property
     def version(self) -> int:
@@ -220,7 +220,7 @@ class TrainedModel:
             await self._mesh.close()
         self._mesh = self._place.mesh(self.run_id)
         self._address = self._place.address
-        await self.actor.initialize(self._spec, self._seed)
+        await self.actor.initialize(self._spec, 0)
 
     async def _recover(self) -> None:
         """Brings a new process to where the lost one was."""

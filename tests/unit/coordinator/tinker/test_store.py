@@ -251,6 +251,7 @@ def test_weights_are_told_as_clients_read_them() -> None:
         "size_bytes": 17,
         "public": False,
         "expires_at": "1970-01-02T00:00:00Z",
+        "user_metadata": None,
     }
     assert saved().message(0)["checkpoint_type"] == "training"
     assert saved().message(0)["expires_at"] is None
