@@ -1,0 +1,274 @@
+"""Places, owners, saved weights and sessions of a server of Tinker's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from support.tinker_servers import (
+    LONGEST,
+    MOST_RANK,
+    NAME,
+    TinkerClient,
+    TinkerModel,
+    TinkerWorld,
+    datum,
+    refusal,
+    tinker_world,
+)
+
+from rolemesh.coordinator.tinker.app import make_app
+from rolemesh.coordinator.tinker.keys import Keys
+from rolemesh.coordinator.tinker.server import TinkerServer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PLACES = 3
+TOKENS = [5, 6, 7, 8]
+ANN, BOB = "tml-" + "a" * 16, "tml-" + "b" * 16
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerWorld]:
+    async with tinker_world(tmp_path_factory.mktemp("tinker"), places=PLACES) as world:
+        yield world
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
+    async with world.client() as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def ann(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
+    async with world.client(owners_app(world), ANN) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def bob(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
+    async with world.client(owners_app(world), BOB) as client:
+        yield client
+
+
+def owners_app(world: TinkerWorld) -> Any:
+    return make_app(world.server, Keys({ANN: "ann", BOB: "bob"}))
+
+
+async def test_no_more_models_are_held_than_there_are_places(client: TinkerClient) -> None:
+    models = [await client.create() for _ in range(PLACES)]
+    with refusal("user", rf"all {PLACES} places are taken by .* unload"):
+        await client.create()
+    with refusal("user", f"all {PLACES} places are taken"):
+        await client.sample(await client.sampler(base_model=NAME), TOKENS)
+    # A model that samples its own weights needs no other place.
+    await client.sample(await models[0].sampler(), TOKENS)
+    await models[1].unload()
+    await client.sample(await client.sampler(base_model=NAME), TOKENS)
+    # That sampler gives way to a model.
+    other = await client.create()
+    assert (await other.forward([datum(TOKENS)]))["metrics"]
+
+
+async def test_a_place_is_free_once_its_model_has_ended(client: TinkerClient) -> None:
+    models = [await client.create() for _ in range(PLACES)]
+    created, *_ = await asyncio.gather(
+        client.create(), *(model.unload() for model in models), return_exceptions=True
+    )
+    # Whichever came first: the place is there, or all of them are taken.
+    assert isinstance(created, TinkerModel) or "places are taken" in str(created)
+    for _ in range(PLACES - 1):
+        await client.create()
+
+
+# --- owners --------------------------------------------------------------------------------
+
+
+async def test_without_a_key_of_somebody_nothing_is_served(world: TinkerWorld) -> None:
+    for key in ("", "tml-" + "c" * 16):
+        async with world.client(owners_app(world), key) as nobody:
+            for route, method in (("create_session", "POST"), ("healthz", "GET")):
+                with refusal(401, "this API key is nobody's here"):
+                    await nobody.call(route, method=method)
+
+
+async def test_what_is_anothers_is_not_there(ann: TinkerClient, bob: TinkerClient) -> None:
+    model = await ann.create()
+    path, sampler = await model.save("mine"), await model.sampler()
+    promised = await ann.call("forward", model.gradient_body([datum(TOKENS)], forward_only=True))
+    await bob.begin()
+    theirs = TinkerModel(bob, model.model_id)
+    loading = {"session_id": bob.session_id, "model_seq_id": 0, "path": path}
+    creating = {"base_model": NAME, "lora_config": {"rank": 1}, "model_seq_id": 5}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("forward_backward", theirs.gradient_body([datum(TOKENS)])),
+        ("optim_step", theirs.numbered(adam_params={})),
+        ("save_weights", theirs.numbered(path="theirs")),
+        ("load_weights", theirs.numbered(path=path)),
+        ("load_weights", loading),
+        ("get_info", {"model_id": model.model_id}),
+        ("unload_model", {"model_id": model.model_id}),
+        ("create_model", {**creating, "session_id": ann.session_id}),
+        ("weights_info", {"tinker_path": path}),
+        ("asample", bob.sample_body(sampler, TOKENS)),
+        (f"sessions/{ann.session_id}/finish", {}),
+    ]
+    for route, body in calls:
+        with refusal(404):
+            await bob.call(route, body)
+    for found in ("retrieve_future", "session_heartbeat"):
+        body = {"request_id": promised["request_id"], "session_id": ann.session_id}
+        with refusal(410):
+            await bob.call(found, body)
+    with refusal(404):
+        await bob.call(f"samplers/{sampler}", method="GET")
+    # Nothing of it has changed for its owner, whose calls go on at the next number.
+    await ann.result(promised)
+    await model.gradient([datum(TOKENS)])
+    await model.step()
+
+
+async def test_saved_weights_are_published_and_withdrawn(
+    ann: TinkerClient, bob: TinkerClient
+) -> None:
+    model = await ann.create(rank=3)
+    path = await model.save("shared")
+    route = f"training_runs/{model.model_id}/checkpoints/weights/shared"
+    with refusal(404):
+        await bob.call(f"{route}/publish")
+    await ann.call(f"{route}/publish")
+    assert (await bob.call("weights_info", {"tinker_path": path}))["lora_rank"] == 3
+    loaded = await bob.load(path, optimizer=True)
+    assert await loaded.forward([datum(TOKENS)]) == await model.forward([datum(TOKENS)])
+    for call, method in ((route, "DELETE"), (f"{route}/publish", "DELETE")):
+        with refusal(404, "another owner's"):
+            await bob.call(call, method=method)
+    # Its own list does not have them.
+    assert (await bob.call("checkpoints", method="GET"))["checkpoints"] == []
+    await ann.call(f"{route}/publish", method="DELETE")
+    with refusal(404):
+        await bob.call("weights_info", {"tinker_path": path})
+
+
+async def test_saved_weights_are_listed_kept_for_a_while_and_removed(ann: TinkerClient) -> None:
+    model = await ann.create(rank=3)
+    paths = [
+        await model.save("a", user_metadata={"note": "first"}),
+        await model.save("b", for_sampler=True, ttl_seconds=3600),
+    ]
+    await model.sampler()  # not listed: it has no name
+    run = f"training_runs/{model.model_id}"
+    listed = (await ann.call(f"{run}/checkpoints", method="GET"))["checkpoints"]
+    assert sorted(one["tinker_path"] for one in listed) == sorted(paths)
+    b, a = sorted(listed, key=lambda one: str(one["checkpoint_id"]))
+    assert (b["checkpoint_id"], a["checkpoint_id"]) == ("sampler_weights/b", "weights/a")
+    assert (b["checkpoint_type"], a["checkpoint_type"]) == ("sampler", "training")
+    assert (a["expires_at"], a["public"]) == (None, False)
+    assert a["time"] < b["expires_at"]
+    assert a["size_bytes"] > b["size_bytes"] > 1000
+    told = await ann.call(run, method="GET")
+    assert (told["base_model"], told["lora_rank"], told["model_owner"]) == (NAME, 3, "ann")
+    assert told["last_checkpoint"]["tinker_path"] == paths[0]
+    assert told["last_sampler_checkpoint"]["tinker_path"] == paths[1]
+    every = await ann.call("training_runs?limit=1", method="GET")
+    assert len(every["training_runs"]) == 1 <= every["cursor"]["total_count"]
+
+    with refusal(400):
+        await ann.call(f"{run}/checkpoints/weights/a/ttl", {"ttl_seconds": -1}, method="PUT")
+    await ann.call(f"{run}/checkpoints/weights/a/ttl", {"ttl_seconds": 0.01}, method="PUT")
+    await asyncio.sleep(0.02)
+    await ann.call(f"{run}/checkpoints/sampler_weights/b", method="DELETE")
+    assert (await ann.call(f"{run}/checkpoints", method="GET"))["checkpoints"] == []
+    for call in (
+        ann.load(paths[0], optimizer=True),
+        ann.sampler(model_path=paths[1]),
+        ann.call(f"{run}/checkpoints/sampler_weights/b", method="DELETE"),
+        ann.call(f"{run}/checkpoints/other/b", method="DELETE"),
+    ):
+        with refusal(404, "no such weights"):
+            await call
+    # The names are free again.
+    await model.save("a")
+
+
+# --- ends of sessions ----------------------------------------------------------------------
+
+
+async def test_a_session_that_is_finished_leaves_nothing(client: TinkerClient) -> None:
+    models = [await client.create() for _ in range(PLACES)]
+    path = await models[0].save("kept")
+    session_id = client.session_id
+    await client.finish()
+    with refusal(404):
+        await models[0].forward([datum(TOKENS)])
+    with refusal(410):
+        await client.call("session_heartbeat", {"session_id": session_id})
+    for _ in range(PLACES - 1):
+        await client.create()
+    # What was saved stays.
+    assert (await client.load(path, optimizer=True)).model_id.startswith(client.session_id)
+
+
+async def test_a_model_whose_session_ends_meanwhile_holds_no_place(client: TinkerClient) -> None:
+    async def create() -> Any:
+        return await client.call(
+            "create_model",
+            {
+                "session_id": await client.begin(),
+                "model_seq_id": 0,
+                "base_model": NAME,
+                "lora_config": {"rank": 1},
+            },
+        )
+
+    promised = await create()
+    await client.finish()
+    with refusal("user", "session_id: .*has ended"):
+        await client.result(promised)
+    for _ in range(PLACES):
+        await client.create()
+
+
+async def test_a_session_of_a_silent_client_ends(world: TinkerWorld) -> None:
+    silence_s = 1.5
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(server_of(world, session_s=silence_s))
+        app = make_app(server, Keys())
+        client = await stack.enter_async_context(world.client(app))
+        silent = await stack.enter_async_context(world.client(app))
+        heard, model = await client.create(), await silent.create()
+
+        async def wait_for(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(30):
+                while not condition():
+                    await client.call("session_heartbeat", {"session_id": client.session_id})
+                    await asyncio.sleep(0.05)
+
+        await wait_for(lambda: model.model_id not in server.models.by_id)
+        with refusal(404):
+            await model.forward([datum(TOKENS)])
+        silent.session_id = ""
+        # Calls of its models keep a session, too.
+        async with asyncio.timeout(30):
+            for _ in range(20):
+                await heard.forward([datum(TOKENS)])
+                await asyncio.sleep(silence_s / 10)
+
+
+def server_of(world: TinkerWorld, *, session_s: float) -> TinkerServer:
+    """Another server on the same service."""
+    return TinkerServer(
+        world.place,
+        world.recipe,
+        world.folder / "other",
+        name=NAME,
+        places=PLACES,
+        longest=LONGEST,
+        most_rank=MOST_RANK,
+        session_s=session_s,
+    )
