@@ -14,12 +14,8 @@ from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, UnmaskedReader
 from rolemesh.engine.algorithms.ragged import loss_mask_of, row_sum_of_each, unmasked_per_row
 from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.specs.token_sums import (
-    RATIO_MASK,
-    TARGET_IDS,
-    TOKEN_WEIGHTS,
-    TokenSumLossSpec,
-)
+from rolemesh.engine.specs.columns import RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
+from rolemesh.engine.specs.token_sums import TokenSumLossSpec
 
 
 @loss_for(TokenSumLossSpec)

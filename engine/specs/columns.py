@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
+from rolemesh.engine.layout.payload import MAX_WIDTH as MAX_WIDTH
+
 
 class ColumnType(NamedTuple):
     """How the values of a column relate to rows, and what they are."""
@@ -116,6 +118,15 @@ def teacher_voices(number: int, column: str = TEACHER_LOGPROBS) -> tuple[str, ..
     """
     return (column, *(f"{column}_{voice}" for voice in range(2, number + 1)))
 
+
+TARGET_IDS: Final = "target_ids"
+"""Token ids of a caller to score at each place, int32 of width K, beside the row's next token."""
+
+TOKEN_WEIGHTS: Final = "token_weights"
+"""What each scored token counts for, float32, of the same width."""
+
+RATIO_MASK: Final = "sequence_ratio_mask"
+"""What a token counts for in the ratio of its row, float32, >= 0."""
 
 IS_JUDGED: Final = "is_judged"
 """False in the rows that no reward could be had for, which the step leaves out. A batch without the

@@ -6,17 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.specs.base import PartSpec
-
-TARGET_IDS = "target_ids"
-"""Token ids to score at each place, int32 of width K, in the place of the row's next token."""
-
-TOKEN_WEIGHTS = "token_weights"
-"""What each of them counts for, float32, of the same width."""
-
-RATIO_MASK = "sequence_ratio_mask"
-"""What a token counts for in the ratio of its row, float32, >= 0."""
+from rolemesh.engine.specs.columns import MAX_WIDTH, RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
 
 TokenSumForm = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro"]
 

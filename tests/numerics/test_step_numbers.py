@@ -18,7 +18,7 @@ from rolemesh.engine.specs import (
     OptimizerSpec,
     TokenSumLossSpec,
 )
-from rolemesh.engine.specs.token_sums import TARGET_IDS, TOKEN_WEIGHTS
+from rolemesh.engine.specs.columns import TARGET_IDS, TOKEN_WEIGHTS
 from rolemesh.engine.train.trainer import Trainer
 
 STEPS = (

@@ -13,7 +13,7 @@ from support.ragged_batches import mixed_masks, random_batch
 from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import TokenSumLossSpec
-from rolemesh.engine.specs.token_sums import RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
+from rolemesh.engine.specs.columns import RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
 
 FORMS: dict[str, dict[str, Any]] = {
     "cross_entropy": {},
