@@ -86,7 +86,12 @@ async def scores_of(
     return columns[name].rows()
 
 
-def _expect_close(first: Scores, second: Scores, *, sent: str, remedy: str) -> None:
+def expect_close(first: Scores, second: Scores, *, sent: str, remedy: str) -> None:
+    """Raises BrokenContractError where two computations of the same numbers differ.
+
+    Raises:
+        NotApplicableError: Nothing can be told from the numbers.
+    """
     one, other = np.concatenate(first), np.concatenate(second)
     if len(one) != len(other) or not (np.isfinite(one).all() and np.isfinite(other).all()):
         raise NotApplicableError("the numbers are not finite, or too few: see the other checks")
@@ -173,7 +178,7 @@ async def deterministic(subject: Subject) -> None:
     """Two keys give the same numbers, so dropout, for example, is off."""
     samples = ordinary_samples()
     first, again = [await scores_of(subject, samples) for _ in range(2)]
-    _expect_close(
+    expect_close(
         first,
         again,
         sent="the same rows under two keys",
@@ -197,7 +202,7 @@ async def causal(subject: Subject) -> None:
     first, other = [await scores_of(subject, rows) for rows in (samples, changed)]
     if subject.role != "critic":
         first, other = ([row[:-1] for row in rows] for rows in (first, other))
-    _expect_close(
+    expect_close(
         first,
         other,
         sent="rows, then the same with another last token",
@@ -223,7 +228,7 @@ async def cut(subject: Subject) -> None:
         for one in samples
     ]
     first, other = [await scores_of(subject, rows) for rows in (samples, later)]
-    _expect_close(
+    expect_close(
         [row[1:] for row in first],
         other,
         sent="rows, then the same with the prompt one token longer",
@@ -241,7 +246,7 @@ async def independent(subject: Subject) -> None:
     samples = ordinary_samples()
     together = await scores_of(subject, samples)
     alone = [(await scores_of(subject, [sample]))[0] for sample in samples]
-    _expect_close(
+    expect_close(
         together,
         alone,
         sent="seven rows together, then each alone",

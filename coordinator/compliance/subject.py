@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.result_call import ResultCall
 from rolemesh.rpc.service_client import ServiceClient
-from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, worker_pb2
+from rolemesh.v1 import experience_pb2, logprob_pb2, operation_pb2, rollout_pb2, worker_pb2
 
 EPOCH = 2
 """Epoch of the suite's run. It is not the first one, so that an older one can be refused."""
@@ -202,6 +202,7 @@ class Subject:
         temperature: float = 1.0,
         with_entropy: bool = False,
         top_k: int = 0,
+        route: logprob_pb2.RowRoute | None = None,
     ) -> ResultCall[experience_pb2.ExperienceResult]:
         """Calls ComputeLogprobs with "scores" as the name of the column."""
         return self.client.compute_logprobs(
@@ -211,6 +212,7 @@ class Subject:
             temperature=temperature,
             with_entropy=with_entropy,
             top_k=top_k,
+            route=route,
         )
 
     def consume(self, ref: experience_pb2.ExperienceRef, **options: Any) -> ResultCall[Any]:
@@ -281,10 +283,15 @@ class Subject:
             came = describe_error(error)
         raise BrokenContractError(sent=sent, came=came, remedy=f"{why}: {refusal}")
 
-    async def rows(self, ref: experience_pb2.ExperienceRef, columns: Sequence[str] = ()) -> Columns:
-        """Fetches columns of a reference from their holders; without names, all columns."""
+    async def rows(
+        self,
+        ref: experience_pb2.ExperienceRef,
+        columns: Sequence[str] = (),
+        rows: Iterable[int] | None = None,
+    ) -> Columns:
+        """Fetches columns of a reference from their holders; without names all, of all rows."""
         async with asyncio.timeout(self.timeout_s):
-            return await fetch_columns(self.producer.channel, ref, columns)
+            return await fetch_columns(self.producer.channel, ref, columns, rows)
 
     def schema(self) -> Mapping[str, Any]:
         """JSON Schema of the spec; empty when it takes none."""

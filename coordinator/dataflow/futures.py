@@ -11,7 +11,12 @@ from typing import Any, Protocol, Self
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.rpc.notes import bounded
-from rolemesh.rpc.references import concat_references, join_parts, join_references
+from rolemesh.rpc.references import (
+    by_column,
+    concat_references,
+    join_parts,
+    join_references,
+)
 from rolemesh.v1 import experience_pb2
 
 
@@ -241,7 +246,10 @@ class SharedCall(CallFuture):
         """
         blocks = range(self.num_blocks) if block is None else (block,)
         return concat_references(
-            [join_parts([await call.result(one, remakes) for call in self.calls]) for one in blocks]
+            [
+                join_parts([by_column(await call.result(one, remakes)) for call in self.calls])
+                for one in blocks
+            ]
         )
 
 

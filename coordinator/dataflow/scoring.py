@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from google.protobuf.message import Message
+
+from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind, SharedCall
 from rolemesh.coordinator.dataflow.role_calls import RoleHandle, ServiceNodes
 from rolemesh.coordinator.recipe.role_names import kind_of, teacher_role
@@ -14,7 +17,9 @@ from rolemesh.engine.specs.columns import (
     top_ids_column,
     weights_column,
 )
-from rolemesh.v1 import logprob_pb2
+from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.rpc.service_client import ServiceClient
+from rolemesh.v1 import experience_pb2, logprob_pb2, operation_pb2
 
 
 def compute_logprobs(
@@ -73,11 +78,14 @@ def _scored(
     needs, makes = dropping(handle)
     top = (top_ids_column(column), top_column(column)) if top_k else ()
     weights = (weights_column(column),) if route is not None and route.with_weights else ()
-    return ServiceNodes(context, *context.services_of_player(player)).node(
-        NodeKind.INFER,
-        # Named apart from what an actor scores for itself.
-        f"compute_{kind_of(player)}_logprobs" if is_served_by_actor else "compute_logprobs",
-        lambda client, key, ref, on_progress: client.compute_logprobs(
+
+    async def call(
+        client: ServiceClient,
+        key: operation_pb2.OperationKey,
+        ref: experience_pb2.ExperienceRef,
+        on_progress: ProgressCallback,
+    ) -> Message:
+        result: experience_pb2.ExperienceResult = await client.compute_logprobs(
             key,
             ref,
             column,
@@ -86,7 +94,20 @@ def _scored(
             top_k=top_k,
             as_teacher=is_told,
             route=route,
-        ).result(on_progress),
+        ).result(on_progress)
+        if route is not None and not result.is_part:
+            raise RunError(
+                f"step {context.step}: the {player} was asked for its own rows and answered for "
+                "all (is_part is false): a service that is one of several teachers must keep "
+                "ComputeLogprobsRequest.route; see `rolemesh compliance --role teacher`"
+            )
+        return result
+
+    return ServiceNodes(context, *context.services_of_player(player)).node(
+        NodeKind.INFER,
+        # Named apart from what an actor scores for itself.
+        f"compute_{kind_of(player)}_logprobs" if is_served_by_actor else "compute_logprobs",
+        call,
         experience.select((*INPUT_COLUMNS, *told, *needs), uses=(IS_JUDGED,) if needs else ()),
         (column, *top, *weights, *makes),
     )

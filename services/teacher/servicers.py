@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import grpc
 from google.protobuf.message import Message
 
+from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ReferenceSpec, TeacherSpec
 from rolemesh.engine.specs.columns import IS_JUDGED
@@ -124,6 +125,8 @@ def _check_asked(request: logprob_pb2.ComputeLogprobsRequest) -> None:
             "log-probs at temperature 1 alone: set algorithm.sampling.temperature to 1, or give "
             "teacher.model in place of teacher.server"
         )
+    elif not 0 <= request.top_k <= MAX_WIDTH:
+        wrong = f"top_k is {request.top_k}: give 0 to {MAX_WIDTH}"
     for field in ("with_entropy", "without_adapter", "as_teacher"):
         if not getattr(request, field):
             continue

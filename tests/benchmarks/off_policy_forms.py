@@ -79,6 +79,9 @@ def main() -> None:
             for form in given.forms:
                 out = Path(folder) / f"{given.forms.index(form)}-{seed}"
                 runs[form].append(run(form, seed, given.staleness, given.steps, out))
+                # It takes an hour: what there is so far is told.
+                told = {"form": form, "seed": seed, **runs[form][-1]}
+                print(json.dumps(told), file=sys.stderr, flush=True)
                 shutil.rmtree(out)
     print(
         json.dumps(

@@ -19,7 +19,7 @@ from support.mesh_runs import tiny_recipe
 from support.rollout_services import process_of
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
-ROLES = ("reward", "cost", "reference", "critic", "actor", "rollout")
+ROLES = ("reward", "cost", "reference", "teacher", "critic", "actor", "rollout")
 
 SAYS_NOTHING = {
     "reward": {"reward.reference-refused"},
@@ -38,6 +38,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return {
         **recipe,
         "cost": recipe["reward"],
+        "teacher": recipe["reference"],
         "critic": {**recipe["critic"], "model": {"path": str(head), "compute_dtype": "float32"}},
         "rollout": {
             "model": {"path": actor["model"]["path"]},

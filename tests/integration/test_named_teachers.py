@@ -32,6 +32,7 @@ from rolemesh.engine.specs.columns import (
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.runtime.calls.runtime import Runtime
+from rolemesh.services.runtime.servicers.routed_rows import RoutedRows
 from rolemesh.services.teacher.servicers import TeacherRole
 
 TOP_K = 3
@@ -273,3 +274,17 @@ async def test_a_row_without_a_teacher_ends_the_run_by_its_name(
     route = {"by": "metadata.domain", "to": {"math": "one", "code": "two", "both": "one"}}
     with pytest.raises(RunError, match=r"has 'law' as its metadata\.domain, and teacher\.route"):
         await services.train(services.recipe(**changes(services, folders, route)))
+
+
+async def test_a_service_that_ignores_the_route_is_named(
+    services: LastingServices, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = RoutedRows.of
+
+    async def deaf(runtime: Runtime, request: Any, call: Any) -> RoutedRows:
+        request.ClearField("route")
+        return await of(runtime, request, call)
+
+    monkeypatch.setattr(RoutedRows, "of", deaf)
+    with pytest.raises(RunError, match=r"the teacher-(one|two) was asked for its own rows and"):
+        await services.train(services.recipe(**changes(services, folders, ROUTE)))

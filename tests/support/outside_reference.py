@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,9 @@ DTYPES = {
     torch.float32: tensor_pb2.DATA_TYPE_FLOAT32,
     torch.int32: tensor_pb2.DATA_TYPE_INT32,
 }
+READ = {tensor_pb2.DATA_TYPE_INT64: torch.int64, tensor_pb2.DATA_TYPE_UINT8: torch.uint8}
 Rows = list[torch.Tensor]
-"""Of a column: one number a token, [T], or k of them, [T, k]."""
+"""Of a column: one number a token, [T], or k of them, [T, k]; one a row, []."""
 
 
 class Refusal(Exception):
@@ -116,27 +117,26 @@ class State:
         if self.is_asleep:
             raise Refusal(failed, "ASLEEP", "call Wake first")
 
-    def publish(self, key: Any, columns: dict[str, Rows]) -> experience_pb2.ExperienceRef:
+    def publish(
+        self, key: Any, columns: dict[str, Rows], rows: Sequence[int], num_rows: int
+    ) -> experience_pb2.ExperienceRef:
+        """Holds columns over some rows of a batch of num_rows."""
+        ref = experience_pb2.ExperienceRef(run_id=key.run_id, step=key.step, num_rows=num_rows)
+        if not rows:
+            return ref
         experience_id = f"outside-{next(self._number)}"
         self.held[experience_id] = columns
-        num_rows = len(next(iter(columns.values())))
         shard = experience_pb2.Shard(
             experience_id=experience_id,
-            num_rows=num_rows,
+            row_start=rows[0],
+            num_rows=len(rows),
+            rows=rows,
             address=self.address,
             role=self.role,
             num_bytes=num_bytes(columns),
         )
-        return experience_pb2.ExperienceRef(
-            run_id=key.run_id,
-            step=key.step,
-            num_rows=num_rows,
-            groups=[
-                experience_pb2.ColumnGroup(
-                    columns=[schema(name, rows) for name, rows in columns.items()], shards=[shard]
-                )
-            ],
-        )
+        ref.groups.add(columns=[schema(name, of) for name, of in columns.items()], shards=[shard])
+        return ref
 
 
 def num_bytes(columns: dict[str, Rows]) -> int:
@@ -144,9 +144,10 @@ def num_bytes(columns: dict[str, Rows]) -> int:
 
 
 def schema(name: str, rows: Rows) -> experience_pb2.ColumnSchema:
+    is_row = rows[0].dim() == 0
     return experience_pb2.ColumnSchema(
         name=name,
-        kind=experience_pb2.COLUMN_KIND_COMPLETION,
+        kind=experience_pb2.COLUMN_KIND_ROW if is_row else experience_pb2.COLUMN_KIND_COMPLETION,
         dtype=DTYPES[rows[0].dtype],
         width=rows[0].shape[1] if rows[0].dim() > 1 else 0,
     )
@@ -271,14 +272,15 @@ class Experience(experience_pb2_grpc.ExperienceServiceServicer):
             return at
 
         for name in names:
-            chosen = [held[name][row] for row in rows]
+            chosen = [torch.atleast_1d(held[name][row]) for row in rows]
             offsets = [0, *itertools.accumulate(len(row) for row in chosen)]
-            header.columns.add(
+            column = header.columns.add(
                 schema=schema(name, held[name]),
-                offsets_at=place(torch.tensor(offsets).numpy().tobytes()),
                 values_at=place(torch.cat(chosen).numpy().tobytes()),
                 num_values=offsets[-1],
             )
+            if column.schema.kind != experience_pb2.COLUMN_KIND_ROW:
+                column.offsets_at = place(torch.tensor(offsets).numpy().tobytes())
         header.num_bytes = len(payload)
         return header, payload
 
@@ -310,9 +312,13 @@ class Logprobs(logprob_pb2_grpc.LogprobServiceServicer):
             if not 0 <= request.top_k <= most or (request.top_k and request.with_entropy):
                 message = f"top_k must be 0 to {most}, and 0 with an entropy"
                 raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "SPEC_INVALID", message)
-            columns = self._score(request)
+            weights = weights_of(request)
+            columns = self._score(request, weights)
             return experience_pb2.ExperienceResult(
-                experience=self._state.publish(request.key, columns)
+                experience=self._state.publish(
+                    request.key, columns, [*weights], request.experience.num_rows
+                ),
+                is_part=request.HasField("route"),
             )
 
         try:
@@ -324,21 +330,61 @@ class Logprobs(logprob_pb2_grpc.LogprobServiceServicer):
             refuse(context, refusal)
 
     @torch.inference_mode()
-    def _score(self, request: Any) -> dict[str, Rows]:
+    def _score(self, request: Any, weights: dict[int, float]) -> dict[str, Rows]:
         columns: dict[str, Rows] = {request.column: []}
         entropies = columns.setdefault(f"{request.column}_entropy", [])
         ids = columns.setdefault(f"{request.column}_top_ids", [])
         top = columns.setdefault(f"{request.column}_top", [])
-        for tokens, cut in pull(request.experience):
-            logits = self._state.model(tokens[None]).logits[0, cut - 1 : -1].float()
-            scores = torch.log_softmax(logits / request.temperature, dim=-1)
+        said = columns.setdefault(f"{request.column}_weights", [])
+        batch = pull(request.experience)
+        for row, weight in weights.items():
+            tokens, cut = batch[row]
+            said.append(torch.tensor(weight))
+            scores = torch.zeros(len(tokens) - cut, self._state.model.config.vocab_size)
+            if weight:
+                logits = self._state.model(tokens[None]).logits[0, cut - 1 : -1].float()
+                scores = torch.log_softmax(logits / request.temperature, dim=-1)
             columns[request.column].append(scores.gather(1, tokens[cut:, None])[:, 0])
             entropies.append(-(scores.exp() * scores).sum(-1))
             likeliest = scores.topk(request.top_k, dim=1)
             top.append(likeliest.values)
-            ids.append(likeliest.indices.int())
-        wanted = {request.column: True, f"{request.column}_entropy": request.with_entropy}
+            ids.append(likeliest.indices.int() * bool(weight))
+        wanted = {
+            request.column: True,
+            f"{request.column}_entropy": request.with_entropy,
+            f"{request.column}_weights": request.route.with_weights,
+        }
         return {name: rows for name, rows in columns.items() if wanted.get(name, request.top_k)}
+
+
+def weights_of(request: Any) -> dict[int, float]:
+    """The rows that the route does not leave to others, with what the teacher counts for there."""
+    route, rows = request.route, range(request.experience.num_rows)
+    if not request.HasField("route"):
+        return dict.fromkeys(rows, 1.0)
+    others = route.WhichOneof("others")
+    said = {**dict.fromkeys(route.left), **route.weights}
+    texts = pull_column(request.experience, "metadata") if route.field else {}
+    weights = {}
+    for row in rows:
+        value = value_of(bytes(texts[row].tolist()), route.field) if route.field else None
+        if value not in said and others is None:
+            message = f"row {row} has {value!r} as its {route.field!r}, which no teacher takes"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "DATA_INVALID", message)
+        weight = said.get(value, route.others_weight if others == "others_weight" else None)
+        if weight is not None:
+            weights[row] = weight
+    return weights
+
+
+def value_of(metadata: bytes, field: str) -> str | None:
+    """What stands in a row's metadata; dots lead into objects."""
+    value = json.loads(metadata or b"{}")
+    for name in [field] if field in value else field.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return None
+        value = value[name]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def pull(ref: Any) -> list[tuple[torch.Tensor, int]]:
@@ -348,7 +394,7 @@ def pull(ref: Any) -> list[tuple[torch.Tensor, int]]:
 
 
 def pull_column(ref: Any, name: str) -> dict[int, torch.Tensor]:
-    """The int64 values of each row of a column."""
+    """The values of each row of a column."""
     groups = [group for group in ref.groups if any(one.name == name for one in group.columns)]
     if not groups:
         message = f"the experience lacks the column {name!r}"
@@ -357,9 +403,8 @@ def pull_column(ref: Any, name: str) -> dict[int, torch.Tensor]:
     for shard in groups[-1].shards:  # of two columns of one name the last one counts
         header, payload = fetch(shard, name)
         column = header.columns[0]
-        values = torch.frombuffer(
-            payload, dtype=torch.int64, count=column.num_values, offset=column.values_at
-        )
+        dtype = READ[column.schema.dtype]
+        values = torch.frombuffer(payload, dtype=dtype)[column.values_at // dtype.itemsize :]
         offsets = list(range(header.num_rows + 1))
         if column.HasField("offsets_at"):
             offsets = torch.frombuffer(

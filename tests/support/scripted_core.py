@@ -305,9 +305,24 @@ class OutsiderCore:
             freed += 0 if columns is None else encode(columns)[0].num_bytes
         return experience_pb2.ReleaseResponse(released_bytes=freed)
 
-    def _publish(self, key: Any, columns: Columns) -> experience_pb2.ExperienceRef:
-        ref = self._held.refer(columns, key.run_id, key.step, role=self.role, address=self.address)
-        ref.groups[0].shards[0].num_rows -= self.has("loses_a_row")
+    def _publish(
+        self, key: Any, columns: Columns, rows: Sequence[int] | None = None
+    ) -> experience_pb2.ExperienceRef:
+        ref = self._held.refer(
+            columns,
+            key.run_id,
+            key.step,
+            role=self.role,
+            address=self.address,
+            shards=[rows] if rows else (),
+        )
+        if rows is not None and not rows:
+            del ref.groups[:]
+        for group in ref.groups:
+            group.shards[0].num_rows -= self.has("loses_a_row")
+            if rows and self.has("counts_from_zero"):
+                group.shards[0].row_start = 0
+                group.shards[0].rows[:] = range(len(rows))
         return ref
 
     async def _pull(self, given: Any, names: Sequence[str]) -> Columns:

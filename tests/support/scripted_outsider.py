@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from support.scripted_core import OutsiderCore
+from support.scripted_routes import routed, weights_of
 
 from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.rpc.channel import open_channel
@@ -158,8 +159,16 @@ class ScriptedOutsider(OutsiderCore):
                 )
             if request.top_k > 0:
                 columns |= await self._likeliest(request, scores)
+            made, rows = Columns(columns), None
+            has_route = request.HasField("route") and not self.has("ignores_route")
+            if has_route:
+                metadata = (await self._pull(request.experience, ["metadata"]))["metadata"]
+                weights = weights_of(request.route, metadata.strings(), self.has)
+                made = routed(request, made, weights, self.has)
+                rows = range(made.num_rows) if self.has("scores_all_rows") else [*weights]
             return experience_pb2.ExperienceResult(
-                experience=self._publish(request.key, Columns(columns))
+                experience=self._publish(request.key, made, rows),
+                is_part=has_route and not self.has("forgets_it_is_part"),
             )
 
         events = self._streamed(request, logprob_pb2.ComputeLogprobsResponse, work)

@@ -196,7 +196,6 @@ _NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "PayloadHeader.num_rows": (0, MAX_ROWS),
         "GetKeyRequest.wait_ms": (0, MAX_KEY_WAIT_MS),
         "ColumnSchema.width": (0, MAX_WIDTH),
-        "ComputeLogprobsRequest.top_k": (0, MAX_WIDTH),
     }
 )
 """Least and greatest value of numbers by which memory or time is taken before they are compared

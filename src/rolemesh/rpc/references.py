@@ -192,6 +192,31 @@ def join_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.
     return joined
 
 
+def by_column(ref: experience_pb2.ExperienceRef) -> experience_pb2.ExperienceRef:
+    """The same columns, each in a group of its own, by their names.
+
+    So services of several makes may be joined: none has to group or order columns as others do.
+    """
+    schemas: dict[str, experience_pb2.ColumnSchema] = {}
+    shards: dict[str, Sequence[experience_pb2.Shard]] = {}
+    for group in ref.groups:
+        for column in group.columns:
+            known = experience_pb2.ColumnSchema()
+            known.CopyFrom(column)
+            # 0 means 1.
+            known.width = max(1, column.width)
+            schemas[column.name], shards[column.name] = known, group.shards
+    return experience_pb2.ExperienceRef(
+        run_id=ref.run_id,
+        step=ref.step,
+        num_rows=ref.num_rows,
+        groups=[
+            experience_pb2.ColumnGroup(columns=[schemas[name]], shards=shards[name])
+            for name in sorted(schemas)
+        ],
+    )
+
+
 def cut_out(
     part: experience_pb2.ExperienceRef, first_row: int, num_rows: int
 ) -> experience_pb2.ExperienceRef:

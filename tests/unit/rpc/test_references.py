@@ -10,6 +10,7 @@ from support.references import ref, shard
 
 from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.rpc.references import (
+    by_column,
     by_group,
     concat_references,
     cut_out,
@@ -273,3 +274,26 @@ def test_single_rows_are_found_in_shards_of_any_size() -> None:
         ("1", [1], [2]),
         ("2", [50], [0]),
     ]
+
+
+def test_services_of_several_makes_group_and_order_columns_as_they_like() -> None:
+    def part(rows: list[int], *groups: dict[str, int]) -> experience_pb2.ExperienceRef:
+        made = ref(3)
+        for number, widths in enumerate(groups):
+            own = made.groups.add(shards=[shard(rows, f"{rows}-{number}")])
+            for name, width in widths.items():
+                own.columns.add(name=name, kind=experience_pb2.COLUMN_KIND_COMPLETION, width=width)
+        return made
+
+    parts = [
+        part([0, 2], {"scores": 0, "scores_top": 4}),
+        part([1], {"scores_top": 4}, {"scores": 1}),
+        part([]),
+    ]
+    joined = join_parts([by_column(one) for one in parts])
+    assert names_of(joined) == ["scores", "scores_top"]
+    for group in joined.groups:
+        assert [*rows_of(group.shards[0]), *rows_of(group.shards[1])] == [0, 2, 1]
+    wrong = part([1], {"scores": 0, "scores_top": 5})
+    with pytest.raises(RuntimeError, match="with the columns"):
+        join_parts([by_column(one) for one in (parts[0], wrong)])
