@@ -17,8 +17,8 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from rolemesh.coordinator.tinker.forms import Datum, Floats, GradientCall, Ints, WireError
+from rolemesh.engine.specs import TokenSumLossSpec
 from rolemesh.engine.specs.columns import MAX_WIDTH, RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
-from rolemesh.engine.specs.token_sums import TokenSumLossSpec
 from rolemesh.rpc.columns import ColumnData, Columns
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro")
