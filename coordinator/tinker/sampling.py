@@ -149,17 +149,26 @@ class Sampling:
         texts = tuple(one for one in stop if isinstance(one, str))
 
         async def work() -> Columns:
-            made = await self._model.actor.sample(
-                [Prompt(tokens=one.call.prompt.tolist(), prompt_id=one.draw) for one in together],
-                samples_per_prompt=num_samples,
-                temperature=params.temperature or 1.0,
-                greedy=params.temperature == 0,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                max_new_tokens=most,
-                stop=texts,
-                stop_token_ids=tuple(one for one in stop if isinstance(one, int)),
-            )
+            mesh, step = self._model.mesh, self._model.mesh.step
+            # A draw follows from the step, too: a sampler that loads these weights is at the first.
+            mesh.begin_step(0)
+            try:
+                made = await self._model.actor.sample(
+                    [
+                        Prompt(tokens=one.call.prompt.tolist(), prompt_id=one.draw)
+                        for one in together
+                    ],
+                    samples_per_prompt=num_samples,
+                    temperature=params.temperature or 1.0,
+                    greedy=params.temperature == 0,
+                    top_p=params.top_p,
+                    top_k=params.top_k,
+                    max_new_tokens=most,
+                    stop=texts,
+                    stop_token_ids=tuple(one for one in stop if isinstance(one, int)),
+                )
+            finally:
+                mesh.begin_step(step)
             names = ["tokens", "prompt_lengths", "logprobs", "finished"]
             try:
                 return await self._model.mesh.fetch(made, names)

@@ -205,14 +205,17 @@ class TrainedModel:
 
     async def making(self, work: Callable[[], Awaitable[T]]) -> T:
         """What a piece of work gives, made again where the service was lost within it."""
+        is_lost = False
         for number in range(_TRIES):
             try:
+                if is_lost:
+                    await self._recover()
                 return await work()
             except RolemeshError as error:
                 if not _is_loss(error) or number == _TRIES - 1:
                     raise
                 logger.warning("%s: the service was lost (%s); going back", self.run_id, error)
-                await self._recover()
+                is_lost = True
         raise AssertionError
 
     async def _initialized(self) -> None:

@@ -201,7 +201,7 @@ async def test_a_sampler_keeps_its_weights_while_the_model_trains_on(
     before = await scores(client, old, FIRST)
     sampling = [asyncio.create_task(client.sample(old, FIRST, seed=n)) for n in range(4)]
     await trained(model)
-    await asyncio.gather(*sampling)
+    drawn = list(map(tokens_of, await asyncio.gather(*sampling)))
     new, of_path = await model.sampler(), await client.sampler(model_path=path)
     for sampler in (old, of_path):
         np.testing.assert_allclose(
@@ -210,6 +210,9 @@ async def test_a_sampler_keeps_its_weights_while_the_model_trains_on(
             rtol=0,
             atol=NATS,
         )
+        # A seed draws the same, whatever it is that has the weights by now.
+        again = [tokens_of(await client.sample(sampler, FIRST, seed=n)) for n in range(4)]
+        assert again == drawn
     difference = np.subtract((await scores(client, new, FIRST))[1:], before[1:])
     assert np.abs(difference).max() > 100 * NATS
     # Samples name their weights themselves, too.
