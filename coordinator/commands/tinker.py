@@ -67,7 +67,7 @@ def tinker(
         asyncio.run(serve(wish, as_json=as_json))
     except (RecipeError, ValueError) as error:
         fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
-    except LaunchError as error:
+    except (LaunchError, OSError) as error:
         fail(str(error), EXIT_FAILED, as_json=as_json)
 
 
@@ -78,4 +78,6 @@ def _checked(recipe: Recipe) -> Recipe:
         raise ValueError(
             "actor.model.adapter is given, but each client chooses its own: leave it out"
         )
+    if not (recipe.actor.model.path / "config.json").is_file():
+        raise ValueError(f"actor.model.path is {recipe.actor.model.path}: no model is there")
     return recipe

@@ -41,6 +41,7 @@ async def serve(wish: ServingWish, *, as_json: bool = False) -> None:
     Raises:
         ValueError: An option is wrong.
         LaunchError: The service does not start.
+        OSError: The port is taken, or the folder cannot be written to.
     """
     recipe = wish.recipe
     assert recipe.actor is not None
@@ -64,9 +65,7 @@ async def serve(wish: ServingWish, *, as_json: bool = False) -> None:
                 most_rank=wish.most_rank,
             ) as server,
         ):
-            place.on_lost = lambda reason: print(
-                f"the actor is started again: {reason}", flush=True
-            )
+            place.on_lost = lambda reason: _tell_of_loss(reason, as_json=as_json)
             http = uvicorn.Server(
                 uvicorn.Config(
                     make_app(server, keys),
@@ -87,6 +86,11 @@ async def serve(wish: ServingWish, *, as_json: bool = False) -> None:
 
 def _end(http: uvicorn.Server) -> None:
     http.should_exit = True
+
+
+def _tell_of_loss(reason: str, *, as_json: bool) -> None:
+    text = f"the actor is started again: {reason}"
+    print(json.dumps({"type": "event", "text": text}) if as_json else text, flush=True)
 
 
 def _show(url: str, name: str, *, as_json: bool) -> None:

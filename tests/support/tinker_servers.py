@@ -291,27 +291,26 @@ class TinkerWorld:
         return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
+def tiny_recipe_of(model: Path) -> dict[str, Any]:
+    """What a server needs to know of a model."""
+    data = {"type": "reasoning_gym", "task": "chain_sum", "train_size": 1, "held_out_size": 1}
+    return {
+        "run": {"name": "tinker"},
+        "algorithm": {"type": "external"},
+        "actor": {
+            "model": {"path": str(model), "compute_dtype": "float32"},
+            "rollout": {"type": "hf", "max_model_len": LONGEST},
+            "data": data,
+        },
+        "services": {"actor": {"threads": 1}},
+    }
+
+
 @asynccontextmanager
 async def tinker_world(folder: Path, *, places: int = 4) -> AsyncIterator[TinkerWorld]:
     """A server on a tiny model; `places` are models and samplers at once."""
     model = tiny_model(folder / NAME)
-    recipe = Recipe.model_validate(
-        {
-            "run": {"name": "tinker"},
-            "algorithm": {"type": "external"},
-            "actor": {
-                "model": {"path": str(model), "compute_dtype": "float32"},
-                "rollout": {"type": "hf", "max_model_len": LONGEST},
-                "data": {
-                    "type": "reasoning_gym",
-                    "task": "chain_sum",
-                    "train_size": 1,
-                    "held_out_size": 1,
-                },
-            },
-            "services": {"actor": {"threads": 1}},
-        }
-    )
+    recipe = Recipe.model_validate(tiny_recipe_of(model))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in warm_processes.services().items():
             patch.setenv(name, value)
