@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import safetensors.numpy
 from support.tinker_servers import (
     LONGEST,
     MOST_RANK,
@@ -20,6 +22,7 @@ from support.tinker_servers import (
     refusal,
     tinker_world,
 )
+from transformers import AutoTokenizer
 
 from rolemesh.coordinator.tinker.app import make_app
 from rolemesh.coordinator.tinker.keys import Keys
@@ -84,6 +87,36 @@ async def test_a_place_is_free_once_its_model_has_ended(client: TinkerClient) ->
     assert isinstance(created, TinkerModel) or "places are taken" in str(created)
     for _ in range(PLACES - 1):
         await client.create()
+
+
+async def test_a_model_says_what_it_is(client: TinkerClient, world: TinkerWorld) -> None:
+    model = await client.create(rank=3, train_mlp=False)
+    told = await client.call("get_info", {"model_id": model.model_id})
+    assert (told["model_id"], told["model_name"], told["lora_rank"]) == (model.model_id, NAME, 3)
+    assert AutoTokenizer.from_pretrained(told["model_data"]["tokenizer_id"]).decode([45]) == "J"
+    # An adapter of what was asked for, and of nothing else.
+    path = await model.save("attention", for_sampler=True)
+    matrices = safetensors.numpy.load(world.adapter(path))
+    assert {name.split(".")[-3] for name in matrices} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {min(one.shape) for one in matrices.values()} == {3}
+    assert (await client.call("weights_info", {"tinker_path": path}))["base_model"] == NAME
+    (served,) = (await client.call("get_server_capabilities", method="GET"))["supported_models"]
+    assert (served["model_name"], served["max_context_length"]) == (NAME, LONGEST)
+
+
+async def test_another_server_on_the_same_folder_has_what_was_saved(
+    client: TinkerClient, world: TinkerWorld
+) -> None:
+    model = await client.create()
+    await model.gradient([datum(TOKENS)])
+    await model.step()
+    path, expected = await model.save("kept"), await model.forward([datum(TOKENS)])
+    async with (
+        server_of(world, folder=world.folder) as server,
+        world.client(make_app(server, Keys())) as later,
+    ):
+        loaded = await later.load(path, optimizer=True)
+        assert await loaded.forward([datum(TOKENS)]) == expected
 
 
 # --- owners --------------------------------------------------------------------------------
@@ -237,7 +270,9 @@ async def test_a_model_whose_session_ends_meanwhile_holds_no_place(client: Tinke
 async def test_a_session_of_a_silent_client_ends(world: TinkerWorld) -> None:
     silence_s = 1.5
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(server_of(world, session_s=silence_s))
+        server = await stack.enter_async_context(
+            server_of(world, folder=world.folder / "other", session_s=silence_s)
+        )
         app = make_app(server, Keys())
         client = await stack.enter_async_context(world.client(app))
         silent = await stack.enter_async_context(world.client(app))
@@ -260,12 +295,12 @@ async def test_a_session_of_a_silent_client_ends(world: TinkerWorld) -> None:
                 await asyncio.sleep(silence_s / 10)
 
 
-def server_of(world: TinkerWorld, *, session_s: float) -> TinkerServer:
+def server_of(world: TinkerWorld, *, folder: Path, session_s: float = 60.0) -> TinkerServer:
     """Another server on the same service."""
     return TinkerServer(
         world.place,
         world.recipe,
-        world.folder / "other",
+        folder,
         name=NAME,
         places=PLACES,
         longest=LONGEST,
