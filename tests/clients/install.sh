@@ -38,6 +38,15 @@ for requirements in "$folder"/requirements/*.txt; do
         continue
     fi
     "$python" -m venv --clear "$environments/$client"
-    "$environments/$client/bin/python" -m pip install --quiet -r "$requirements"
+    pip="$environments/$client/bin/python -m pip"
+    if [ "$client" = tinker_cookbook ]; then
+        # The +cpu build is not on PyPI: if no configured index has it, PyTorch's own one does.
+        torch=$(cat "$folder/../../requirements/torch_cpu.txt")
+        $pip install --quiet --no-deps "$torch" || $pip install --quiet --no-deps \
+            --index-url https://download.pytorch.org/whl/cpu "$torch"
+        $pip install --quiet --no-deps -r "$requirements"
+    else
+        $pip install --quiet -r "$requirements"
+    fi
     cp "$requirements" "$made_from"
 done

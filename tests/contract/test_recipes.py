@@ -114,7 +114,8 @@ def without_models(recipe: Any, folder: Path) -> Any:
 
 def test_every_algorithm_has_a_recipe_or_a_sibling_that_has() -> None:
     """Siblings differ from an algorithm that has one in their parts alone."""
-    have_one = {load_recipe([path]).algorithm.type for path in RECIPES}
+    # The steps of an external one are a client's.
+    have_one = {load_recipe([path]).algorithm.type for path in RECIPES} - {"external"}
     assert have_one | set(POLICY_GRADIENTS) == set(ALGORITHMS)
 
 

@@ -89,7 +89,8 @@ def run(
             timeout=PROGRAM_S,
             check=False,
         )
-    assert made.returncode == 0, f"{command}: {made.stdout[-3000:]}\n{made.stderr[-5000:]}"
+    ended = f"{command} ended with {made.returncode}"
+    assert made.returncode == 0, f"{ended}: {made.stdout[-3000:]}\n{made.stderr[-5000:]}"
     return made.stdout
 
 

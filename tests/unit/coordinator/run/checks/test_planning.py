@@ -81,7 +81,8 @@ async def test_a_section_that_is_there_is_no_longer_missing() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 async def test_every_recipe_has_all_sections_that_its_step_needs(path: Path) -> None:
-    assert await plan_step(load_recipe([path]))
+    recipe = load_recipe([path])
+    assert await plan_step(recipe) or recipe.algorithm.type == "external"
 
 
 async def test_a_client_that_makes_the_steps_leaves_nothing_to_plan() -> None:
