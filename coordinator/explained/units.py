@@ -48,6 +48,8 @@ _BY_SECTION: Mapping[str, str] = {
     "GmpoPolicyLossSpec.clip_high": "nats",
     "GmpoPolicyLossSpec.clip_low": "nats",
     "PpoValueLossSpec.clip": "reward",
+    "SamplingSpec.stop_token_ids": "token ids",
+    "TokenSumLossSpec.targets": "tokens",
     "VllmSpec.max_model_len": "tokens",
     "HfSpec.max_model_len": "tokens",
     "VllmServerSpec.max_model_len": "tokens",
