@@ -199,9 +199,17 @@ async def test_a_sampler_keeps_its_weights_while_the_model_trains_on(
     await trained(model)
     old, path = await model.sampler(), await model.save("old", for_sampler=True)
     before = await scores(client, old, FIRST)
-    sampling = [asyncio.create_task(client.sample(old, FIRST, seed=n)) for n in range(4)]
-    await trained(model)
-    drawn = list(map(tokens_of, await asyncio.gather(*sampling)))
+    await model.gradient([datum(FIRST), datum(SECOND)])
+
+    async def draws(sampler: str) -> list[list[list[int]]]:
+        # Each of another temperature: they are sampled one after the other.
+        calls = [client.sample(sampler, FIRST, seed=n, temperature=1 + n / 8) for n in range(4)]
+        return [tokens_of(one) for one in await asyncio.gather(*calls)]
+
+    drawn = await draws(old)
+    # The step falls between them.
+    again, _ = await asyncio.gather(draws(old), model.step())
+    assert again == drawn
     new, of_path = await model.sampler(), await client.sampler(model_path=path)
     for sampler in (old, of_path):
         np.testing.assert_allclose(
@@ -211,10 +219,9 @@ async def test_a_sampler_keeps_its_weights_while_the_model_trains_on(
             atol=NATS,
         )
         # A seed draws the same, whatever it is that has the weights by now.
-        again = [tokens_of(await client.sample(sampler, FIRST, seed=n)) for n in range(4)]
-        assert again == drawn
-    difference = np.subtract((await scores(client, new, FIRST))[1:], before[1:])
-    assert np.abs(difference).max() > 100 * NATS
+        assert await draws(sampler) == drawn
+    of_new = await scores(client, new, FIRST)
+    assert np.abs(np.subtract(of_new[1:], before[1:])).max() > 100 * NATS
     # Samples name their weights themselves, too.
     body = client.sample_body("", FIRST, max_tokens=1, prompt_logprobs=True)
     del body["sampling_session_id"], body["seq_id"]
@@ -222,7 +229,8 @@ async def test_a_sampler_keeps_its_weights_while_the_model_trains_on(
     np.testing.assert_allclose(found["prompt_logprobs"][1:], before[1:], rtol=0, atol=NATS)
     # And outlive their model.
     await model.unload()
-    assert await scores(client, new, FIRST) != before
+    after = await scores(client, new, FIRST)
+    np.testing.assert_allclose(after[1:], of_new[1:], rtol=0, atol=NATS)
     assert (await client.call(f"samplers/{of_path}", method="GET"))["model_path"] == path
 
 
