@@ -236,7 +236,7 @@ class HeldModels:
         if not idle:
             raise NoPlaceError(
                 f"all {self._runs} places are taken by {len(self.by_id)} models and "
-                f"{len(self._samplers)} samplers: unload a model, or start the server with more "
+                f"{len(self._samplers)} samplers: close a client, or start the server with more "
                 "--places"
             )
         _, folder = min(idle, key=lambda one: one[0])

@@ -20,6 +20,11 @@ newer_python() {
     return 1
 }
 
+# Into the environment of the client that the loop is at.
+pip_install() {
+    "$environments/$client/bin/python" -m pip install --quiet "$@"
+}
+
 mkdir -p "$environments"
 for requirements in "$folder"/requirements/*.txt; do
     client=$(basename "$requirements" .txt)
@@ -38,15 +43,14 @@ for requirements in "$folder"/requirements/*.txt; do
         continue
     fi
     "$python" -m venv --clear "$environments/$client"
-    pip="$environments/$client/bin/python -m pip"
     if [ "$client" = tinker_cookbook ]; then
         # The +cpu build is not on PyPI: if no configured index has it, PyTorch's own one does.
         torch=$(cat "$folder/../../requirements/torch_cpu.txt")
-        $pip install --quiet --no-deps "$torch" || $pip install --quiet --no-deps \
-            --index-url https://download.pytorch.org/whl/cpu "$torch"
-        $pip install --quiet --no-deps -r "$requirements"
+        pip_install --no-deps "$torch" ||
+            pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"
+        pip_install --no-deps -r "$requirements"
     else
-        $pip install --quiet -r "$requirements"
+        pip_install -r "$requirements"
     fi
     cp "$requirements" "$made_from"
 done
