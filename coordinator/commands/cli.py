@@ -39,7 +39,8 @@ COMMANDS = {
     "export": "Writes the policy of a checkpoint as a Hugging Face folder.",
     "serve-policy": "Serves the policy of a run, a checkpoint or a model folder over OpenAI's "
     "protocol.",
-    "tinker": "Serves Tinker's training API: clients train adapters on a recipe's model.",
+    "tinker": "Serves Tinker's training API: clients train adapters on the recipe's model, and "
+    "sample them.",
     "evaluate": "Scores policies on held-out rows and reasoning-gym tasks, with standard errors.",
     "doctor": "Checks what this machine has, and says what to do about what it lacks.",
     "compliance": "Holds a server to the contract of its role. Exit code 0: all that it MUST do, "

@@ -54,6 +54,10 @@ COLUMNS: Final[Mapping[str, ColumnType]] = {
     "returns": ColumnType("completion", "float32"),
     "token_rewards": ColumnType("completion", "float32"),
     "kl_reference_point": ColumnType("row", "float32"),
+    # The first two have K elements a token.
+    "target_ids": ColumnType("completion", "int32"),
+    "token_weights": ColumnType("completion", "float32"),
+    "sequence_ratio_mask": ColumnType("completion", "float32"),
 }
 
 INPUT_COLUMNS: Final = ("tokens", "prompt_lengths")

@@ -299,7 +299,7 @@ HARMLESS = {
     "rows", "rubric", "settings", "space_id", "split", "held_out_split", "system_prompt", "task",
     "targets", "text", "version", "workspace", "own_functions", "pools", "services", "space",
     "server_folder", "model_name", "tool_parser", "reasoning_parser", "template", "weights",
-    "named", "to", "default",
+    "named", "to", "default", "stop",
 }  # fmt: skip
 """Texts that name nothing of this host and no address: columns, labels, projects of a tracker, keys
 of a mapping, a folder as other hosts name it. The keys of a space of tuning are a closed list, none
