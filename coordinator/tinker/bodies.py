@@ -33,22 +33,27 @@ class LoraConfig(Body):
     train_attn: bool = True
 
 
-class CreateModel(Body):
+class NewModel(Body):
+    """What a client may say of a model, however it begins."""
+
+    user_metadata: Metadata | None = None
+    optimizer_config: Mapping[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> NewModel:
+        kind = (self.optimizer_config or {}).get("type", "adamw")
+        if kind != "adamw":
+            raise ValueError(f"optimizer_config.type is {kind!r}: adamw is served")
+        return self
+
+
+class CreateModel(NewModel):
     """Asks for a new model."""
 
     session_id: Name
     model_seq_id: SeqId
     base_model: Name
     lora_config: LoraConfig
-    user_metadata: Metadata | None = None
-    optimizer_config: Mapping[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _check_optimizer(self) -> CreateModel:
-        kind = (self.optimizer_config or {}).get("type", "adamw")
-        if kind != "adamw":
-            raise ValueError(f"optimizer_config.type is {kind!r}: adamw is served")
-        return self
 
 
 class AdamParams(Body):
@@ -121,7 +126,7 @@ class SaveWeights(Body):
         return "save_weights_for_sampler" if is_sampler else "save_weights"
 
 
-class LoadWeights(Body):
+class LoadWeights(NewModel):
     """Asks for a model with saved weights."""
 
     path: Name

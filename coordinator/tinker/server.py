@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +218,18 @@ class TinkerServer:
                 owner, saved, overwrite=asked.overwrite or sampler_id is not None
             )
             version = held.trained.version
-            await held.trained.save(new, with_state=saved.kind == "weights")
-            self.store.commit(owner, saved, new)
+            try:
+                await held.trained.save(new, with_state=saved.kind == "weights")
+            except BaseException:
+                self.store.give_up(new)
+                raise
+            # A load before it may have brought an adapter of another shape.
+            shape = held.shape
+            self.store.commit(
+                owner,
+                replace(saved, rank=shape.rank, targets=shape.targets, seed=shape.seed),
+                new,
+            )
             _, folder = self.store.find(owner, saved.path)
             # One of weights that were written over.
             await self.models.drop_sampler(folder)
@@ -227,7 +237,7 @@ class TinkerServer:
                 return {"type": asked.answer_type, "path": saved.path}
             session.snapshots[sampler_id] = Snapshot(
                 folder=folder,
-                shape=held.shape,
+                shape=shape,
                 model_id=held.model_id,
                 version=version,
                 path=saved.path,
@@ -240,10 +250,11 @@ class TinkerServer:
 
     def load(self, owner: str, asked: LoadWeights) -> str:
         """Promises a model with saved weights: a new one of a session, or one that there is."""
-        saved, folder = self.store.find(owner, asked.path)
+        saved, folder = self._found(owner, asked.path)
         if asked.optimizer and saved.kind != "weights":
             raise WireError("path", asked.path, "it has no optimizer: leave optimizer out")
         shape = AdapterShape(rank=saved.rank, seed=saved.seed, targets=saved.targets)
+        metadata = saved.user_metadata if asked.user_metadata is None else asked.user_metadata
         if asked.model_id is not None:
             held = self.model(owner, asked.model_id)
             session_id, model_id = held.session_id, held.model_id
@@ -258,7 +269,7 @@ class TinkerServer:
                 await self.models.reload(held, shape, start)
             else:
                 held = await self.models.create(
-                    model_id, session_id, owner, shape, start=start, metadata=saved.user_metadata
+                    model_id, session_id, owner, shape, start=start, metadata=metadata
                 )
                 await self._keep(held)
             if asked.optimizer:
@@ -314,9 +325,21 @@ class TinkerServer:
         if path is None:
             self._check_base(base or "")
             return Snapshot()
-        saved, folder = self.store.find(owner, path)
+        saved, folder = self._found(owner, path)
         shape = AdapterShape(rank=saved.rank, seed=saved.seed, targets=saved.targets)
         return Snapshot(folder=folder, shape=shape, path=path)
+
+    def _found(self, owner: str, path: str) -> tuple[Saved, Path]:
+        """Saved weights and their folder; refuses those of another base."""
+        saved, folder = self.store.find(owner, path)
+        if saved.base_model != self.name:
+            raise WireError(
+                "path",
+                path,
+                f"it has weights of {saved.base_model}, and this server has {self.name}: where "
+                "that is the same model, start the server with --name",
+            )
+        return saved, folder
 
     def _check_base(self, base: str) -> None:
         if base != self.name:

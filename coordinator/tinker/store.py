@@ -111,6 +111,11 @@ class WeightStore:
         new.rename(place)
         return saved
 
+    @staticmethod
+    def give_up(new: Path) -> None:
+        """Removes a reserved folder that was not written whole."""
+        shutil.rmtree(new, ignore_errors=True)
+
     def find(self, owner: str, path: str) -> tuple[Saved, Path]:
         """Weights of an owner, or public ones, and their folder.
 
@@ -151,7 +156,10 @@ class WeightStore:
         shutil.rmtree(self._own(owner, path)[1])
 
     def sweep(self, *, with_unnamed: bool = False) -> None:
-        """Removes what has expired; with_unnamed also what an earlier server left unnamed."""
+        """Removes what has expired; with_unnamed also what an earlier one left half or unnamed."""
+        if with_unnamed:
+            for new in self._root.glob("*/*/*/.*.new"):
+                self.give_up(new)
         for about in self._root.glob(f"*/*/*/*/{_ABOUT}"):
             saved = _read(about.parent)
             if saved is None or (with_unnamed and saved.is_unnamed):

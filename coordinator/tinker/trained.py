@@ -176,9 +176,18 @@ class TrainedModel:
             return await self.making(work)
 
     async def save(self, folder: Path, *, with_state: bool) -> None:
-        """Writes the adapter in PEFT's format, and with_state all that training goes on from."""
+        """Writes the adapter in PEFT's format, and with_state all that training goes on from.
+
+        Raises:
+            PreconditionError: Gradients wait for a step, and with_state would not have them.
+        """
 
         async def work() -> None:
+            if with_state and self._progress.gradients:
+                raise PreconditionError(
+                    "gradients are accumulated, and saved weights would not have them: call "
+                    "optim_step before save_state"
+                )
             if with_state:
                 await self.actor.save_state(str(folder / "state"))
             await self.actor.export(str(folder / "adapter"))

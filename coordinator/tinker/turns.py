@@ -6,7 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from rolemesh.coordinator.tinker.forms import WireError
+
 T = TypeVar("T")
+
+GAP_S = 330.0
+"""How long an operation waits for an earlier one that has not come. Clients that have lost a call
+send it again for less long."""
 
 
 class Turns:
@@ -15,7 +21,8 @@ class Turns:
     Example: operation 2, which came first, waits until 1 has been made or has failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gap_s: float = GAP_S) -> None:
+        self._gap_s = gap_s
         self._next = 1
         self._here: list[int] = []
         """Numbers of operations that wait or are being made."""
@@ -29,13 +36,17 @@ class Turns:
         Args:
             number: From 1; 0: it has none, and is made at once.
             work: Makes it.
+
+        Raises:
+            WireError: An earlier one did not come.
         """
         if number == 0:
             return await work()
         self._here.append(number)
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: number <= self._next)
+                while number > self._next:
+                    await self._next_moved(number)
             try:
                 return await work()
             finally:
@@ -43,6 +54,25 @@ class Turns:
                     self._pass(number)
         finally:
             self._here.remove(number)
+
+    async def _next_moved(self, number: int) -> None:
+        """Returns once the next one has come, at the latest, and raises where it does not."""
+        missing = self._next
+        if missing in self._here:
+            await self._changed.wait_for(lambda: self._next != missing)
+            return
+        try:
+            async with asyncio.timeout(self._gap_s):
+                await self._changed.wait_for(lambda: self._next != missing)
+        except TimeoutError:
+            if self._next == missing and missing not in self._here:
+                self._pass(number)
+                raise WireError(
+                    "seq_id",
+                    number,
+                    f"call {missing} of this model did not come: load its newest "
+                    "weights with a new client",
+                ) from None
 
     def begin_at(self, number: int) -> None:
         """Has the first operation be this one: of a model that begins with saved weights.

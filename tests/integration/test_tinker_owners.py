@@ -117,6 +117,13 @@ async def test_another_server_on_the_same_folder_has_what_was_saved(
     ):
         loaded = await later.load(path, optimizer=True)
         assert await loaded.forward([datum(TOKENS)]) == expected
+    async with (
+        server_of(world, folder=world.folder, name="another-base") as server,
+        world.client(make_app(server, Keys())) as other,
+    ):
+        for asking in (other.load(path, optimizer=False), other.sampler(model_path=path)):
+            with refusal(400, f"it has weights of {NAME}, and this server has another-base"):
+                await asking
 
 
 # --- owners --------------------------------------------------------------------------------
@@ -295,13 +302,15 @@ async def test_a_session_of_a_silent_client_ends(world: TinkerWorld) -> None:
                 await asyncio.sleep(silence_s / 10)
 
 
-def server_of(world: TinkerWorld, *, folder: Path, session_s: float = 60.0) -> TinkerServer:
+def server_of(
+    world: TinkerWorld, *, folder: Path, session_s: float = 60.0, name: str = NAME
+) -> TinkerServer:
     """Another server on the same service."""
     return TinkerServer(
         world.place,
         world.recipe,
         folder,
-        name=NAME,
+        name=name,
         places=PLACES,
         longest=LONGEST,
         most_rank=MOST_RANK,

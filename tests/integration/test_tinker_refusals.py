@@ -65,8 +65,10 @@ async def test_another_optimizer_is_refused(client: TinkerClient) -> None:
         "lora_config": {"rank": 2},
         "optimizer_config": {"type": "dimuon", "version": 1},
     }
-    with refusal(400, r"optimizer_config\.type is 'dimuon'"):
-        await client.call("create_model", body)
+    load = {**body, "path": "tinker://none/weights/none"}
+    for route, asked in (("create_model", body), ("load_weights", load)):
+        with refusal(400, r"optimizer_config\.type is 'dimuon'"):
+            await client.call(route, asked)
 
 
 async def test_data_that_cannot_be_are_refused(client: TinkerClient) -> None:

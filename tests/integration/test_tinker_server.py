@@ -386,3 +386,37 @@ async def test_a_model_takes_saved_weights_in_its_turn(
         np.float64(sampled["prompt_logprobs"][1:]),
         atol=NATS,
     )
+
+
+async def test_what_a_load_brought_is_said_of_what_is_saved_after_it(
+    client: TinkerClient, world: TinkerWorld
+) -> None:
+    small, large = await client.create(rank=2), await client.create(rank=4)
+    path = await small.save("small")
+    # The save is there before the load is made.
+    calls = [
+        ("load_weights", large.numbered(path=path)),
+        ("save_weights", large.numbered(path="again")),
+    ]
+    promised = [await client.call(*call) for call in calls]
+    saved = [await client.result(one) for one in promised][-1]["path"]
+    assert (await client.call("weights_info", {"tinker_path": saved}))["lora_rank"] == 2
+    again = await client.load(saved, optimizer=True)
+    assert await again.forward([datum(FIRST)]) == await small.forward([datum(FIRST)])
+    for model in (small, large, again):
+        await model.unload()
+
+
+async def test_a_state_is_not_saved_without_its_gradients(
+    client: TinkerClient, world: TinkerWorld
+) -> None:
+    model = await client.create()
+    await model.gradient([datum(FIRST)])
+    with refusal("user", "call optim_step before save_state"):
+        await model.save("half")
+    # Samplers need none, and the gradients are there still.
+    assert (await client.sample(await model.sampler(), [5, 6, 7]))["sequences"]
+    await model.step()
+    await model.save("half")
+    assert not list(world.folder.rglob("*.new"))
+    await model.unload()

@@ -156,6 +156,18 @@ def test_what_is_there_for_a_sampling_session_alone_is_not_listed(store: WeightS
     assert text(store, "ann", path) == "weights"
 
 
+def test_what_a_server_left_half_is_swept_away_at_the_next_start(
+    store: WeightStore, tmp_path: Path
+) -> None:
+    write(store, "ann", saved(), "whole")
+    new = store.reserve("ann", saved(), overwrite=True)
+    store.sweep()
+    assert new.exists()
+    store.sweep(with_unnamed=True)
+    assert not new.exists()
+    assert text(store, "ann", saved().path) == "whole"
+
+
 def test_what_has_expired_is_swept_away(store: WeightStore, tmp_path: Path) -> None:
     write(store, "ann", saved("expired", expires_at=time.time() - 1))
     write(store, "ann", saved("unnamed", is_unnamed=True))

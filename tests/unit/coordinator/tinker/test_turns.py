@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from rolemesh.coordinator.tinker.forms import WireError
 from rolemesh.coordinator.tinker.turns import Turns
 
 
@@ -137,3 +138,31 @@ async def test_none_is_the_first_while_others_are_there() -> None:
     await begin(turns, made, 2)
     await asyncio.gather(first, third, fourth)
     assert made.order == [1, 2, 3, 4]
+
+
+async def test_one_whose_forerunner_never_comes_says_so_and_holds_no_other_up() -> None:
+    turns, made = Turns(gap_s=0.05), Made()
+    with pytest.raises(WireError, match="seq_id: 2: call 1 of this model did not come"):
+        await begin(turns, made, 2)
+    later = begin(turns, made, 3)
+    await begin(turns, made, 1)
+    await later
+    assert made.order == [1, 3]
+
+
+async def test_one_that_takes_long_is_waited_for_as_long_as_it_takes() -> None:
+    turns, made, is_over = Turns(gap_s=0.02), Made(), asyncio.Event()
+
+    async def long() -> None:
+        await is_over.wait()
+        made.order.append(1)
+
+    # The second comes before the first does.
+    later = begin(turns, made, 2)
+    await settled()
+    first = asyncio.create_task(turns.take(1, long))
+    await asyncio.sleep(0.2)
+    assert not later.done()
+    is_over.set()
+    await asyncio.gather(first, later)
+    assert made.order == [1, 2]
