@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import pytest_asyncio
-import torch
 from support.tinker_servers import (
     NAME,
+    Logprobs,
     TinkerClient,
     TinkerModel,
     TinkerWorld,
@@ -21,7 +20,6 @@ from support.tinker_servers import (
     tinker_world,
 )
 from support.tiny_models import END_ID, VOCAB_SIZE, tiny_tokenizer
-from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,15 +44,8 @@ async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
 
 
 @pytest.fixture(scope="module")
-def base(world: TinkerWorld) -> Callable[[list[int]], npt.NDArray[np.float64]]:
-    """Log-probs of all tokens behind each token, [T, V], by transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float64)
-
-    @torch.no_grad()
-    def of(tokens: list[int]) -> npt.NDArray[np.float64]:
-        return np.asarray(model(torch.tensor([tokens])).logits[0].log_softmax(-1))
-
-    return of
+def base(world: TinkerWorld) -> Logprobs:
+    return world.base_logprobs()
 
 
 async def trained(model: TinkerModel, num_steps: int = 1) -> None:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 import safetensors.numpy
-import torch
 from support.tinker_servers import (
     ADAM,
+    Logprobs,
     RefusedError,
     TinkerClient,
     TinkerModel,
@@ -23,7 +23,6 @@ from support.tinker_servers import (
     refusal,
     tinker_world,
 )
-from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,8 +36,6 @@ rows of one call are one product of matrices. Seen here: 1.4e-7."""
 FIRST = [5, 6, 7, 8, 9, 10]
 SECOND = [9, 8, 7, 6, 30, 31, 2]
 THIRD = [4, 4, 200, 3]
-
-Logprobs = Callable[[list[int]], npt.NDArray[np.float64]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,15 +52,7 @@ async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
 
 @pytest.fixture(scope="module")
 def base(world: TinkerWorld) -> Logprobs:
-    """Log-probs of all tokens behind each token, [T, V], by transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float64)
-
-    @torch.no_grad()
-    def of(tokens: list[int]) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        return np.asarray(found)
-
-    return of
+    return world.base_logprobs()
 
 
 def matrices(world: TinkerWorld, path: str) -> dict[str, npt.NDArray[np.float32]]:

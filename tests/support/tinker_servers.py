@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from rolemesh.coordinator.tinker.actor_place import ActorPlace
 from rolemesh.coordinator.tinker.app import make_app
 from rolemesh.coordinator.tinker.keys import Keys
 from rolemesh.coordinator.tinker.server import TinkerServer
+
+Logprobs = Callable[[list[int]], npt.NDArray[np.float64]]
+"""Of all tokens behind each token, [T, V]."""
 
 NAME = "tiny"
 """Of the base."""
@@ -265,6 +268,19 @@ class TinkerWorld:
         self.model = recipe.actor.model.path
         """The base's folder."""
         self.app = make_app(server, Keys())
+
+    def base_logprobs(self) -> Logprobs:
+        """What the base gives in float64, by transformers alone."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float64)
+
+        @torch.no_grad()
+        def of(tokens: list[int]) -> npt.NDArray[np.float64]:
+            return np.asarray(model(torch.tensor([tokens])).logits[0].log_softmax(-1))
+
+        return of
 
     @asynccontextmanager
     async def client(self, app: Any = None, key: str = "") -> AsyncIterator[TinkerClient]:
