@@ -59,6 +59,8 @@ class Loss(ABC, Generic[S]):
     """Whether entropy is one of its metrics, where there is one."""
     choices: tuple[str, ...] = ()
     """Columns of ids at the place of each token whose log-probs it needs, too, side by side."""
+    tells_choices = False
+    """Whether the caller is told these log-probs: K numbers a token that leave the device."""
     origin = ""
     """End of messages about its numbers, where the user's code made them; else empty."""
     policy_version: int | None = None

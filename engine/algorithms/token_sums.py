@@ -22,6 +22,8 @@ from rolemesh.engine.specs.token_sums import TokenSumLossSpec
 class TokenSumLoss(Loss[TokenSumLossSpec]):
     """The sum of its spec, of this micro-batch's tokens: nothing depends on the mini-batch."""
 
+    tells_choices = True
+
     def __init__(self, spec: TokenSumLossSpec) -> None:
         super().__init__(spec)
         self.choices = (TARGET_IDS,) if spec.targets else ()

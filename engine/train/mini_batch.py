@@ -70,7 +70,7 @@ def accumulate(
         Metrics over the whole mini-batch, equal on all ranks, computed_fraction (tokens computed
         for each token of the rows) among them; and on the last stage the column
         logprobs, values or scores of the forward pass for this replica's part, in the order of
-        `places`, with the column choices of what the loss scores besides.
+        `places`, with the column choices of what the loss tells besides.
 
     Raises:
         LossNotFiniteError: The loss of the whole mini-batch is NaN or infinite; on all ranks.
@@ -105,7 +105,7 @@ def accumulate(
     failures: list[str] = []
     kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION
     widths: dict[str, int] = {loss.needs: 1}
-    if loss.choices:
+    if loss.choices and loss.tells_choices:
         widths["choices"] = sum(part[name].width for name in loss.choices)
     collector = scoring.Collector(widths, kind)
 
@@ -119,7 +119,7 @@ def accumulate(
             share, metrics = 0.0 * trained.sum(), {"loss": trained.new_full((), math.nan)}
         shares.add(metrics)
         told: dict[str, torch.Tensor] = {loss.needs: trained}
-        if found.choices_NK is not None:
+        if loss.tells_choices and found.choices_NK is not None:
             told["choices"] = found.choices_NK
         collector.add(passes[number], told)
         return share if weight == 1.0 else weight * share
