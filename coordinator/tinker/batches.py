@@ -52,6 +52,11 @@ class GradientBatch:
     is_flat: bool
     """Whether a place has one target, in one dimension."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all data."""
+        return len(self.columns["tokens"].values)
+
 
 def batch_of(call: GradientCall, longest: int) -> GradientBatch:
     """The columns of a call.

@@ -8,9 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
+from rolemesh.coordinator.tinker.forms import WireError
 from rolemesh.coordinator.tinker.store import Kind
+from rolemesh.coordinator.tinker.trained import AdapterShape
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+_SAVED: Mapping[Kind, str] = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+"""Types of answers."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Metadata = dict[Annotated[str, Field(max_length=256)], Annotated[str, Field(max_length=4096)]]
@@ -31,6 +43,21 @@ class LoraConfig(Body):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    def shape(self, most_rank: int) -> AdapterShape:
+        """What it asks for; raises WireError where this server does not have that."""
+        if self.rank > most_rank:
+            raise WireError("lora_config.rank", self.rank, f"this server takes {most_rank} at most")
+        targets = (*(_ATTENTION if self.train_attn else ()), *(_MLP if self.train_mlp else ()))
+        if not targets:
+            raise WireError(
+                "lora_config", "train_attn and train_mlp are false", "one of them must be true"
+            )
+        return AdapterShape(
+            rank=self.rank,
+            seed=self.seed or 0,
+            targets=None if self.train_attn and self.train_mlp else targets,
+        )
 
 
 class NewModel(Body):
@@ -100,6 +127,74 @@ class OptimStep(Body):
         return AdamParams.model_validate(self.optimizer_params or {})
 
 
+class CreateSession(Body):
+    """Asks for a session."""
+
+    user_metadata: Metadata | None = None
+    display_name: Name | None = None
+    project_id: Name | None = None
+
+
+class Finish(Body):
+    """Ends a session."""
+
+    class Reason(Body):
+        """How it ended."""
+
+        type: Literal["success", "errored", "interrupted"]
+
+    reason: Reason | None = None
+    detail: str | None = Field(default=None, max_length=4096)
+
+
+class ToProject(Body):
+    """Gives a session a label."""
+
+    project_id: Name
+
+
+class SearchSessions(Body):
+    """Looks for sessions of one owner."""
+
+    class Status(Body):
+        """One that is looked for."""
+
+        type: str
+        reasons: list[str] | None = None
+
+    class Cursor(Body):
+        """Where the page begins."""
+
+        last_created_at: AwareDatetime
+        last_session_id: Name
+
+    session_id: Name | None = None
+    project_ids: list[Name] | None = None
+    user_metadata: Metadata = Field(default_factory=dict)
+    display_name: Name | None = None
+    statuses: list[Status] | None = None
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: Cursor | None = None
+
+
+class CopyWeights(Body):
+    """Asks that another run has the same weights."""
+
+    source_path: Name
+    session_id: Name | None = None
+    model_seq_id: SeqId | None = None
+    destination_project_id: Name | None = None
+    ttl_seconds: float | None = Field(default=None, gt=0)
+    weights_access_token: Name | None = None
+
+    @model_validator(mode="after")
+    def _check_place(self) -> CopyWeights:
+        has_session = self.session_id is not None and self.model_seq_id is not None
+        if has_session == (self.destination_project_id is not None):
+            raise ValueError("give destination_project_id, or session_id and model_seq_id")
+        return self
+
+
 class SaveWeights(Body):
     """Asks to save a model's weights."""
 
@@ -110,6 +205,7 @@ class SaveWeights(Body):
     overwrite: bool = False
     user_metadata: Metadata | None = None
     sampling_session_seq_id: SeqId | None = None
+    age_encryption_recipients: list[str] | None = None
     kind_of_weights: Kind = Field(default="weights", exclude=True)
     """Set by the server."""
 
@@ -117,13 +213,16 @@ class SaveWeights(Body):
     def _check_name(self) -> SaveWeights:
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValueError("give path or sampling_session_seq_id, and one of the two")
+        if self.age_encryption_recipients:
+            raise ValueError(
+                "age_encryption_recipients: files are not encrypted here: leave it out"
+            )
         return self
 
     @property
     def answer_type(self) -> str:
         """The type of the answer."""
-        is_sampler = self.kind_of_weights == "sampler_weights"
-        return "save_weights_for_sampler" if is_sampler else "save_weights"
+        return _SAVED[self.kind_of_weights]
 
 
 class LoadWeights(NewModel):
@@ -135,6 +234,7 @@ class LoadWeights(NewModel):
     session_id: Name | None = None
     model_seq_id: SeqId | None = None
     seq_id: SeqId = 0
+    weights_access_token: Name | None = None
 
     @model_validator(mode="after")
     def _check_model(self) -> LoadWeights:
@@ -178,10 +278,27 @@ class OfPromise(Body):
     allow_metadata_only: bool = False
 
 
+class OfSampler(Body):
+    """Names a sampling session."""
+
+    sampling_session_id: Name
+
+
+class SampledTogether(Body):
+    """Asks which samples of one copy of a sampling client have ended."""
+
+    class Target(OfSampler):
+        """Which samples."""
+
+        cloned_sampler_id: SeqId = 0
+
+    target: Target
+    prev_cursor: SeqId = 0
+    timeout: float | None = Field(default=None, ge=0)
+    retrieved_request_ids: list[Name] = Field(default_factory=list, max_length=20_000)
+
+
 class Ttl(Body):
     """Says how long weights are kept."""
 
     ttl_seconds: float | None = Field(default=None, gt=0)
-
-
-Finished = Literal["success", "errored", "interrupted"]

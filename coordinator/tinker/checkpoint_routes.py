@@ -1,29 +1,30 @@
-"""Routes about saved weights: lists, lives, publication."""
+"""Routes about saved weights: lists, lives, publication, copies, files."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rolemesh.coordinator.tinker.bodies import Ttl
-from rolemesh.coordinator.tinker.server import TinkerServer, UnknownError
+from rolemesh.coordinator.tinker.bodies import CopyWeights, Ttl
+from rolemesh.coordinator.tinker.downloads import ARCHIVE
+from rolemesh.coordinator.tinker.keys import Keys
+from rolemesh.coordinator.tinker.requests import MOST_LISTED, ROOT, Handler, page, read_body
+from rolemesh.coordinator.tinker.server import TinkerServer
+from rolemesh.coordinator.tinker.sessions import UnknownError
 from rolemesh.coordinator.tinker.store import Saved, iso_time
 
-T = TypeVar("T")
-Handler = Callable[[Request, str], Awaitable[Response]]
-
-MOST_LISTED = 1000
-"""Entries of one answer."""
+FILES = "files"
+"""Path of the route that gives files."""
 
 
-def checkpoint_routes(server: TinkerServer) -> Iterator[tuple[str, str, Handler]]:
+def checkpoint_routes(server: TinkerServer, keys: Keys) -> Iterator[tuple[str, str, Handler]]:
     """Method, path and handler of each."""
-    routes = _CheckpointRoutes(server)
+    routes = _CheckpointRoutes(server, keys)
     one = "training_runs/{run}/checkpoints/{kind}/{name}"
     yield "GET", "training_runs", routes.runs
     yield "GET", "training_runs/{run}", routes.run
@@ -33,15 +34,19 @@ def checkpoint_routes(server: TinkerServer) -> Iterator[tuple[str, str, Handler]
     yield "PUT", f"{one}/ttl", routes.set_ttl
     yield "POST", f"{one}/publish", routes.publish(is_public=True)
     yield "DELETE", f"{one}/publish", routes.publish(is_public=False)
+    yield "POST", "copy_weights", routes.copy
+    yield "GET", f"{one}/external_weights_urls", routes.addresses
+    yield "GET", f"{one}/archive", routes.archive
 
 
 class _CheckpointRoutes:
-    def __init__(self, server: TinkerServer) -> None:
+    def __init__(self, server: TinkerServer, keys: Keys) -> None:
         self._server = server
+        self._keys = keys
 
     async def runs(self, request: Request, owner: str) -> Response:
         """Models of an owner that are there or have saved weights."""
-        names, cursor = _page(request, self._names(owner), usual=20)
+        names, cursor = page(request, self._names(owner), usual=20)
         found = [self._run(owner, name) for name in names]
         return JSONResponse({"training_runs": found, "cursor": cursor})
 
@@ -59,7 +64,7 @@ class _CheckpointRoutes:
 
     async def every(self, request: Request, owner: str) -> Response:
         """Saved weights of all."""
-        found, cursor = _page(request, list(self._server.store.of(owner)), usual=100)
+        found, cursor = page(request, list(self._server.store.of(owner)), usual=100)
         return JSONResponse({"checkpoints": _messages(found), "cursor": cursor})
 
     async def remove(self, request: Request, owner: str) -> Response:
@@ -69,7 +74,7 @@ class _CheckpointRoutes:
 
     async def set_ttl(self, request: Request, owner: str) -> Response:
         """Says how long weights are kept, from now."""
-        seconds = Ttl.model_validate_json(await request.body() or b"{}").ttl_seconds
+        seconds = (await read_body(request, Ttl)).ttl_seconds
         expires_at = None if seconds is None else time.time() + seconds
         self._server.store.change(owner, _path(request), expires_at=expires_at)
         return Response(status_code=204)
@@ -82,6 +87,34 @@ class _CheckpointRoutes:
             return Response(status_code=204)
 
         return handler
+
+    async def copy(self, request: Request, owner: str) -> Response:
+        """Weights as those of another run, of a session or of a project."""
+        asked = await read_body(request, CopyWeights)
+        token = asked.weights_access_token or request.headers.get("x-tinker-weights-access-token")
+        reader = owner if token is None else self._keys.owner(token)
+        return JSONResponse({"tinker_path": self._server.copy(owner, asked, reader=reader).path})
+
+    async def addresses(self, request: Request, owner: str) -> Response:
+        """Addresses of an adapter's files, for programs without a key."""
+        token, names, expires_at = self._offered(request, owner)
+        urls = {name: self._url(request, token, name) for name in names}
+        return JSONResponse({"urls": urls, "expires": iso_time(expires_at)})
+
+    async def archive(self, request: Request, owner: str) -> Response:
+        """The address of one archive with all of them."""
+        token, _, expires_at = self._offered(request, owner)
+        return JSONResponse(
+            {"url": self._url(request, token, ARCHIVE), "expires": iso_time(expires_at)}
+        )
+
+    def _offered(self, request: Request, owner: str) -> tuple[str, list[str], float]:
+        _, folder = self._server.store.find(owner, _path(request))
+        return self._server.downloads.offer(folder / "adapter")
+
+    @staticmethod
+    def _url(request: Request, token: str, name: str) -> str:
+        return str(request.base_url.replace(path=f"{ROOT}/{FILES}/{token}/{name}"))
 
     def _names(self, owner: str) -> list[str]:
         held = [one.model_id for one in self._server.models.by_id.values() if one.owner == owner]
@@ -122,18 +155,6 @@ def _path(request: Request) -> str:
 
 def _messages(found: Iterable[tuple[Saved, Path]]) -> list[dict[str, Any]]:
     return [saved.message(_bytes(folder)) for saved, folder in found]
-
-
-def _page(request: Request, found: list[T], *, usual: int) -> tuple[list[T], dict[str, int]]:
-    """Those that a request asks for, and its cursor; `usual` is its limit where it has none."""
-    limit, offset = _count(request, "limit", usual), _count(request, "offset", 0)
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return found[offset : offset + min(limit, MOST_LISTED)], cursor
-
-
-def _count(request: Request, name: str, usual: int) -> int:
-    text = request.query_params.get(name, "")
-    return int(text) if text.isdecimal() and len(text) < 10 else usual
 
 
 def _bytes(folder: Path) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -42,7 +44,25 @@ class _Promise:
     owner: str
     task: asyncio.Task[Any]
     made_at: float
+    group: Hashable | None
     fetched_at: float | None = None
+
+
+class _Group:
+    """Promises that a client waits for together."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, str] = {}
+        """Ids of those that have ended, by a number that counts on. Up to where the client has
+        said that it knows of them they are dropped."""
+        self.changed = asyncio.Event()
+        """Set, and another one put here, when one has ended."""
+
+    def add(self, number: int, promise_id: str) -> None:
+        """Told that one has ended."""
+        self.ended[number] = promise_id
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +80,19 @@ class Promises:
     def __init__(self) -> None:
         self._promises: dict[str, _Promise] = {}
         self._by_call: dict[Hashable, str] = {}
+        self._groups: dict[Hashable, _Group] = {}
+        self._numbers = itertools.count(1)
+        """Of promises that have ended: of all groups, so that a group that was dropped and is there
+        again counts on."""
 
-    def make(self, owner: str, work: Coroutine[Any, Any, Any], call: Hashable | None = None) -> str:
+    def make(
+        self,
+        owner: str,
+        work: Coroutine[Any, Any, Any],
+        call: Hashable | None = None,
+        *,
+        group: Hashable | None = None,
+    ) -> str:
         """Begins work, and gives the id of its promise.
 
         Args:
@@ -69,6 +100,7 @@ class Promises:
             work: What gives the result.
             call: Names the call: where it was made already, that promise's id comes back, and the
                 work is dropped. None: each call is a new one.
+            group: Of promises that `ended` tells of together, and that may be given up.
 
         Raises:
             TooManyError: No more is taken in now.
@@ -82,7 +114,12 @@ class Promises:
             work.close()
             raise TooManyError(f"{MOST_PENDING} calls have no result yet: try again later")
         promise_id = secrets.token_hex(16)
-        self._promises[promise_id] = _Promise(owner, asyncio.create_task(work), time.monotonic())
+        task = asyncio.create_task(work)
+        promise = _Promise(owner, task, time.monotonic(), group)
+        self._promises[promise_id] = promise
+        if group is not None:
+            waited_for = self._groups.setdefault((owner, group), _Group())
+            task.add_done_callback(lambda _: waited_for.add(next(self._numbers), promise_id))
         if call is not None:
             self._by_call[owner, call] = promise_id
         return promise_id
@@ -93,22 +130,50 @@ class Promises:
         Raises:
             UnknownPromiseError: The owner has none of that id.
         """
-        promise = self._promises.get(promise_id)
-        if promise is None or promise.owner != owner:
-            raise UnknownPromiseError(
-                f"request_id {promise_id!r}: there is none: the server was started anew, or the "
-                "result was there long ago"
-            )
+        promise = self._owned(owner, promise_id)
         done, _ = await asyncio.wait([promise.task], timeout=wait_s)
         if not done:
             return None
         promise.fetched_at = time.monotonic()
         if promise.task.cancelled():
-            return Failure(
-                "the server ended, or the model was unloaded, before it was made", "server"
-            )
+            return Failure("it was given up, or the server ended, before it was made", "server")
         error = promise.task.exception()
         return promise.task.result() if error is None else failure_of(error)
+
+    async def ended(
+        self, owner: str, group: Hashable, after: int, wait_s: float = POLL_S
+    ) -> tuple[list[tuple[str, bool]], int]:
+        """Which promises of a group have ended since a client asked last.
+
+        Args:
+            owner: Who asks.
+            group: As given to `make`.
+            after: What came back last time, by which it says that it knows of those; 0: of none.
+            wait_s: How long there is to be one.
+
+        Returns:
+            Ids, each with whether there is a result and no failure; and what to give as `after`.
+        """
+        known = self._groups.setdefault((owner, group), _Group())
+        known.ended = {number: one for number, one in known.ended.items() if number > after}
+        if not known.ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(known.changed.wait(), wait_s)
+        found = dict(known.ended)
+        told = [(one, not self._failed(one)) for one in found.values() if one in self._promises]
+        return told, max(found, default=after)
+
+    def give_up(self, owner: str, promise_id: str) -> None:
+        """Ends work whose client does not want it any more; one that has ended stays as it is.
+
+        Raises:
+            UnknownPromiseError: The owner has none of that id.
+            WireError: It must be made: later work counts on it.
+        """
+        promise = self._owned(owner, promise_id)
+        if promise.group is None:
+            raise WireError("request_id", promise_id, "samples alone can be given up")
+        promise.task.cancel()
 
     async def close(self) -> None:
         """Ends all work."""
@@ -116,6 +181,19 @@ class Promises:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _owned(self, owner: str, promise_id: str) -> _Promise:
+        promise = self._promises.get(promise_id)
+        if promise is None or promise.owner != owner:
+            raise UnknownPromiseError(
+                f"request_id {promise_id!r}: there is none: the server was started anew, or the "
+                "result was there long ago"
+            )
+        return promise
+
+    def _failed(self, promise_id: str) -> bool:
+        task = self._promises[promise_id].task
+        return task.cancelled() or task.exception() is not None
 
     def _forget(self) -> None:
         """Drops results that were fetched long ago, or that nobody wants."""
@@ -128,6 +206,8 @@ class Promises:
 
         self._promises = {key: one for key, one in self._promises.items() if not is_old(one)}
         self._by_call = {call: key for call, key in self._by_call.items() if key in self._promises}
+        used = {(one.owner, one.group) for one in self._promises.values()}
+        self._groups = {key: one for key, one in self._groups.items() if key in used}
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.tinker.actor_place import ActorPlace, actor_spec
+from rolemesh.coordinator.tinker.fair_turns import Client, FairTurns
 from rolemesh.coordinator.tinker.forms import SampleCall, SampleResult
 from rolemesh.coordinator.tinker.sampling import Sampling, WeightsMovedError
 from rolemesh.coordinator.tinker.trained import AdapterShape, TrainedModel
@@ -86,6 +87,8 @@ class HeldModels:
             longest: Most tokens of prompt and sample together.
         """
         self.by_id: dict[str, HeldModel] = {}
+        self.fair_turns = FairTurns()
+        """Of calls that compute."""
         self._place = place
         self._recipe = recipe
         self._runs = runs
@@ -128,7 +131,7 @@ class HeldModels:
                 owner=owner,
                 shape=shape,
                 trained=trained,
-                sampling=Sampling(trained, self._longest),
+                sampling=Sampling(trained, self._longest, self.fair_turns),
                 metadata=dict(metadata or {}),
             )
             self.by_id[model_id] = held
@@ -152,7 +155,7 @@ class HeldModels:
                 self.by_id.pop(held.model_id, None)
                 raise
             held.shape, held.trained = shape, trained
-            held.sampling = Sampling(trained, self._longest)
+            held.sampling = Sampling(trained, self._longest, self.fair_turns)
 
     async def unload(self, model_id: str) -> None:
         """Ends a model; what was saved of it stays."""
@@ -163,8 +166,8 @@ class HeldModels:
                 self.by_id.pop(model_id, None)
                 await held.trained.close()
 
-    async def sample(self, snapshot: Snapshot, call: SampleCall) -> SampleResult:
-        """Samples of a snapshot.
+    async def sample(self, snapshot: Snapshot, call: SampleCall, client: Client) -> SampleResult:
+        """Samples of a snapshot, for a client.
 
         Raises:
             NoPlaceError: Nothing that could sample has a place.
@@ -175,13 +178,13 @@ class HeldModels:
             is_there = held is not None and held.trained.is_open
             if held is not None and is_there and held.trained.version == snapshot.version:
                 try:
-                    return await held.sampling.sample(call, snapshot.version)
+                    return await held.sampling.sample(call, snapshot.version, client)
                 except WeightsMovedError:
                     continue
             sampler = await self._sampler(snapshot)
             sampler.users += 1
             try:
-                return await sampler.sampling.sample(call, 0)
+                return await sampler.sampling.sample(call, 0, client)
             except WeightsMovedError:
                 continue
             finally:
@@ -213,7 +216,9 @@ class HeldModels:
             number = next(self._numbers)
             model = self._new(f"sampler-{number}", section, seed=_FIRST_SAMPLER + number)
             await model.open()
-            sampler = _Sampler(model, Sampling(model, self._longest), used_at=time.monotonic())
+            sampler = _Sampler(
+                model, Sampling(model, self._longest, self.fair_turns), used_at=time.monotonic()
+            )
             self._samplers[snapshot.folder] = sampler
             return sampler
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rolemesh.coordinator.sdk.experience import Prompt
+from rolemesh.coordinator.tinker.fair_turns import Client, FairTurns
 from rolemesh.coordinator.tinker.forms import (
     EMPTY_LOGPROB,
     Floats,
@@ -65,6 +66,7 @@ def check_sample_call(call: SampleCall, longest: int) -> None:
 class _Asked:
     call: SampleCall
     draw: int
+    client: Client
     done: asyncio.Future[list[SampledSequence]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -77,19 +79,21 @@ class Sampling:
     alike. A sample depends on its own draw alone, whatever is sampled beside it.
     """
 
-    def __init__(self, model: TrainedModel, longest: int) -> None:
-        """Takes the model, and the most tokens of prompt and sample together."""
+    def __init__(self, model: TrainedModel, longest: int, fair_turns: FairTurns) -> None:
+        """Takes the model, the most tokens of prompt and sample together, and whose turn it is."""
         self._model = model
         self._longest = longest
+        self._fair_turns = fair_turns
         self._waiting: list[tuple[int, _Asked]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def sample(self, call: SampleCall, version: int) -> SampleResult:
+    async def sample(self, call: SampleCall, version: int, client: Client) -> SampleResult:
         """The samples of a call, and what it asks of its prompt.
 
         Args:
             call: Checked by `check_sample_call`.
             version: Of the weights that are to sample.
+            client: Who asks.
 
         Raises:
             WeightsMovedError: The model has other ones.
@@ -97,14 +101,15 @@ class Sampling:
         """
         seed = call.params.seed
         draw = self._model.next_draw() if seed is None else _FIRST_SEED + seed % _FIRST_SEED
-        asked = _Asked(call, draw)
+        asked = _Asked(call, draw, client)
         self._waiting.append((version, asked))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
         sequences = await asked.done
         if not (call.prompt_logprobs or call.topk_prompt_logprobs):
             return SampleResult(sequences)
-        logprobs, topk = await self._scored(call, version)
+        async with self._fair_turns.turn(client, len(call.prompt)):
+            logprobs, topk = await self._scored(call, version)
         return SampleResult(
             sequences,
             prompt_logprobs=logprobs if call.prompt_logprobs else None,
@@ -115,6 +120,10 @@ class Sampling:
         while self._waiting:
             # One turn of the loop: calls that came together are sampled together.
             await asyncio.sleep(0)
+            # Without those that were given up meanwhile.
+            self._waiting = [one for one in self._waiting if not one[1].done.done()]
+            if not self._waiting:
+                return
             version, first = self._waiting[0]
             together, room = [first], _MOST_BYTES - 8 * len(first.call.prompt)
             for other_version, other in self._waiting[1:]:
@@ -126,8 +135,10 @@ class Sampling:
                 if is_new and other_version == version and _drawn_alike(first.call, other.call):
                     together.append(other)
             self._waiting = [one for one in self._waiting if one[1] not in together]
+            tokens = sum(self._most_tokens(one.call) for one in together)
             try:
-                found = await self._generated(version, together)
+                async with self._fair_turns.turn(first.client, tokens):
+                    found = await self._generated(version, together)
             except BaseException as error:
                 for one in together:
                     if not one.done.done():
@@ -236,6 +247,12 @@ class Sampling:
         return logprobs, TopkLogprobs(
             np.concatenate([empty.token_ids, ids]), np.concatenate([empty.logprobs, scores])
         )
+
+    def _most_tokens(self, call: SampleCall) -> int:
+        """That a call computes, where each sample is as long as it may be."""
+        room = self._longest - len(call.prompt)
+        most = room if call.params.max_tokens is None else min(room, call.params.max_tokens)
+        return len(call.prompt) + call.num_samples * most
 
     def _check(self, version: int) -> None:
         if self._model.version != version or not self._model.is_open:

@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import secrets
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.tinker.actor_place import ActorPlace
 from rolemesh.coordinator.tinker.batches import batch_of
-from rolemesh.coordinator.tinker.bodies import AdamParams, CreateModel, LoadWeights, SaveWeights
+from rolemesh.coordinator.tinker.bodies import (
+    AdamParams,
+    CopyWeights,
+    CreateModel,
+    LoadWeights,
+    SaveWeights,
+)
+from rolemesh.coordinator.tinker.downloads import Downloads
+from rolemesh.coordinator.tinker.fair_turns import Client
 from rolemesh.coordinator.tinker.forms import GradientCall, SampleCall, WireError
 from rolemesh.coordinator.tinker.futures import Promises
-from rolemesh.coordinator.tinker.held_models import HeldModel, HeldModels, Snapshot
+from rolemesh.coordinator.tinker.held_models import (
+    HeldModel,
+    HeldModels,
+    Snapshot,
+)
 from rolemesh.coordinator.tinker.sampling import check_sample_call
-from rolemesh.coordinator.tinker.store import Saved, UnknownPathError, WeightStore
+from rolemesh.coordinator.tinker.sessions import Sessions, UnknownError
+from rolemesh.coordinator.tinker.store import Saved, WeightStore
+from rolemesh.coordinator.tinker.tenants import SESSION_S, Tenants
 from rolemesh.coordinator.tinker.trained import AdapterShape
 
-SESSION_S = 300.0
-"""A session whose client was silent for so long ends, with its models. Clients tell every 10 s."""
+T = TypeVar("T")
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-class UnknownError(LookupError):
-    """There is no such session, model or sampler, or it is another owner's."""
+CLONE_CALLS = 1_000_000_000
+"""Calls of one copy of a sampling client: its numbers begin at a multiple."""
 
 
-@dataclass(slots=True, eq=False)
-class Session:
-    """A client's session."""
-
-    session_id: str
-    owner: str
-    heard_at: float = field(default_factory=time.monotonic)
-    snapshots: dict[str, Snapshot] = field(default_factory=dict)
-    """Of its sampling sessions, by their ids."""
+def sampling_group(sampler_id: str, clone: int) -> tuple[str, str, int]:
+    """Names the calls of one copy of a sampling client."""
+    return "sampler", sampler_id, clone
 
 
 class TinkerServer:
@@ -79,58 +80,50 @@ class TinkerServer:
         self.tokenizer = str(Path(recipe.section("actor").model.path).absolute())  # type: ignore[attr-defined]
         self.promises = Promises()
         self.store = WeightStore(folder)
+        self.sessions = Sessions(folder)
+        self.downloads = Downloads()
         self.models = HeldModels(place, recipe, runs=places, longest=longest)
         self._most_rank = most_rank
-        self._session_s = session_s
-        self._sessions: dict[str, Session] = {}
-        self._watch: asyncio.Task[None] | None = None
+        self._tenants = Tenants(self.sessions, self.models, self.store, session_s=session_s)
 
     async def __aenter__(self) -> TinkerServer:
         """Begins to look after sessions."""
-        self.store.sweep(with_unnamed=True)
-        self._watch = asyncio.create_task(self._end_silent())
+        await self._tenants.__aenter__()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Ends all work."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+        await self._tenants.__aexit__()
         await self.promises.close()
         await self.models.close()
 
-    # --- sessions ---
+    async def finish(
+        self, owner: str, session_id: str, status: Mapping[str, Any] | None = None
+    ) -> None:
+        """Ends a session with its models; what was saved stays.
 
-    def create_session(self, owner: str) -> str:
-        """Begins a session, and gives its id."""
-        session = Session(secrets.token_hex(8), owner)
-        self._sessions[session.session_id] = session
-        return session.session_id
+        Args:
+            owner: Whose it is.
+            session_id: Its id.
+            status: How it ended, as clients get it.
 
-    def heard(self, owner: str, session_id: str) -> None:
-        """Told that a client is there."""
-        self._session(owner, session_id)
-
-    async def finish(self, owner: str, session_id: str) -> None:
-        """Ends a session with its models; what was saved stays."""
-        self._session(owner, session_id)
-        await self._end(session_id)
+        Raises:
+            UnknownError: There is none.
+        """
+        self.sessions.get(owner, session_id)
+        await self._tenants.end(session_id, status)
 
     # --- models ---
 
     def create_model(self, owner: str, asked: CreateModel) -> str:
         """Promises a model; gives the promise's id."""
-        session = self._session(owner, asked.session_id)
+        session = self.sessions.get(owner, asked.session_id)
         self._check_base(asked.base_model)
-        shape = self._shape(asked)
+        shape = asked.lora_config.shape(self._most_rank)
         model_id = f"{session.session_id}:train:{asked.model_seq_id}"
 
         async def work() -> dict[str, Any]:
-            held = await self.models.create(
-                model_id, session.session_id, owner, shape, metadata=asked.user_metadata
-            )
-            await self._keep(held)
+            await self._tenants.create(session, model_id, shape, metadata=asked.user_metadata)
             return {"type": "create_model", "model_id": model_id}
 
         return self.promises.make(owner, work(), ("model", model_id))
@@ -140,7 +133,7 @@ class TinkerServer:
         held = self.models.by_id.get(model_id)
         if held is None or held.owner != owner:
             raise UnknownError(f"model {model_id!r}: there is none: create it, or load its weights")
-        self._session(owner, held.session_id)
+        self.sessions.get(owner, held.session_id)
         held.used_at = time.time()
         return held
 
@@ -168,7 +161,11 @@ class TinkerServer:
         async def work() -> Any:
             return await held.turns.take(
                 call.seq_id,
-                lambda: held.trained.gradient(batch, forward_only=call.forward_only),
+                lambda: self._fairly(
+                    held,
+                    batch.num_tokens,
+                    lambda: held.trained.gradient(batch, forward_only=call.forward_only),
+                ),
             )
 
         return self._in_turn(owner, held, call.seq_id, work())
@@ -190,7 +187,7 @@ class TinkerServer:
     def save(self, owner: str, asked: SaveWeights) -> str:
         """Promises that weights are saved, for training or for samplers."""
         held = self.model(owner, asked.model_id)
-        session = self._session(owner, held.session_id)
+        session = self.sessions.get(owner, held.session_id)
         seq = asked.sampling_session_seq_id
         sampler_id = None if seq is None else f"{session.session_id}:sample:{seq}"
         # No name that a client would give.
@@ -235,6 +232,7 @@ class TinkerServer:
             await self.models.drop_sampler(folder)
             if sampler_id is None:
                 return {"type": asked.answer_type, "path": saved.path}
+            self.sessions.add(session, sampler=sampler_id)
             session.snapshots[sampler_id] = Snapshot(
                 folder=folder,
                 shape=shape,
@@ -248,9 +246,15 @@ class TinkerServer:
         work = held.turns.take(asked.seq_id, write)
         return self._in_turn(owner, held, asked.seq_id, work)
 
-    def load(self, owner: str, asked: LoadWeights) -> str:
-        """Promises a model with saved weights: a new one of a session, or one that there is."""
-        saved, folder = self._found(owner, asked.path)
+    def load(self, owner: str, asked: LoadWeights, *, reader: str | None = None) -> str:
+        """Promises a model with saved weights: a new one of a session, or one that there is.
+
+        Args:
+            owner: Whose the model is.
+            asked: What is loaded.
+            reader: The owner by whose right the weights are read; None: that of the model.
+        """
+        saved, folder = self._found(reader or owner, asked.path)
         if asked.optimizer and saved.kind != "weights":
             raise WireError("path", asked.path, "it has no optimizer: leave optimizer out")
         shape = AdapterShape(rank=saved.rank, seed=saved.seed, targets=saved.targets)
@@ -259,7 +263,7 @@ class TinkerServer:
             held = self.model(owner, asked.model_id)
             session_id, model_id = held.session_id, held.model_id
         else:
-            session_id = self._session(owner, asked.session_id or "").session_id
+            session_id = self.sessions.get(owner, asked.session_id or "").session_id
             model_id = f"{session_id}:train:{asked.model_seq_id}"
 
         async def work() -> dict[str, Any]:
@@ -268,10 +272,10 @@ class TinkerServer:
                 held = self.model(owner, asked.model_id)
                 await self.models.reload(held, shape, start)
             else:
-                held = await self.models.create(
-                    model_id, session_id, owner, shape, start=start, metadata=metadata
+                session = self.sessions.get(owner, session_id)
+                held = await self._tenants.create(
+                    session, model_id, shape, start=start, metadata=metadata
                 )
-                await self._keep(held)
             if asked.optimizer:
                 await held.trained.load_state(folder)
             return {"type": "load_weights", "path": saved.path, "model_id": model_id}
@@ -284,20 +288,50 @@ class TinkerServer:
             owner, turns.take(asked.seq_id, work), ("turn", model_id, asked.seq_id)
         )
 
+    def copy(self, owner: str, asked: CopyWeights, *, reader: str) -> Saved:
+        """Saved weights as those of another run, which cannot be trained.
+
+        Args:
+            owner: Of the copy.
+            asked: What is copied, and where to.
+            reader: The owner by whose right it is read.
+
+        Raises:
+            UnknownPathError: The reader has no such weights.
+            UnknownError: There is no such session.
+            WireError: That run has weights of this name.
+        """
+        if asked.session_id is not None:
+            session = self.sessions.get(owner, asked.session_id)
+        else:
+            session = self.sessions.begin(owner, project_id=asked.destination_project_id)
+        run = f"{session.session_id}:train:{asked.model_seq_id or 0}"
+        expires_at = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
+        try:
+            copied = self.store.copy(
+                owner, asked.source_path, run, reader=reader, expires_at=expires_at
+            )
+            self.sessions.add(session, run=run)
+        finally:
+            if asked.session_id is None:
+                self.sessions.end(session.session_id)
+        return copied
+
     # --- samples ---
 
     def create_sampler(
         self, owner: str, session_id: str, number: int, model_path: str | None, base: str | None
     ) -> str:
         """Begins a sampling session of saved weights, or of the base; gives its id."""
-        session = self._session(owner, session_id)
+        session = self.sessions.get(owner, session_id)
         sampler_id = f"{session_id}:sample:{number}"
         session.snapshots[sampler_id] = self._snapshot(owner, model_path, base)
+        self.sessions.add(session, sampler=sampler_id)
         return sampler_id
 
     def snapshot(self, owner: str, sampler_id: str) -> Snapshot:
         """What a sampling session samples; raises UnknownError."""
-        session = self._session(owner, sampler_id.partition(":")[0])
+        session = self.sessions.get(owner, sampler_id.partition(":")[0])
         try:
             return session.snapshots[sampler_id]
         except KeyError:
@@ -310,12 +344,25 @@ class TinkerServer:
             snapshot = self.snapshot(owner, call.sampling_session_id)
         else:
             snapshot = self._snapshot(owner, call.model_path, call.base_model)
-        key = None
+        key, seq_id = None, call.seq_id or 0
         if call.sampling_session_id is not None and call.seq_id is not None:
             key = ("sample", call.sampling_session_id, call.seq_id)
-        return self.promises.make(owner, self.models.sample(snapshot, call), key)
+        group = sampling_group(call.sampling_session_id or "", seq_id // CLONE_CALLS)
+        work = self._tenants.sample(owner, snapshot, call)
+        return self.promises.make(owner, work, key, group=group)
+
+    def join(self, owner: str, sampler_id: str) -> int:
+        """Gives a copy of a sampling client its number: its calls are numbered behind it."""
+        self.snapshot(owner, sampler_id)
+        session = self.sessions.get(owner, sampler_id.partition(":")[0])
+        session.clones[sampler_id] = session.clones.get(sampler_id, 0) + 1
+        return session.clones[sampler_id]
 
     # --- parts ---
+
+    async def _fairly(self, held: HeldModel, tokens: int, work: Callable[[], Awaitable[T]]) -> T:
+        async with self.models.fair_turns.turn(Client(held.owner, held.session_id), tokens):
+            return await work()
 
     def _in_turn(self, owner: str, held: HeldModel, seq_id: int, work: Any) -> str:
         key = ("turn", held.model_id, seq_id) if seq_id else None
@@ -344,56 +391,3 @@ class TinkerServer:
     def _check_base(self, base: str) -> None:
         if base != self.name:
             raise WireError("base_model", base, f"this server has {self.name}")
-
-    def _shape(self, asked: CreateModel) -> AdapterShape:
-        lora = asked.lora_config
-        if lora.rank > self._most_rank:
-            raise WireError(
-                "lora_config.rank", lora.rank, f"this server takes {self._most_rank} at most"
-            )
-        targets = (*(_ATTENTION if lora.train_attn else ()), *(_MLP if lora.train_mlp else ()))
-        if not targets:
-            raise WireError(
-                "lora_config", "train_attn and train_mlp are false", "one of them must be true"
-            )
-        return AdapterShape(
-            rank=lora.rank,
-            seed=lora.seed or 0,
-            targets=None if lora.train_attn and lora.train_mlp else targets,
-        )
-
-    def _session(self, owner: str, session_id: str) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None or session.owner != owner:
-            raise UnknownError(f"session {session_id!r}: there is none, or it has ended")
-        session.heard_at = time.monotonic()
-        return session
-
-    async def _keep(self, held: HeldModel) -> None:
-        """Ends a model again whose session ended while it was loaded."""
-        if held.session_id not in self._sessions:
-            await self.models.unload(held.model_id)
-            raise WireError("session_id", held.session_id, "it has ended: begin another one")
-
-    async def _end(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id, None)
-        for held in list(self.models.by_id.values()):
-            if held.session_id == session_id:
-                await self.models.unload(held.model_id)
-        if session is None:
-            return
-        # Weights that were there for a sampling session alone.
-        for snapshot in session.snapshots.values():
-            if snapshot.is_unnamed and snapshot.folder is not None:
-                await self.models.drop_sampler(snapshot.folder)
-                with contextlib.suppress(UnknownPathError):
-                    self.store.remove(session.owner, snapshot.path)
-
-    async def _end_silent(self) -> None:
-        while True:
-            await asyncio.sleep(self._session_s / 10)
-            old = time.monotonic() - self._session_s
-            for session in list(self._sessions.values()):
-                if session.heard_at < old:
-                    await self._end(session.session_id)
-            self.store.sweep()

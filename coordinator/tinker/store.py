@@ -8,6 +8,7 @@ A run's id has characters that no folder has, so they stand quoted.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -19,9 +20,15 @@ from typing import Any, Literal
 
 from rolemesh.coordinator.tinker.forms import WireError
 
-Kind = Literal["weights", "sampler_weights"]
-KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
-_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+_TYPES: Mapping[Kind, str] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+"""What clients call each kind. Weights alone have what training goes on from; the others are the
+same files."""
+_PATH = re.compile(rf"tinker://([^/]+)/({'|'.join(_TYPES)})/([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})")
 _ABOUT = "about.json"
 
 
@@ -60,7 +67,7 @@ class Saved:
         """As a client gets it in a list."""
         return {
             "checkpoint_id": f"{self.kind}/{self.name}",
-            "checkpoint_type": "training" if self.kind == "weights" else "sampler",
+            "checkpoint_type": _TYPES[self.kind],
             "time": iso_time(self.saved_at),
             "tinker_path": self.path,
             "size_bytes": num_bytes,
@@ -128,7 +135,7 @@ class WeightStore:
             for place in self._places(run, kind, name, owner):
                 saved = _read(place)
                 if saved is not None and (
-                    saved.is_public or place.parents[2].name == _quoted(owner)
+                    saved.is_public or place.parents[2].name == quoted(owner)
                 ):
                     return saved, place
         raise UnknownPathError(f"{path}: there are no such weights, or they have expired")
@@ -136,7 +143,7 @@ class WeightStore:
     def of(self, owner: str, run: str | None = None) -> Iterator[tuple[Saved, Path]]:
         """All weights of an owner, the newest first; or those of one model."""
         found = []
-        for place in (self._root / _quoted(owner)).glob("*/*/*"):
+        for place in (self._root / quoted(owner)).glob("*/*/*"):
             saved = _read(place)
             if saved is not None and not saved.is_unnamed and run in (None, saved.run):
                 found.append((saved, place))
@@ -150,6 +157,35 @@ class WeightStore:
         new.write_text(json.dumps(asdict(changed)))
         new.replace(place / _ABOUT)
         return changed
+
+    def copy(
+        self, owner: str, path: str, run: str, *, reader: str, expires_at: float | None
+    ) -> Saved:
+        """Has another run have the same weights; no file is there twice where links can be.
+
+        Args:
+            owner: Of the copy.
+            path: Of what is copied.
+            run: The copy's.
+            reader: By whose right it is read.
+            expires_at: Unix seconds; None: never.
+
+        Raises:
+            UnknownPathError: The reader has no such weights.
+        """
+        saved, place = self.find(reader, path)
+        copied = replace(
+            saved, run=run, saved_at=time.time(), expires_at=expires_at, is_public=False
+        )
+        new = self.reserve(owner, copied)
+        try:
+            shutil.copytree(place, new, copy_function=_linked, dirs_exist_ok=True)
+            # A link: what is written to it would be written to the other one.
+            (new / _ABOUT).unlink()
+            return self.commit(owner, copied, new)
+        except BaseException:
+            self.give_up(new)
+            raise
 
     def remove(self, owner: str, path: str) -> None:
         """Removes an owner's weights; raises UnknownPathError."""
@@ -167,22 +203,29 @@ class WeightStore:
 
     def _own(self, owner: str, path: str) -> tuple[Saved, Path]:
         saved, place = self.find(owner, path)
-        if place.parents[2].name != _quoted(owner):
+        if place.parents[2].name != quoted(owner):
             raise UnknownPathError(f"{path}: these weights are another owner's")
         return saved, place
 
     def _places(self, run: str, kind: str, name: str, owner: str) -> Iterator[Path]:
-        own = self._root / _quoted(owner) / _quoted(run) / kind / name
+        own = self._root / quoted(owner) / quoted(run) / kind / name
         yield own
         yield from (
-            place for place in self._root.glob(f"*/{_quoted(run)}/{kind}/{name}") if place != own
+            place for place in self._root.glob(f"*/{quoted(run)}/{kind}/{name}") if place != own
         )
 
     def _folder(self, owner: str, saved: Saved) -> Path:
-        return self._root / _quoted(owner) / _quoted(saved.run) / saved.kind / saved.name
+        return self._root / quoted(owner) / quoted(saved.run) / saved.kind / saved.name
 
 
-def _quoted(text: str) -> str:
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def quoted(text: str) -> str:
     """As a name of a folder: nothing of a client leads out of it."""
     return urllib.parse.quote(text, safe="").replace(".", "%2E")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.client_programs import seen
+import safetensors.numpy
+from support.client_programs import run, seen
 from support.mesh_runs import tiny_model
 from support.served_tinker import served_tinker
 from support.tinker_calls import BY_THE_SDK, CALLED, called_by, is_unserved, named
@@ -190,6 +191,53 @@ def test_saved_weights_with_an_event_loop_are_the_same(tinker: Tinker) -> None:
     assert [entry[2] for entry in saw["listed"]] == [False, False]
     assert [entry[2] for entry in saw["public"]] == [False, True]
     assert saw["left"] == []
+
+
+def test_sessions_copies_and_files_are_had_by_the_sdk(tinker: Tinker) -> None:
+    saw = tinker.saw("weights sessions")
+    runs, samplers, metadata = saw["told"]
+    assert runs == [saw["run"]]
+    assert samplers == [f"{saw['session']}:sample:0"]
+    assert not metadata
+    assert saw["session"] in saw["listed"]
+    assert saw["found"] == [[saw["session"], "a-project", "active"]]
+    assert saw["external"] == f"tinker://{saw['run']}/external_weights/files"
+    assert saw["files"].keys() >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert saw["config"]["r"] == 4
+    assert saw["loaded"] == [4, 4]
+
+
+def test_sessions_with_an_event_loop_are_the_same(tinker: Tinker) -> None:
+    saw = tinker.saw("weights sessions_asynchronous")
+    assert saw["told"] == [saw["run"]]
+    assert saw["session"] in saw["listed"]
+    assert saw["external"] == f"tinker://{saw['run']}/external_weights/files"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(saw["files"])
+    assert saw["copied"].endswith("/weights/state")
+
+
+def test_a_loop_whose_actor_is_killed_ends_with_the_same_adapter(tinker: Tinker) -> None:
+    folder = str(tinker.folder / "out")
+    undisturbed = tinker.saw(f"killed {folder}")
+    killed = tinker.saw(f"killed {folder}", "sample", "gradient")
+    # Three processes have worked at it, and one at the other.
+    assert (undisturbed.pop("num_actors"), killed.pop("num_actors")) == (1, 3)
+    assert killed == undisturbed
+    # Its weights have changed: all steps draw with the same seed.
+    assert killed["samples"][:8] != killed["samples"][-8:]
+
+
+def test_the_sdks_command_downloads_an_adapter(tinker: Tinker) -> None:
+    state = tinker.saw("weights publish")["public"]
+    folder = tinker.folder / "downloaded"
+    run(
+        *("tinker", "tinker", "checkpoint", "download", state, "--output", str(folder)),
+        variables=tinker.variables,
+        folder=tinker.folder,
+    )
+    (weights,) = folder.rglob("adapter_model.safetensors")
+    matrices = safetensors.numpy.load_file(weights)
+    assert {min(one.shape) for one in matrices.values()} == {4}
 
 
 def test_errors_say_what_is_wrong_and_training_goes_on(tinker: Tinker) -> None:

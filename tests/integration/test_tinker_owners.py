@@ -1,11 +1,9 @@
-"""Places, owners, saved weights and sessions of a server of Tinker's protocol."""
+"""Places, owners and saved weights of a server of Tinker's protocol."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,20 +11,19 @@ import pytest_asyncio
 import safetensors.numpy
 from support.tinker_servers import (
     LONGEST,
-    MOST_RANK,
     NAME,
     TinkerClient,
     TinkerModel,
     TinkerWorld,
     datum,
     refusal,
+    server_of,
     tinker_world,
 )
 from transformers import AutoTokenizer
 
 from rolemesh.coordinator.tinker.app import make_app
 from rolemesh.coordinator.tinker.keys import Keys
-from rolemesh.coordinator.tinker.server import TinkerServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -234,85 +231,3 @@ async def test_saved_weights_are_listed_kept_for_a_while_and_removed(ann: Tinker
             await call
     # The names are free again.
     await model.save("a")
-
-
-# --- ends of sessions ----------------------------------------------------------------------
-
-
-async def test_a_session_that_is_finished_leaves_nothing(client: TinkerClient) -> None:
-    models = [await client.create() for _ in range(PLACES)]
-    path = await models[0].save("kept")
-    session_id = client.session_id
-    await client.finish()
-    with refusal(404):
-        await models[0].forward([datum(TOKENS)])
-    with refusal(410):
-        await client.call("session_heartbeat", {"session_id": session_id})
-    for _ in range(PLACES - 1):
-        await client.create()
-    # What was saved stays.
-    assert (await client.load(path, optimizer=True)).model_id.startswith(client.session_id)
-
-
-async def test_a_model_whose_session_ends_meanwhile_holds_no_place(client: TinkerClient) -> None:
-    async def create() -> Any:
-        return await client.call(
-            "create_model",
-            {
-                "session_id": await client.begin(),
-                "model_seq_id": 0,
-                "base_model": NAME,
-                "lora_config": {"rank": 1},
-            },
-        )
-
-    promised = await create()
-    await client.finish()
-    with refusal("user", "session_id: .*has ended"):
-        await client.result(promised)
-    for _ in range(PLACES):
-        await client.create()
-
-
-async def test_a_session_of_a_silent_client_ends(world: TinkerWorld) -> None:
-    silence_s = 1.5
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(
-            server_of(world, folder=world.folder / "other", session_s=silence_s)
-        )
-        app = make_app(server, Keys())
-        client = await stack.enter_async_context(world.client(app))
-        silent = await stack.enter_async_context(world.client(app))
-        heard, model = await client.create(), await silent.create()
-
-        async def wait_for(condition: Callable[[], bool]) -> None:
-            async with asyncio.timeout(30):
-                while not condition():
-                    await client.call("session_heartbeat", {"session_id": client.session_id})
-                    await asyncio.sleep(0.05)
-
-        await wait_for(lambda: model.model_id not in server.models.by_id)
-        with refusal(404):
-            await model.forward([datum(TOKENS)])
-        silent.session_id = ""
-        # Calls of its models keep a session, too.
-        async with asyncio.timeout(30):
-            for _ in range(20):
-                await heard.forward([datum(TOKENS)])
-                await asyncio.sleep(silence_s / 10)
-
-
-def server_of(
-    world: TinkerWorld, *, folder: Path, session_s: float = 60.0, name: str = NAME
-) -> TinkerServer:
-    """Another server on the same service."""
-    return TinkerServer(
-        world.place,
-        world.recipe,
-        folder,
-        name=name,
-        places=PLACES,
-        longest=LONGEST,
-        most_rank=MOST_RANK,
-        session_s=session_s,
-    )

@@ -66,6 +66,17 @@ CALLED: Mapping[str, Mapping[str, str]] = {
         "publish_checkpoint_from_tinker_path_async set_checkpoint_ttl_from_tinker_path_async "
         "unpublish_checkpoint_from_tinker_path_async",
     },
+    "weights sessions": {
+        "ServiceClient": "copy_weights",
+        "TrainingClient": "save_weights_external",
+        "RestClient": "assign_session_project copy_weights get_external_weights_urls get_session "
+        "list_sessions search_sessions",
+    },
+    "weights sessions_asynchronous": {
+        "TrainingClient": "save_weights_external_async",
+        "RestClient": "assign_session_project_async copy_weights_async "
+        "get_external_weights_urls_async get_session_async list_sessions_async",
+    },
     "refusals places": {"ServiceClient": "close"},
     "refusals unserved": {"AdminClient": "get_telemetry"},
 }
@@ -76,23 +87,13 @@ BY_THE_SDK: Mapping[str, str] = {
 }
 """Methods that programs have no use for."""
 
-_NO_PROJECTS = "there are no projects"
 _NO_BILLS = "there are no bills and no accounts"
-_NO_SESSIONS = "a session is not kept once it has ended"
 
 UNSERVED: Mapping[str, str] = {
-    "ServiceClient.copy_weights": _NO_PROJECTS,
-    "TrainingClient.save_weights_external": "saved adapters are files below --out",
-    "RestClient.assign_session_project": _NO_PROJECTS,
-    "RestClient.copy_weights": _NO_PROJECTS,
-    "RestClient.export_session_trace": _NO_SESSIONS,
+    "RestClient.export_session_trace": "no timeline is recorded",
     "RestClient.get_audit_log": _NO_BILLS,
     "RestClient.get_billing_usage": _NO_BILLS,
     "RestClient.get_current_checkpoint_storage_usage": _NO_BILLS,
-    "RestClient.get_external_weights_urls": "saved adapters are files below --out",
-    "RestClient.get_session": _NO_SESSIONS,
-    "RestClient.list_sessions": _NO_SESSIONS,
-    "RestClient.search_sessions": _NO_SESSIONS,
     "RestClient.whoami": "it needs a sign-in, and the SDK refuses it with a key",
     "AdminClient.get_audit_log": _NO_BILLS,
     "AdminClient.get_billing_usage": _NO_BILLS,

@@ -345,6 +345,22 @@ async def tinker_world(folder: Path, *, places: int = 4) -> AsyncIterator[Tinker
             yield TinkerWorld(place, server, folder, recipe)
 
 
+def server_of(
+    world: TinkerWorld, *, folder: Path, session_s: float = 60.0, name: str = NAME, places: int = 3
+) -> TinkerServer:
+    """Another server on the same service."""
+    return TinkerServer(
+        world.place,
+        world.recipe,
+        folder,
+        name=name,
+        places=places,
+        longest=LONGEST,
+        most_rank=MOST_RANK,
+        session_s=session_s,
+    )
+
+
 def model_input(tokens: Sequence[int]) -> dict[str, Any]:
     """Tokens as a client sends them."""
     return {"chunks": [{"type": "encoded_text", "tokens": list(map(int, tokens))}]}

@@ -72,27 +72,15 @@ def places(service: Any) -> dict[str, Any]:
 def unserved(service: Any) -> dict[str, Any]:
     """Each method that asks for what is not served."""
     client = service.create_lora_training_client(base_model=base_of(service), rank=4).result()
-    state = client.save_state("state").result().path
-    run = state.removeprefix("tinker://").partition("/")[0]
-    session = run.partition(":")[0]
-    external = f"tinker://{run}/external_weights/x"
+    session = client.get_info().model_id.partition(":")[0]
     rest, admin = service.create_rest_client(), tinker.AdminClient(service.holder)
     period = ("2026-01-01", "2026-02-01")
-    with_project = tinker.ServiceClient(project_id="a-project")
     arguments: Mapping[Any, Mapping[str, tuple[Any, ...]]] = {
-        client: {"save_weights_external": ("x",)},
-        with_project: {"copy_weights": (state,)},
         rest: {
-            "assign_session_project": (session, "a-project"),
-            "copy_weights": (state, "a-project"),
             "export_session_trace": (session,),
             "get_audit_log": (),
             "get_billing_usage": period,
             "get_current_checkpoint_storage_usage": (),
-            "get_external_weights_urls": (external,),
-            "get_session": (session,),
-            "list_sessions": (),
-            "search_sessions": (types.SessionSearchRequest(),),
             "whoami": (),
         },
         admin: {

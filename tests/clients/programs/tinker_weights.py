@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import urllib.request
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tinker
+from tinker import types
 from tinker_recorder import base_of, recorded
 
 
@@ -56,6 +59,65 @@ def lists(service: Any) -> dict[str, Any]:
     rest.delete_checkpoint_from_tinker_path(sampler).result()
     seen["left"] = [_told(one) for one in rest.list_checkpoints(run).result().checkpoints]
     return seen
+
+
+def sessions(service: Any) -> dict[str, Any]:
+    """Sessions by what is known of them, copies of weights, and files for other programs."""
+    rest = service.create_rest_client()
+    client, run, (state, _) = _saved(service)
+    session = run.partition(":")[0]
+    told = rest.get_session(session).result()
+    rest.assign_session_project(session, "a-project").result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        asked = types.SessionSearchRequest(project_ids=["a-project"])
+        found = rest.search_sessions(asked).result().sessions
+    external = client.save_weights_external("files").result().path
+    urls = rest.get_external_weights_urls(external).result().urls
+    files = {name: urllib.request.urlopen(url).read() for name, url in urls.items()}
+    archive = tinker.ServiceClient(project_id="archive")
+    copies = [
+        rest.copy_weights(state, "archive").result(),
+        archive.copy_weights(external).result(),
+    ]
+    archive.close("success").result()
+    return {
+        "run": run,
+        "session": session,
+        "told": [told.training_run_ids, told.sampler_ids, told.user_metadata],
+        "listed": rest.list_sessions(limit=1000).result().sessions,
+        "found": [[one.session_id, one.project_id, one.status.type] for one in found],
+        "external": external,
+        "files": {name: len(content) for name, content in files.items()},
+        "config": json.loads(files["adapter_config.json"]),
+        "loaded": [
+            service.create_training_client_from_state(one).get_info().lora_rank for one in copies
+        ],
+    }
+
+
+def sessions_asynchronous(service: Any) -> dict[str, Any]:
+    """The same for programs with an event loop."""
+    return asyncio.run(_sessions_asynchronous(service))
+
+
+async def _sessions_asynchronous(service: Any) -> dict[str, Any]:
+    rest = service.create_rest_client()
+    client, run, (state, _) = await asyncio.to_thread(_saved, service)
+    session = run.partition(":")[0]
+    await rest.assign_session_project_async(session, "another")
+    # It gives a promise, as the call without _async does.
+    saved = await client.save_weights_external_async("files")
+    external = (await saved).path
+    return {
+        "run": run,
+        "session": session,
+        "told": (await rest.get_session_async(session)).training_run_ids,
+        "listed": (await rest.list_sessions_async(limit=1000)).sessions,
+        "external": external,
+        "files": sorted((await rest.get_external_weights_urls_async(external)).urls),
+        "copied": await rest.copy_weights_async(state, "archive"),
+    }
 
 
 def asynchronous(service: Any) -> dict[str, Any]:
@@ -136,6 +198,8 @@ def _told(one: Any) -> list[Any]:
 
 WHATS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lists": lists,
+    "sessions": sessions,
+    "sessions_asynchronous": sessions_asynchronous,
     "asynchronous": asynchronous,
     "publish": publish,
     "keys": keys,

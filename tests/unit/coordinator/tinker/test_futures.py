@@ -180,3 +180,73 @@ async def test_work_that_is_not_done_when_the_server_ends_is_a_failure() -> None
     failure = await promises.result("ann", promise)
     assert failure.category == "server"
     assert "the server ended" in failure.text
+
+
+# --- together, and given up ------------------------------------------------------------------
+
+
+async def test_those_that_have_ended_are_told_of_together(promises: Promises) -> None:
+    made = promises.make("ann", giving(1), group="samples")
+    failed = promises.make("ann", failing(WireError("a", 1, "b")), group="samples")
+    promises.make("ann", giving(2), group="others")
+    await asyncio.sleep(0)
+    found, cursor = await promises.ended("ann", "samples", 0)
+    assert found == [(made, True), (failed, False)]
+    # A client that lost the answer asks again from the same place.
+    assert await promises.ended("ann", "samples", 0) == (found, cursor)
+    assert await promises.ended("ann", "samples", cursor, wait_s=0.01) == ([], cursor)
+    later = promises.make("ann", giving(3), group="samples")
+    found, after = await promises.ended("ann", "samples", cursor)
+    assert found == [(later, True)]
+    assert after > cursor
+    # Another owner's client hears nothing of them.
+    assert await promises.ended("bob", "samples", 0, wait_s=0.01) == ([], 0)
+
+
+async def test_who_waits_for_a_group_hears_of_it_at_once(promises: Promises) -> None:
+    is_due = asyncio.Event()
+    promise = promises.make("ann", is_due.wait(), group="samples")
+    waiting = asyncio.create_task(promises.ended("ann", "samples", 0, wait_s=30.0))
+    await asyncio.sleep(0)
+    is_due.set()
+    found, _ = await asyncio.wait_for(waiting, 5.0)
+    assert found == [(promise, True)]
+
+
+async def test_numbers_go_on_where_a_group_was_forgotten(
+    promises: Promises, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promises.make("ann", giving(1), group="samples")
+    await asyncio.sleep(0)
+    _, cursor = await promises.ended("ann", "samples", 0)
+    monkeypatch.setattr(futures, "UNFETCHED_S", -1.0)
+    promises.make("ann", giving(2))  # this forgets
+    monkeypatch.undo()
+    later = promises.make("ann", giving(3), group="samples")
+    await asyncio.sleep(0)
+    found, _ = await promises.ended("ann", "samples", cursor)
+    assert found == [(later, True)]
+
+
+async def test_work_that_nobody_wants_is_ended(promises: Promises) -> None:
+    promise = promises.make("ann", asyncio.Event().wait(), group="samples")
+    await asyncio.sleep(0)
+    with pytest.raises(UnknownPromiseError):
+        promises.give_up("bob", promise)
+    promises.give_up("ann", promise)
+    failure = await promises.result("ann", promise)
+    assert isinstance(failure, Failure)
+    assert "given up" in failure.text
+    assert (await promises.ended("ann", "samples", 0))[0] == [(promise, False)]
+    # What was made stays.
+    made = promises.make("ann", giving(1), group="samples")
+    await promises.result("ann", made)
+    promises.give_up("ann", made)
+    assert await promises.result("ann", made) == 1
+
+
+async def test_work_that_others_count_on_is_not_given_up(promises: Promises) -> None:
+    promise = promises.make("ann", giving(1))
+    with pytest.raises(WireError, match="samples alone"):
+        promises.give_up("ann", promise)
+    assert await promises.result("ann", promise) == 1

@@ -268,3 +268,29 @@ def test_weights_are_told_as_clients_read_them() -> None:
     assert saved().message(0)["checkpoint_type"] == "training"
     assert saved().message(0)["expires_at"] is None
     assert iso_time(1e9) == "2001-09-09T01:46:40Z"
+
+
+def test_a_copy_belongs_to_another_run_and_takes_no_room(store: WeightStore) -> None:
+    about = write(store, "ann", saved(user_metadata={"a": "b"}, is_public=True), "weights")
+    copied = store.copy("bob", about.path, "other:train:1", reader="ann", expires_at=None)
+    assert copied.path == "tinker://other:train:1/weights/one"
+    assert (copied.is_public, copied.user_metadata, copied.rank) == (False, {"a": "b"}, 4)
+    found, folder = store.find("bob", copied.path)
+    assert found == copied
+    assert (folder / "adapter").read_text() == "weights"
+    _, original = store.find("ann", about.path)
+    assert os.path.samefile(folder / "adapter", original / "adapter")
+    # What is known of the one is not what is known of the other.
+    store.change("bob", copied.path, expires_at=0.0)
+    assert store.find("ann", about.path)[0] == about
+    store.remove("ann", about.path)
+    assert (folder / "adapter").read_text() == "weights"
+
+
+def test_a_copy_is_refused_that_cannot_be_made(store: WeightStore) -> None:
+    about = write(store, "ann", saved())
+    with pytest.raises(UnknownPathError):
+        store.copy("bob", about.path, "other", reader="bob", expires_at=None)
+    store.copy("bob", about.path, "other", reader="ann", expires_at=None)
+    with pytest.raises(WireError, match="it is saved already"):
+        store.copy("bob", about.path, "other", reader="ann", expires_at=None)
