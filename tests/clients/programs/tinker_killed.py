@@ -1,7 +1,8 @@
 """A loop by Tinker's SDK whose actor is killed: tinker_killed.py FOLDER [PLACE...].
 
-It prints as JSON what it sampled and the SHA-256 of the adapter that it ends with. FOLDER is that of the server's files; the actor is killed with SIGKILL at each PLACE: `sample` or
-`gradient`, after the call was sent and before its result is fetched.
+It prints as JSON what it sampled and the SHA-256 of the adapter that it ends with. FOLDER is that
+of the server's files; the actor is killed with SIGKILL at each PLACE: `sample` or `gradient`, after
+the call was sent and before its result is fetched.
 """
 
 from __future__ import annotations
