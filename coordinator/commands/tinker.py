@@ -31,7 +31,15 @@ def tinker(
     name: Annotated[
         str | None, typer.Option(help="What clients call the base; the name of its folder.")
     ] = None,
-    places: Annotated[int, typer.Option(min=2, max=64, help="Models and samplers at once.")] = 4,
+    places: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Models and samplers at once; 4, or 1 of vLLM with --whole."
+        ),
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Clients train all weights, and no adapters.")
+    ] = False,
     most_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
     folder: Annotated[
         Path, typer.Option("--out", help="Folder for saved weights and logs.")
@@ -45,7 +53,7 @@ def tinker(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Serves Tinker's training API: clients train adapters on the recipe's model, and sample them.
+    """Serves Tinker's training API: clients train adapters of the recipe's model, and sample them.
 
     Point a client at it with TINKER_BASE_URL=http://127.0.0.1:8400 and any TINKER_API_KEY that
     begins with "tml-". Ctrl-C ends it; saved weights stay in --out.
@@ -60,8 +68,9 @@ def tinker(
             host=host,
             port=port,
             name=name,
-            places=places,
+            places=_places(loaded, places, whole=whole),
             most_rank=most_rank,
+            trains_whole=whole,
             keys=keys,
         )
         asyncio.run(serve(wish, as_json=as_json))
@@ -69,6 +78,21 @@ def tinker(
         fail(str(error), EXIT_BAD_INPUT, as_json=as_json)
     except (LaunchError, OSError) as error:
         fail(str(error), EXIT_FAILED, as_json=as_json)
+
+
+def _places(recipe: Recipe, places: int | None, *, whole: bool) -> int:
+    assert recipe.actor is not None
+    assert recipe.actor.rollout is not None
+    # An engine of vLLM has one set of weights, beside which it serves adapters.
+    takes_one = whole and recipe.actor.rollout.type == "vllm"
+    if takes_one and places not in (None, 1):
+        raise ValueError(
+            f"--places is {places} with --whole, but actor.rollout.type is vllm, which samples one "
+            "model: leave --places out, or give type hf"
+        )
+    if places == 1 and not whole:
+        raise ValueError("--places is 1, and a model and a sampler take one each: give 2 or more")
+    return places or (1 if takes_one else 4)
 
 
 def _checked(recipe: Recipe) -> Recipe:

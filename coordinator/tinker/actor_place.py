@@ -112,11 +112,11 @@ class ActorPlace:
 
 
 def actor_spec(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The section actor as the service gets it, with another adapter and optimizer.
+    """The section actor as the service gets it, for one model.
 
     Args:
         recipe: Of the server.
-        changes: Section adapter, as `actor.model.adapter`.
+        changes: Of its section model.
     """
     spec = recipe.sent_spec(ROLE)
-    return {**spec, "model": {**spec["model"], "adapter": dict(changes)}}
+    return {**spec, "model": {**spec["model"], **changes}}

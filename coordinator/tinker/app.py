@@ -195,8 +195,7 @@ class _Routes:
                 "model_id": held.model_id,
                 "model_data": {"model_name": server.name, "tokenizer_id": server.tokenizer},
                 "model_name": server.name,
-                "is_lora": True,
-                "lora_rank": held.shape.rank,
+                **held.shape.told(),
                 "optimizer_config": {"type": "adamw"},
             }
         )
@@ -242,9 +241,7 @@ class _Routes:
     async def _weights_info(self, request: Request, owner: str) -> Response:
         asked = await read_body(request, OfPath)
         saved, _ = self._server.store.find(owner, asked.tinker_path)
-        return JSONResponse(
-            {"base_model": saved.base_model, "is_lora": True, "lora_rank": saved.rank}
-        )
+        return JSONResponse({"base_model": saved.base_model, **saved.shape.told()})
 
     # --- samples ---
 

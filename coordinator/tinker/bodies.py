@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from rolemesh.coordinator.tinker.forms import WireError
+from rolemesh.coordinator.tinker.shapes import ModelShape
 from rolemesh.coordinator.tinker.store import Kind
-from rolemesh.coordinator.tinker.trained import AdapterShape
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -38,14 +38,30 @@ class Body(BaseModel):
 class LoraConfig(Body):
     """What a client chooses of its adapter. The head is not trained, whatever train_unembed is."""
 
-    rank: int = Field(ge=1)
+    rank: int = Field(ge=0)
     seed: int | None = Field(default=None, ge=0, lt=2**53)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
-    def shape(self, most_rank: int) -> AdapterShape:
-        """What it asks for; raises WireError where this server does not have that."""
+    def shape(self, most_rank: int) -> ModelShape:
+        """What it asks for; raises WireError where this server does not have that.
+
+        Args:
+            most_rank: Largest rank that is served; 0: whole models are.
+        """
+        if not most_rank:
+            if self.rank:
+                raise WireError(
+                    "lora_config.rank", self.rank, "this server trains whole models: give 0"
+                )
+            return ModelShape(rank=0, seed=0)
+        if not self.rank:
+            raise WireError(
+                "lora_config.rank",
+                0,
+                "this server trains adapters: give 1 or more, or start it with --whole",
+            )
         if self.rank > most_rank:
             raise WireError("lora_config.rank", self.rank, f"this server takes {most_rank} at most")
         targets = (*(_ATTENTION if self.train_attn else ()), *(_MLP if self.train_mlp else ()))
@@ -53,7 +69,7 @@ class LoraConfig(Body):
             raise WireError(
                 "lora_config", "train_attn and train_mlp are false", "one of them must be true"
             )
-        return AdapterShape(
+        return ModelShape(
             rank=self.rank,
             seed=self.seed or 0,
             targets=None if self.train_attn and self.train_mlp else targets,

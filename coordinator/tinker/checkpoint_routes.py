@@ -109,8 +109,8 @@ class _CheckpointRoutes:
         )
 
     def _offered(self, request: Request, owner: str) -> tuple[str, list[str], float]:
-        _, folder = self._server.store.find(owner, _path(request))
-        return self._server.downloads.offer(folder / "adapter")
+        saved, folder = self._server.store.find(owner, _path(request))
+        return self._server.downloads.offer(folder / saved.shape.files)
 
     @staticmethod
     def _url(request: Request, token: str, name: str) -> str:
@@ -128,15 +128,14 @@ class _CheckpointRoutes:
         for one, _ in reversed(saved):
             newest[one.kind] = one
         times = [one.saved_at for one, _ in saved] + ([] if held is None else [held.used_at])
-        rank = saved[0][0].rank if held is None else held.shape.rank
+        shape = saved[0][0].shape if held is None else held.shape
         metadata = saved[0][0].user_metadata if held is None else held.metadata
         return {
             "training_run_id": name,
             "base_model": self._server.name,
             "model_owner": owner,
-            "is_lora": True,
+            **shape.told(),
             "corrupted": False,
-            "lora_rank": rank,
             "last_request_time": iso_time(max(times)),
             "last_checkpoint": _message(newest.get("weights")),
             "last_sampler_checkpoint": _message(newest.get("sampler_weights")),

@@ -15,10 +15,11 @@ from rolemesh.coordinator.tinker.actor_place import ActorPlace, actor_spec
 from rolemesh.coordinator.tinker.fair_turns import Client, FairTurns
 from rolemesh.coordinator.tinker.forms import SampleCall, SampleResult
 from rolemesh.coordinator.tinker.sampling import Sampling, WeightsMovedError
-from rolemesh.coordinator.tinker.trained import AdapterShape, TrainedModel
+from rolemesh.coordinator.tinker.shapes import ModelShape
+from rolemesh.coordinator.tinker.trained import TrainedModel
 from rolemesh.coordinator.tinker.turns import Turns
 
-_BASE = AdapterShape(rank=1, seed=0)
+_BASE = ModelShape(rank=1, seed=0)
 """An adapter that was never trained adds nothing: it samples as the base does."""
 
 _FIRST_SAMPLER = 2**19
@@ -36,7 +37,7 @@ class HeldModel:
     model_id: str
     session_id: str
     owner: str
-    shape: AdapterShape
+    shape: ModelShape
     trained: TrainedModel
     sampling: Sampling
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -50,8 +51,8 @@ class Snapshot:
     """Weights that samples are drawn from."""
 
     folder: Path | None = None
-    """Of the saved adapter; None: the base."""
-    shape: AdapterShape = _BASE
+    """Of what was saved; None: the base."""
+    shape: ModelShape = _BASE
     model_id: str = ""
     """The model that had them; empty: none that is known."""
     version: int = -1
@@ -102,7 +103,7 @@ class HeldModels:
         model_id: str,
         session_id: str,
         owner: str,
-        shape: AdapterShape,
+        shape: ModelShape,
         *,
         start: Path | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -113,8 +114,8 @@ class HeldModels:
             model_id: Its id.
             session_id: Of the session that it ends with.
             owner: Whose it is.
-            shape: Of its adapter.
-            start: Folder of the adapter that it begins with; None: a new one.
+            shape: What of it is trained.
+            start: Folder of what was saved, whose weights it begins with; None: of nothing.
             metadata: What the client says of it.
 
         Raises:
@@ -123,7 +124,7 @@ class HeldModels:
         """
         async with self._opening:
             await self._make_room()
-            trained = self._new(model_id, shape.section(start), seed=shape.seed)
+            trained = self._new(model_id, shape.changes(start), seed=shape.seed)
             await trained.open()
             held = HeldModel(
                 model_id=model_id,
@@ -137,7 +138,7 @@ class HeldModels:
             self.by_id[model_id] = held
             return held
 
-    async def reload(self, held: HeldModel, shape: AdapterShape, start: Path | None) -> None:
+    async def reload(self, held: HeldModel, shape: ModelShape, start: Path | None) -> None:
         """Has a model begin anew, with other weights in its place; see `create`.
 
         Its later operations wait for their turns with `held`, whose parts are replaced.
@@ -147,7 +148,7 @@ class HeldModels:
             version = held.trained.version + 1
             await held.trained.close()
             trained = self._new(
-                held.model_id, shape.section(start), seed=shape.seed, first_version=version
+                held.model_id, shape.changes(start), seed=shape.seed, first_version=version
             )
             try:
                 await trained.open()
@@ -210,11 +211,9 @@ class HeldModels:
             if known is not None:
                 return known
             await self._make_room()
-            section = snapshot.shape.section(
-                None if snapshot.folder is None else snapshot.folder / "adapter"
-            )
+            changes = snapshot.shape.changes(snapshot.folder)
             number = next(self._numbers)
-            model = self._new(f"sampler-{number}", section, seed=_FIRST_SAMPLER + number)
+            model = self._new(f"sampler-{number}", changes, seed=_FIRST_SAMPLER + number)
             await model.open()
             sampler = _Sampler(
                 model, Sampling(model, self._longest, self.fair_turns), used_at=time.monotonic()
@@ -223,12 +222,12 @@ class HeldModels:
             return sampler
 
     def _new(
-        self, name: str, adapter: Mapping[str, Any], *, seed: int, first_version: int = 0
+        self, name: str, changes: Mapping[str, Any], *, seed: int, first_version: int = 0
     ) -> TrainedModel:
         return TrainedModel(
             self._place,
             f"tinker-{name}",
-            actor_spec(self._recipe, adapter),
+            actor_spec(self._recipe, changes),
             seed=seed,
             first_version=first_version,
         )

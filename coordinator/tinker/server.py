@@ -31,7 +31,6 @@ from rolemesh.coordinator.tinker.sampling import check_sample_call
 from rolemesh.coordinator.tinker.sessions import Sessions, UnknownError
 from rolemesh.coordinator.tinker.store import Saved, WeightStore
 from rolemesh.coordinator.tinker.tenants import SESSION_S, Tenants
-from rolemesh.coordinator.tinker.trained import AdapterShape
 
 T = TypeVar("T")
 
@@ -61,6 +60,7 @@ class TinkerServer:
         places: int,
         longest: int,
         most_rank: int,
+        trains_whole: bool = False,
         session_s: float = SESSION_S,
     ) -> None:
         """Prepares.
@@ -73,6 +73,7 @@ class TinkerServer:
             places: Runs that the service takes.
             longest: Most tokens of a sequence.
             most_rank: Largest rank of an adapter.
+            trains_whole: Whether clients train all weights, and no adapters.
             session_s: How long a session lasts whose client is silent.
         """
         self.name = name
@@ -83,7 +84,7 @@ class TinkerServer:
         self.sessions = Sessions(folder)
         self.downloads = Downloads()
         self.models = HeldModels(place, recipe, runs=places, longest=longest)
-        self._most_rank = most_rank
+        self._most_rank = 0 if trains_whole else most_rank
         self._tenants = Tenants(self.sessions, self.models, self.store, session_s=session_s)
 
     async def __aenter__(self) -> TinkerServer:
@@ -215,13 +216,13 @@ class TinkerServer:
                 owner, saved, overwrite=asked.overwrite or sampler_id is not None
             )
             version = held.trained.version
+            # A load before it may have brought another one.
+            shape = held.shape
             try:
-                await held.trained.save(new, with_state=saved.kind == "weights")
+                await held.trained.save(new, shape.files, with_state=saved.kind == "weights")
             except BaseException:
                 self.store.give_up(new)
                 raise
-            # A load before it may have brought an adapter of another shape.
-            shape = held.shape
             self.store.commit(
                 owner,
                 replace(saved, rank=shape.rank, targets=shape.targets, seed=shape.seed),
@@ -257,7 +258,7 @@ class TinkerServer:
         saved, folder = self._found(reader or owner, asked.path)
         if asked.optimizer and saved.kind != "weights":
             raise WireError("path", asked.path, "it has no optimizer: leave optimizer out")
-        shape = AdapterShape(rank=saved.rank, seed=saved.seed, targets=saved.targets)
+        shape = saved.shape
         metadata = saved.user_metadata if asked.user_metadata is None else asked.user_metadata
         if asked.model_id is not None:
             held = self.model(owner, asked.model_id)
@@ -267,7 +268,7 @@ class TinkerServer:
             model_id = f"{session_id}:train:{asked.model_seq_id}"
 
         async def work() -> dict[str, Any]:
-            start = None if asked.optimizer else folder / "adapter"
+            start = None if asked.optimizer else folder
             if asked.model_id is not None:
                 held = self.model(owner, asked.model_id)
                 await self.models.reload(held, shape, start)
@@ -373,7 +374,7 @@ class TinkerServer:
             self._check_base(base or "")
             return Snapshot()
         saved, folder = self._found(owner, path)
-        shape = AdapterShape(rank=saved.rank, seed=saved.seed, targets=saved.targets)
+        shape = saved.shape
         return Snapshot(folder=folder, shape=shape, path=path)
 
     def _found(self, owner: str, path: str) -> tuple[Saved, Path]:

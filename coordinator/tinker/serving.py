@@ -32,6 +32,7 @@ class ServingWish:
     name: str | None
     places: int
     most_rank: int
+    trains_whole: bool
     keys: Path | None
 
 
@@ -63,6 +64,7 @@ async def serve(wish: ServingWish, *, as_json: bool = False) -> None:
                 places=wish.places,
                 longest=recipe.actor.rollout.max_model_len,
                 most_rank=wish.most_rank,
+                trains_whole=wish.trains_whole,
             ) as server,
         ):
             place.on_lost = lambda reason: _tell_of_loss(reason, as_json=as_json)

@@ -1,6 +1,6 @@
 """Saved weights of clients: folders by their tinker paths, with what is known of them.
 
-    FOLDER/weights/<owner>/<run>/<kind>/<name>/{adapter, state, about.json}
+    FOLDER/weights/<owner>/<run>/<kind>/<name>/{adapter or model, state, about.json}
 
 A run's id has characters that no folder has, so they stand quoted.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolemesh.coordinator.tinker.forms import WireError
+from rolemesh.coordinator.tinker.shapes import ModelShape
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 _TYPES: Mapping[Kind, str] = {
@@ -46,6 +47,7 @@ class Saved:
     name: str
     base_model: str
     rank: int
+    """Of the adapter; 0: it is a whole model."""
     targets: tuple[str, ...] | None
     seed: int
     saved_at: float
@@ -57,6 +59,11 @@ class Saved:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     is_unnamed: bool = False
     """Whether it is there for a sampling session alone: it is not listed, and ends with that."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """What of the model was trained."""
+        return ModelShape(rank=self.rank, seed=self.seed, targets=self.targets)
 
     @property
     def path(self) -> str:

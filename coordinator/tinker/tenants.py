@@ -16,8 +16,8 @@ from rolemesh.coordinator.tinker.held_models import (
     Snapshot,
 )
 from rolemesh.coordinator.tinker.sessions import Session, Sessions
+from rolemesh.coordinator.tinker.shapes import ModelShape
 from rolemesh.coordinator.tinker.store import UnknownPathError, WeightStore
-from rolemesh.coordinator.tinker.trained import AdapterShape
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Tenants:
                 await self._watch
 
     async def create(
-        self, session: Session, model_id: str, shape: AdapterShape, **how: Any
+        self, session: Session, model_id: str, shape: ModelShape, **how: Any
     ) -> HeldModel:
         """A new model of a session; see `HeldModels.create`."""
         held = await self._placed(

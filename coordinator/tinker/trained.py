@@ -1,4 +1,4 @@
-"""A model that a client trains: an adapter and its optimizer, on the base of the service."""
+"""A model that a client trains: weights and their optimizer, in a run of the service."""
 
 from __future__ import annotations
 
@@ -22,27 +22,6 @@ T = TypeVar("T")
 
 _TRIES = 3
 """How often an operation is made whose service was lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterShape:
-    """What a client may choose of its adapter."""
-
-    rank: int
-    seed: int
-    targets: tuple[str, ...] | None = None
-    """Names of matrices; None: all of the layers."""
-
-    def section(self, start: Path | None = None) -> dict[str, Any]:
-        """As `actor.model.adapter`. The scale is that of Tinker's service: alpha 32."""
-        return {
-            "type": "lora",
-            "rank": self.rank,
-            "alpha": 32.0,
-            "seed": self.seed,
-            "targets": "all_linear" if self.targets is None else list(self.targets),
-            **({} if start is None else {"from": str(start)}),
-        }
 
 
 @dataclass(slots=True)
@@ -76,7 +55,7 @@ class TrainedModel:
         Args:
             place: Of the service.
             run_id: The run's name at the service.
-            spec: Section of the actor, with the adapter.
+            spec: Section of the actor, with what the client trains.
             seed: Of its draws that have none of a client's.
             first_version: What its versions are counted from.
         """
@@ -116,7 +95,7 @@ class TrainedModel:
         return self.mesh[ROLE]
 
     async def open(self) -> None:
-        """Loads base and adapter; raises a RolemeshError where they cannot be."""
+        """Loads it; raises a RolemeshError where they cannot be."""
         try:
             await self.making(self._initialized)
         except BaseException:
@@ -175,8 +154,13 @@ class TrainedModel:
         async with self.lock:
             return await self.making(work)
 
-    async def save(self, folder: Path, *, with_state: bool) -> None:
-        """Writes the adapter in PEFT's format, and with_state all that training goes on from.
+    async def save(self, folder: Path, name: str, *, with_state: bool) -> None:
+        """Writes weights as others load them, and with_state all that training goes on from.
+
+        Args:
+            folder: Of what is saved.
+            name: Of the weights' folder in it: an adapter in PEFT's format, or a whole model.
+            with_state: Whether training can go on from it.
 
         Raises:
             PreconditionError: Gradients wait for a step, and with_state would not have them.
@@ -190,7 +174,7 @@ class TrainedModel:
                 )
             if with_state:
                 await self.actor.save_state(str(folder / "state"))
-            await self.actor.export(str(folder / "adapter"))
+            await self.actor.export(str(folder / name))
 
         async with self.lock:
             await self.making(work)

@@ -106,7 +106,13 @@ def test_it_serves_until_it_is_interrupted(recipe: Path, tmp_path: Path) -> None
         (None, ["--host", "0.0.0.0"], "--host is 0.0.0.0, which others reach", 2),
         (None, ["--keys", "none.json"], "none.json cannot be read", 2),
         (None, ["--port", "{taken}"], "ddress already in use", 1),
-        (None, ["--places", "1"], "--places", 2),
+        (None, ["--places", "1"], "--places is 1, and a model and a sampler", 2),
+        (
+            lambda actor: actor["rollout"].update(type="vllm"),
+            ["--whole", "--places", "2"],
+            "vllm, which samples one model: leave --places out",
+            2,
+        ),
         (lambda actor: actor.pop("rollout"), [], "no actor with a sampler", 2),
         (
             lambda actor: actor["model"].update(adapter={"type": "lora"}),

@@ -269,12 +269,12 @@ class TinkerWorld:
         """The base's folder."""
         self.app = make_app(server, Keys())
 
-    def base_logprobs(self) -> Logprobs:
-        """What the base gives in float64, by transformers alone."""
+    def base_logprobs(self, folder: Path | None = None) -> Logprobs:
+        """What the base, or the model of a folder, gives in float64, by transformers alone."""
         import torch
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float64)
+        model = AutoModelForCausalLM.from_pretrained(folder or self.model, dtype=torch.float64)
 
         @torch.no_grad()
         def of(tokens: list[int]) -> npt.NDArray[np.float64]:
@@ -303,8 +303,12 @@ class TinkerWorld:
 
     def adapter(self, path: str, owner: str = "local") -> bytes:
         """The file with the matrices of saved weights."""
-        _, folder = self.server.store.find(owner, path)
-        return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+        return (self.files(path, owner) / "adapter_model.safetensors").read_bytes()
+
+    def files(self, path: str, owner: str = "local") -> Path:
+        """The folder of saved weights that others load."""
+        saved, folder = self.server.store.find(owner, path)
+        return folder / saved.shape.files
 
 
 def tiny_recipe_of(model: Path) -> dict[str, Any]:
@@ -323,7 +327,9 @@ def tiny_recipe_of(model: Path) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def tinker_world(folder: Path, *, places: int = 4) -> AsyncIterator[TinkerWorld]:
+async def tinker_world(
+    folder: Path, *, places: int = 4, trains_whole: bool = False
+) -> AsyncIterator[TinkerWorld]:
     """A server on a tiny model; `places` are models and samplers at once."""
     model = tiny_model(folder / NAME)
     recipe = Recipe.model_validate(tiny_recipe_of(model))
@@ -340,6 +346,7 @@ async def tinker_world(folder: Path, *, places: int = 4) -> AsyncIterator[Tinker
                 places=places,
                 longest=LONGEST,
                 most_rank=MOST_RANK,
+                trains_whole=trains_whole,
             ) as server,
         ):
             yield TinkerWorld(place, server, folder, recipe)
