@@ -56,6 +56,10 @@ class SamplerStaleError(RuntimeError):
     """The sampler does not compute with the weights that it was given; says how far they are."""
 
 
+class WeightsNotFiniteError(RuntimeError):
+    """The trainer's own log-probs are not finite, so that nothing can be sampled."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeScores:
     """What a trainer's weights give a row."""
@@ -111,7 +115,13 @@ class SamplerCheck:
 
         Raises:
             SamplerStaleError: It does not compute with those weights.
+            WeightsNotFiniteError: No sampler could.
         """
+        if not all(map(math.isfinite, scores.logprobs)):
+            raise WeightsNotFiniteError(
+                "the log-probs of the trainer's weights are not finite, so nothing can be sampled: "
+                "go back to weights that were saved, and take a smaller learning rate"
+            )
         told = f"{engine}'s log-probs of a row of {len(scores.tokens)} tokens"
         passed = self._passed.get(engine, [])
         for earlier, found_earlier in passed:

@@ -220,5 +220,5 @@ def _check_finite(
     dropped = "gradients were dropped, weights not touched; " if trains else ""
     raise LossNotFiniteError(
         f"loss is {metrics['loss']} (metrics {dict(metrics)}): {dropped}look for rewards, "
-        f"advantages or log-probs that are not finite{loss.origin}"
+        f"advantages, log-probs or weights that are not finite{loss.origin}"
     )

@@ -45,7 +45,7 @@ async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
     [
         ({"base": "Qwen/Qwen3-8B"}, f"base_model: Qwen/Qwen3-8B: this server has {NAME}"),
         ({"rank": MOST_RANK + 1}, rf"lora_config\.rank: 9: this server takes {MOST_RANK} at most"),
-        ({"rank": 0}, r"lora_config\.rank: .*greater than or equal to 1"),
+        ({"rank": 0}, "give 1 or more, or start it with --whole"),
         ({"seed": -1}, r"lora_config\.seed: "),
         ({"train_attn": False, "train_mlp": False}, "one of them must be true"),
     ],
@@ -69,6 +69,16 @@ async def test_another_optimizer_is_refused(client: TinkerClient) -> None:
     for route, asked in (("create_model", body), ("load_weights", load)):
         with refusal(400, r"optimizer_config\.type is 'dimuon'"):
             await client.call(route, asked)
+
+
+async def test_a_model_whose_weights_are_lost_says_so(client: TinkerClient) -> None:
+    model = await client.create()
+    await model.gradient([datum([5, 6, 7])])
+    await model.step(learning_rate=1e38)
+    with refusal("user", "loss is nan.*or weights that are not finite"):
+        await model.gradient([datum([5, 6, 7])])
+    with refusal("user", "nothing can be sampled: go back to weights that were saved"):
+        await client.sample(await model.sampler(), [5, 6])
 
 
 async def test_data_that_cannot_be_are_refused(client: TinkerClient) -> None:

@@ -20,6 +20,7 @@ from rolemesh.engine.rollout.probe import (
     ProbeScores,
     SamplerCheck,
     SamplerStaleError,
+    WeightsNotFiniteError,
     check_sampler,
 )
 from rolemesh.engine.rollout.trainer_probe import TrainerProbe
@@ -58,6 +59,12 @@ def _train(trainer: Trainer) -> None:
 
 def _weights(trainer: Trainer) -> list[Any]:
     return [(name, weight.clone()) for name, weight in trainer.named_weights()]
+
+
+def test_weights_that_are_not_finite_are_told_and_no_sampler_is_blamed() -> None:
+    scores = ProbeScores(TOKENS, (-1.0, float("nan"), -2.0, -3.0, -4.0))
+    with pytest.raises(WeightsNotFiniteError, match="take a smaller learning rate"):
+        SamplerCheck().compare(scores, scores.logprobs, rounds_to="float32")
 
 
 def test_a_sampler_with_the_weights_passes_and_any_other_is_refused(

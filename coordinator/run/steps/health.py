@@ -29,7 +29,7 @@ from rolemesh.coordinator.run.steps.health_rules import (
 ROLL_BACKS = "health/roll_backs"
 """Metric of every step after the run has gone back: how often it has."""
 
-_REFUSALS = ("LOSS_NOT_FINITE", "METRIC_NOT_FINITE")
+_REFUSALS = ("LOSS_NOT_FINITE", "METRIC_NOT_FINITE", "WEIGHTS_NOT_FINITE")
 """Reasons of a service that does not compute on with what is no number."""
 
 _SEVERITY: Sequence[Action] = ("stop", "roll_back", "skip")

@@ -66,6 +66,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
     grpc.StatusCode.FAILED_PRECONDITION: {
         "rolemesh.engine.rollout.model_folder.WeightsStaleError": "WEIGHTS_STALE",
         "rolemesh.engine.rollout.probe.SamplerStaleError": "SAMPLER_STALE",
+        "rolemesh.engine.rollout.probe.WeightsNotFiniteError": "WEIGHTS_NOT_FINITE",
         # As with rewards below: the caller did reach this service.
         "rolemesh.engine.rollout.servers.client.SamplersUnavailableError": "SAMPLER_UNAVAILABLE",
         "rolemesh.engine.rollout.servers.client.ServerUnavailableError": "SAMPLER_UNAVAILABLE",

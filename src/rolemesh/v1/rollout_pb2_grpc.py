@@ -101,6 +101,7 @@ class RolloutServiceServicer(object):
         of a rollout service: no weights came yet, or the newest update failed.
         FAILED_PRECONDITION (SAMPLER_STALE): the sampler was given weights, and computes with others;
         says how far its log-probs of a row are from the trainer's.
+        FAILED_PRECONDITION (WEIGHTS_NOT_FINITE): the trainer's weights give NaN or infinite log-probs.
         FAILED_PRECONDITION (ENVIRONMENT_FAILED): the environment raised; names prompt, row and turn.
         FAILED_PRECONDITION (METRIC_NOT_FINITE): log-probs are NaN or infinite.
         RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
