@@ -50,6 +50,7 @@ _BY_SECTION: Mapping[str, str] = {
     "PpoValueLossSpec.clip": "reward",
     "SamplingSpec.stop_token_ids": "token ids",
     "TokenSumLossSpec.targets": "tokens",
+    "TracedLossSpec.targets": "tokens",
     "VllmSpec.max_model_len": "tokens",
     "HfSpec.max_model_len": "tokens",
     "VllmServerSpec.max_model_len": "tokens",

@@ -15,6 +15,7 @@ from starlette.routing import Mount, Route
 
 from rolemesh.coordinator.tinker import json_forms, proto_forms, requests
 from rolemesh.coordinator.tinker.bodies import (
+    CreateCustomLoss,
     CreateModel,
     CreateSampler,
     LoadWeights,
@@ -44,7 +45,7 @@ _FLAGS: Mapping[str, Any] = {
     "parallel_fwdbwd_chunks": False,
     "proto_compress_fwdbwd": False,
     "sample_use_retrieve_futures": True,
-    "custom_loss_server_side": False,
+    "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
 }
 
@@ -114,6 +115,7 @@ class _Routes:
         yield "POST", "unload_model", self._unload
         yield "POST", "forward", self._gradient(forward_only=True)
         yield "POST", "forward_backward", self._gradient(forward_only=False)
+        yield "POST", "create_custom_loss", self._create_loss
         yield "POST", "optim_step", self._optim_step
         yield "POST", "save_weights", self._save("weights")
         yield "POST", "save_weights_for_sampler", self._save("sampler_weights")
@@ -216,6 +218,10 @@ class _Routes:
             return promise(self._server.gradient(owner, call), call.model_id)
 
         return handler
+
+    async def _create_loss(self, request: Request, owner: str) -> Response:
+        asked = await read_body(request, CreateCustomLoss)
+        return promise(self._server.create_loss(owner, asked))
 
     async def _optim_step(self, request: Request, owner: str) -> Response:
         asked = await read_body(request, OptimStep)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from rolemesh.coordinator.tinker.forms import Datum, Floats, GradientCall, Ints, WireError
-from rolemesh.engine.specs import TokenSumLossSpec
+from rolemesh.coordinator.tinker.own_losses import own_columns
+from rolemesh.engine.specs import TokenSumLossSpec, TracedLossSpec
 from rolemesh.engine.specs.columns import MAX_WIDTH, RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
 from rolemesh.rpc.columns import ColumnData, Columns
 
@@ -26,7 +27,6 @@ LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro")
 
 _UNDEFINED = {
     "stable_reinforce": "its definition is not public",
-    "custom": "call forward_backward_custom without the server's part in it",
 }
 """Names that clients know and that are not served, each with the reason."""
 
@@ -46,11 +46,15 @@ class GradientBatch:
 
     columns: Columns
     loss: Mapping[str, Any]
-    """The loss `token_sum` with its parameters."""
+    """The loss `token_sum` with its parameters, or one of the client's."""
     reads: str
     """Column of the outputs that has the log-probs of the targets."""
     is_flat: bool
     """Whether a place has one target, in one dimension."""
+    num_data: int
+    """Rows."""
+    metrics: tuple[str, ...] = ()
+    """What a loss of the client's tells, by `NAME:REDUCTION`; sums over the data."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,17 +62,21 @@ class GradientBatch:
         return len(self.columns["tokens"].values)
 
 
-def batch_of(call: GradientCall, longest: int) -> GradientBatch:
+def batch_of(
+    call: GradientCall, longest: int, own_losses: Mapping[str, Mapping[str, Any]] | None = None
+) -> GradientBatch:
     """The columns of a call.
 
     Args:
         call: Of a client.
         longest: Most tokens of a datum.
+        own_losses: Losses that the client has brought, by their ids.
 
     Raises:
         WireError: A loss or a setting that is not served, or inputs that do not fit; names them.
     """
-    if call.loss not in LOSSES:
+    own = _own_loss(call, own_losses or {}) if call.loss == "custom" else None
+    if own is None and call.loss not in LOSSES:
         why = _UNDEFINED.get(call.loss, "no such loss is known here")
         raise WireError("loss_fn", call.loss, f"{why}: give one of {', '.join(LOSSES)}")
     targets = [_targets(place, datum, longest) for place, datum in enumerate(call.data)]
@@ -81,7 +89,7 @@ def batch_of(call: GradientCall, longest: int) -> GradientBatch:
         )
     width = next(iter(widths))
     given = bool(width) or not all(map(_is_shifted, call.data, targets))
-    if width and call.loss != "cross_entropy":
+    if width and own is None and call.loss != "cross_entropy":
         raise WireError(
             "data.loss_fn_inputs.target_tokens",
             f"{width[0]} a place",
@@ -98,21 +106,37 @@ def batch_of(call: GradientCall, longest: int) -> GradientBatch:
         "prompt_lengths": ColumnData.row([1] * len(call.data), np.int64),
         "loss_mask": ColumnData.completion([np.ones(len(one), bool) for one in targets], bool),
     }
-    loss: dict[str, Any] = {"type": "token_sum", "form": call.loss, **_parameters(call)}
+    loss: dict[str, Any] = (
+        {"type": "token_sum", "form": call.loss, **_parameters(call)} if own is None else dict(own)
+    )
     if given:
         columns[TARGET_IDS] = ColumnData.completion(
             [one.reshape(len(one), -1) for one in targets] if width else targets, np.int32
         )
         loss["targets"] = width[0] if width else 1
-    _check(call, loss)
-    for name, column in _inputs(call, targets).items():
-        columns[name] = ColumnData.completion(column)
+    if own is None:
+        _check(call, loss)
+        for name, column in _inputs(call, targets).items():
+            columns[name] = ColumnData.completion(column)
+    else:
+        columns |= own_columns(call, targets, own["inputs"])
     return GradientBatch(
         columns=Columns(columns),
         loss=loss,
         reads="choices" if given else "logprobs",
         is_flat=not width,
+        num_data=len(call.data),
+        metrics=() if own is None else tuple(TracedLossSpec.model_validate(own).metrics),
     )
+
+
+def _own_loss(call: GradientCall, own_losses: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    loss_id = call.config.get("loss_id")
+    if not isinstance(loss_id, str) or loss_id not in own_losses:
+        raise WireError(
+            "loss_fn_config.loss_id", loss_id, "this session has none of that id: create it first"
+        )
+    return own_losses[loss_id]
 
 
 def _targets(place: int, datum: Datum, longest: int) -> Ints:

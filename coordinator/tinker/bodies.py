@@ -13,6 +13,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validato
 from rolemesh.coordinator.tinker.forms import WireError
 from rolemesh.coordinator.tinker.shapes import ModelShape
 from rolemesh.coordinator.tinker.store import Kind
+from rolemesh.engine.specs.traced_losses import MOST_INPUTS, MOST_NODES
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -209,6 +210,22 @@ class CopyWeights(Body):
         if has_session == (self.destination_project_id is not None):
             raise ValueError("give destination_project_id, or session_id and model_seq_id")
         return self
+
+
+class CreateCustomLoss(Body):
+    """Brings a loss as a graph of known operations; `TracedLossSpec` says what it may be."""
+
+    class Graph(Body):
+        """Its nodes."""
+
+        format: Literal[1] = 1
+        nodes: list[dict[str, Any]] = Field(max_length=MOST_NODES)
+
+    session_id: Name
+    custom_loss_seq_id: SeqId
+    name: Name
+    inputs: list[dict[str, Any]] = Field(max_length=MOST_INPUTS)
+    graph: Graph
 
 
 class SaveWeights(Body):

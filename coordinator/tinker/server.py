@@ -14,6 +14,7 @@ from rolemesh.coordinator.tinker.batches import batch_of
 from rolemesh.coordinator.tinker.bodies import (
     AdamParams,
     CopyWeights,
+    CreateCustomLoss,
     CreateModel,
     LoadWeights,
     SaveWeights,
@@ -27,6 +28,7 @@ from rolemesh.coordinator.tinker.held_models import (
     HeldModels,
     Snapshot,
 )
+from rolemesh.coordinator.tinker.own_losses import MOST_LOSSES, loss_of
 from rolemesh.coordinator.tinker.sampling import check_sample_call
 from rolemesh.coordinator.tinker.sessions import Sessions, UnknownError
 from rolemesh.coordinator.tinker.store import Saved, WeightStore
@@ -157,7 +159,8 @@ class TinkerServer:
     def gradient(self, owner: str, call: GradientCall) -> str:
         """Promises the loss of a call, and adds its gradient unless it is forward_only."""
         held = self.model(owner, call.model_id)
-        batch = batch_of(call, self.longest)
+        session = self.sessions.get(owner, held.session_id)
+        batch = batch_of(call, self.longest, session.losses)
 
         async def work() -> Any:
             return await held.turns.take(
@@ -170,6 +173,19 @@ class TinkerServer:
             )
 
         return self._in_turn(owner, held, call.seq_id, work())
+
+    def create_loss(self, owner: str, asked: CreateCustomLoss) -> str:
+        """Takes a loss for the calls of a session, and promises its id."""
+        session = self.sessions.get(owner, asked.session_id)
+        loss_id = f"{session.session_id}:loss:{asked.custom_loss_seq_id}"
+        if len(session.losses) >= MOST_LOSSES and loss_id not in session.losses:
+            raise WireError("session_id", session.session_id, f"it has {MOST_LOSSES} losses")
+        session.losses[loss_id] = loss_of(asked)
+
+        async def work() -> dict[str, Any]:
+            return {"type": "create_custom_loss", "loss_id": loss_id}
+
+        return self.promises.make(owner, work())
 
     def optim_step(self, owner: str, model_id: str, seq_id: int, params: AdamParams) -> str:
         """Promises a step of the optimizer."""

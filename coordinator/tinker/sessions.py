@@ -54,6 +54,8 @@ class Session:
     heard_at: float = field(default_factory=time.monotonic)
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
     """Of its sampling sessions, by their ids."""
+    losses: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Losses that its client brought, as the service takes them, by their ids."""
     clones: dict[str, int] = field(default_factory=dict)
     """Copies of its sampling clients that have joined, by sampling session."""
 

@@ -252,9 +252,14 @@ class TrainedModel:
         finally:
             await self.mesh.release([rows])
         await self.mesh.release([made.outputs])
+        told = made.report.metrics
+        own = {
+            name: told[name] / (batch.num_data if name.endswith(":mean") else 1)
+            for name in batch.metrics
+        }
         return GradientResult(
             logprobs=logprobs_of(batch, outputs),
-            metrics={"loss:sum": made.report.metrics["loss"]},
+            metrics={"loss:sum": told["loss"], **own},
         )
 
 

@@ -20,4 +20,5 @@ from rolemesh.engine.algorithms import running_baseline as running_baseline
 from rolemesh.engine.algorithms import soft_policy_losses as soft_policy_losses
 from rolemesh.engine.algorithms import teacher_advantages as teacher_advantages
 from rolemesh.engine.algorithms import token_sums as token_sums
+from rolemesh.engine.algorithms import traced_losses as traced_losses
 from rolemesh.engine.algorithms import value_losses as value_losses

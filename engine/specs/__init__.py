@@ -164,3 +164,4 @@ from rolemesh.engine.specs.teachers import OneTeacherSpec as OneTeacherSpec
 from rolemesh.engine.specs.teachers import TeacherServerSpec as TeacherServerSpec
 from rolemesh.engine.specs.teachers import TeacherSpec as TeacherSpec
 from rolemesh.engine.specs.token_sums import TokenSumLossSpec as TokenSumLossSpec
+from rolemesh.engine.specs.traced_losses import TracedLossSpec as TracedLossSpec

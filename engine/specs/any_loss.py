@@ -31,6 +31,7 @@ from rolemesh.engine.specs.preferences import (
     SftLossSpec,
 )
 from rolemesh.engine.specs.token_sums import TokenSumLossSpec
+from rolemesh.engine.specs.traced_losses import TracedLossSpec
 
 LossSpec = Annotated[
     PpoPolicyLossSpec
@@ -47,6 +48,7 @@ LossSpec = Annotated[
     | PythonPolicyLossSpec
     | DistillationLossSpec
     | TokenSumLossSpec
+    | TracedLossSpec
     | PpoValueLossSpec
     | SftLossSpec
     | DpoLossSpec

@@ -134,7 +134,10 @@ REFUSED = {
         call(SHIFTED, loss="stable_reinforce"),
         "loss_fn: stable_reinforce: its definition is not public: give one of cross_entropy, ",
     ),
-    "custom": (call(SHIFTED, loss="custom"), "loss_fn: custom: call forward_backward_custom"),
+    "custom": (
+        call(SHIFTED, loss="custom"),
+        "loss_fn_config.loss_id: None: this session has none of that id",
+    ),
     "unknown setting": (
         call(with_ratios(), loss="ppo", clip=1.0),
         r"loss_fn_config\.clip: 1.0: ppo has the settings clip_low_threshold, clip_high_threshold",
