@@ -1,4 +1,4 @@
-"""One endpoint for all tests of clients."""
+"""One endpoint for all tests of clients, and a folder for programs with Tinker's SDK."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.cookbook import MODEL, NAME
 from support.served_policy import ServedPolicy, served
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-MODEL = REPOSITORY / ".models" / "SmolLM2-135M-Instruct"
 TEMPLATE = Path(__file__).with_name("chatml_with_tools.jinja")
 
 MAX_MODEL_LEN = 2048
@@ -26,3 +25,12 @@ def policy() -> Iterator[ServedPolicy]:
         endpoint={"chat_template": str(TEMPLATE), "tool_parser": "hermes"},
     ) as policy:
         yield policy
+
+
+@pytest.fixture
+def beside_a_tokenizer(tmp_path: Path) -> Path:
+    """A folder to run in, where the SDK finds the base's tokenizer by the base's name."""
+    link = tmp_path / NAME
+    link.parent.mkdir()
+    link.symlink_to(MODEL)
+    return tmp_path

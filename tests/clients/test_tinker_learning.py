@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -11,23 +10,15 @@ from typing import Any
 
 import pytest
 from support.client_programs import REPOSITORY, run, seen
-from support.served_tinker import served_tinker
+from support.cookbook import MODEL, NAME, checkpoints, run_recipe, served_smol
 
 pytestmark = pytest.mark.clients
-
-MODEL = REPOSITORY / ".models" / "SmolLM2-135M-Instruct"
-NAME = "Qwen/Qwen3.5-9B-Base"
-"""What the base is called: the cookbook looks its model up in a table."""
 
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A server of SmolLM2."""
-    if not MODEL.exists():
-        pytest.skip(f"{MODEL} is not there: run `make model`")
-    folder = tmp_path_factory.mktemp("smol")
-    rollout = {"type": "vllm", "max_model_len": 1024}
-    with served_tinker(folder, MODEL, "--name", NAME, rollout=rollout) as found:
+    with served_smol(tmp_path_factory.mktemp("smol")) as found:
         yield found
 
 
@@ -50,15 +41,6 @@ def test_rewarded_answers_become_more(variables: dict[str, str]) -> None:
     assert last > first + 2.5 * deviation
 
 
-@pytest.fixture
-def beside_a_tokenizer(tmp_path: Path) -> Path:
-    """A folder to run in, where the SDK finds the base's tokenizer by the base's name."""
-    link = tmp_path / NAME
-    link.parent.mkdir()
-    link.symlink_to(MODEL)
-    return tmp_path
-
-
 def test_the_program_of_the_page_runs(variables: dict[str, str], beside_a_tokenizer: Path) -> None:
     page = (REPOSITORY / "docs" / "tinker.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -76,13 +58,9 @@ def looped(
     variables: dict[str, str], folder: Path, loop: str, **config: Any
 ) -> list[dict[str, Any]]:
     """Metrics of a loop of the cookbook that has run to its end."""
-    config = {"log_path": folder / loop, "max_steps": 3, "save_every": 2, **config}
-    options = [f"{name}={value}" for name, value in config.items()]
-    run("tinker_cookbook", "tinker_loops.py", loop, *options, variables=variables, folder=folder)
-    saved = (folder / loop / "checkpoints.jsonl").read_text().splitlines()
-    assert [json.loads(one)["name"] for one in saved] == ["000002", "final"]
-    lines = (folder / loop / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    steps = run_recipe(variables, folder, loop, max_steps=3, save_every=2, **config)
+    assert [one["name"] for one in checkpoints(folder / loop)] == ["000002", "final"]
+    return steps
 
 
 def test_the_cookbooks_supervised_loop_runs(
