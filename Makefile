@@ -30,9 +30,10 @@ JUDGE := .models/form-judge
 TEACHER := runs/teacher
 ANSWERS := .data/teacher
 SUMS := .data/sums
-# Those against a peer need an environment of their own: bench-peers makes it and runs them.
+# Those against a peer need an environment of their own: bench-peers makes that of TRL, and runs them.
 AGAINST_PEERS = $(sort $(wildcard tests/benchmarks/*_against_trl.py))
-BENCHMARKS = $(filter-out $(AGAINST_PEERS),$(sort $(wildcard tests/benchmarks/*.py)))
+BENCHMARKS = $(filter-out $(wildcard tests/benchmarks/*_against_*.py),\
+	$(sort $(wildcard tests/benchmarks/*.py)))
 
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed-$(shell cat tests/benchmarks/peers/install.sh \

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rolemesh.coordinator.sdk.experience import Prompt
 from rolemesh.coordinator.tinker.fair_turns import Client, FairTurns
 from rolemesh.coordinator.tinker.forms import (
     EMPTY_LOGPROB,
     Floats,
+    Ints,
     SampleCall,
     SampledSequence,
     SampleResult,
@@ -21,6 +24,7 @@ from rolemesh.coordinator.tinker.forms import (
     WireError,
 )
 from rolemesh.coordinator.tinker.trained import TrainedModel
+from rolemesh.engine.seeds import derive_seed
 from rolemesh.rpc.columns import ColumnData, Columns
 
 MOST_TOPK = 1024
@@ -28,6 +32,10 @@ MOST_TOPK = 1024
 
 _MOST_BYTES = 2 * 2**20
 """Prompts of one generation, of 8 bytes a token: a call of the service takes 4 MiB."""
+
+_GATHER_S, _MOST_GATHERS = 0.01, 10
+"""Pauses between the calls of a batch are a few milliseconds, a generation takes far longer than
+ten; more calls than one in that time would make it wait forever, hence the second number."""
 
 _FIRST_SEED = 2**61
 """Draws of a client's seeds are numbered from here on, all others below."""
@@ -62,12 +70,24 @@ def check_sample_call(call: SampleCall, longest: int) -> None:
         raise WireError("target_prompt_logprobs", "given", "this is not served: leave it out")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scores:
+    """Of a prompt of T tokens, but for the first."""
+
+    logprobs: Floats
+    """[T - 1]."""
+    top_ids: npt.NDArray[Any] | None
+    """[T - 1, K], the likeliest first."""
+    top: npt.NDArray[Any] | None
+    """[T - 1, K], their log-probs."""
+
+
 @dataclass(eq=False)
 class _Asked:
     call: SampleCall
     draw: int
     client: Client
-    done: asyncio.Future[list[SampledSequence]] = field(
+    done: asyncio.Future[SampleResult] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -100,26 +120,16 @@ class Sampling:
             RolemeshError: The service refuses it.
         """
         seed = call.params.seed
-        draw = self._model.next_draw() if seed is None else _FIRST_SEED + seed % _FIRST_SEED
+        draw = self._model.next_draw() if seed is None else _draw_of(seed, call)
         asked = _Asked(call, draw, client)
         self._waiting.append((version, asked))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
-        sequences = await asked.done
-        if not (call.prompt_logprobs or call.topk_prompt_logprobs):
-            return SampleResult(sequences)
-        async with self._fair_turns.turn(client, len(call.prompt)):
-            logprobs, topk = await self._scored(call, version)
-        return SampleResult(
-            sequences,
-            prompt_logprobs=logprobs if call.prompt_logprobs else None,
-            topk_prompt_logprobs=topk,
-        )
+        return await asked.done
 
     async def _work(self) -> None:
         while self._waiting:
-            # One turn of the loop: calls that came together are sampled together.
-            await asyncio.sleep(0)
+            await self._gather()
             # Without those that were given up meanwhile.
             self._waiting = [one for one in self._waiting if not one[1].done.done()]
             if not self._waiting:
@@ -139,6 +149,7 @@ class Sampling:
             try:
                 async with self._fair_turns.turn(first.client, tokens):
                     found = await self._generated(version, together)
+                    scored = await self._scored(version, [one.call for one in together])
             except BaseException as error:
                 for one in together:
                     if not one.done.done():
@@ -146,9 +157,17 @@ class Sampling:
                 if not isinstance(error, Exception):
                     raise
             else:
-                for one, sequences in zip(together, found, strict=True):
+                for one, sequences, scores in zip(together, found, scored, strict=True):
                     if not one.done.done():
-                        one.done.set_result(sequences)
+                        one.done.set_result(_result(one.call, sequences, scores))
+
+    async def _gather(self) -> None:
+        """Waits until no further call comes: a client's batch arrives call by call."""
+        for _ in range(_MOST_GATHERS):
+            count = len(self._waiting)
+            await asyncio.sleep(_GATHER_S)
+            if len(self._waiting) == count:
+                return
 
     async def _generated(
         self, version: int, together: Sequence[_Asked]
@@ -205,16 +224,24 @@ class Sampling:
         ]
         return [rows[at : at + num_samples] for at in range(0, len(rows), num_samples)]
 
-    async def _scored(self, call: SampleCall, version: int) -> tuple[Floats, TopkLogprobs | None]:
-        """Log-probs of the prompt's tokens, NaN for the first, and the likeliest at each place."""
-        first = np.full(1, np.nan, dtype=np.float32)
-        top_k = call.topk_prompt_logprobs
-        if len(call.prompt) == 1:
-            return first, _empty_topk(1, top_k)
+    async def _scored(self, version: int, calls: Sequence[SampleCall]) -> list[_Scores | None]:
+        """What each call asks of its prompt; those that ask the same are scored together."""
+        found: list[_Scores | None] = [None] * len(calls)
+        places: dict[int, list[int]] = {}
+        for place, call in enumerate(calls):
+            if len(call.prompt) > 1 and (call.prompt_logprobs or call.topk_prompt_logprobs):
+                places.setdefault(call.topk_prompt_logprobs, []).append(place)
+        for top_k, mine in places.items():
+            scores = await self._scores(version, [calls[place].prompt for place in mine], top_k)
+            for place, one in zip(mine, scores, strict=True):
+                found[place] = one
+        return found
+
+    async def _scores(self, version: int, prompts: Sequence[Ints], top_k: int) -> list[_Scores]:
         columns = Columns(
             {
-                "tokens": ColumnData.sequence([call.prompt]),
-                "prompt_lengths": ColumnData.row([1], np.int64),
+                "tokens": ColumnData.sequence(prompts),
+                "prompt_lengths": ColumnData.row([1] * len(prompts), np.int64),
             }
         )
 
@@ -230,23 +257,16 @@ class Sampling:
         async with self._model.lock:
             self._check(version)
             found = await self._model.making(work)
-        logprobs = np.concatenate([first, found["scores"].values.astype(np.float32)])
-        # Clients refuse log-probs of tokens that they have said they would not read.
-        last = call.prompt_logprobs_last_n
-        num_unread = 0 if last is None else len(logprobs) - last
-        logprobs[:num_unread] = np.nan
-        if not top_k:
-            return logprobs, None
-        empty = _empty_topk(max(1, num_unread), top_k)
-        assert empty is not None
-        skipped = len(empty.token_ids) - 1
-        ids, scores = (
-            found[name].values.reshape(-1, top_k)[skipped:]
+        ids, top = (
+            [row.reshape(-1, top_k) for row in found[name].rows()]
+            if top_k
+            else [None] * len(prompts)
             for name in ("scores_top_ids", "scores_top")
         )
-        return logprobs, TopkLogprobs(
-            np.concatenate([empty.token_ids, ids]), np.concatenate([empty.logprobs, scores])
-        )
+        return [
+            _Scores(logprobs.astype(np.float32), *best)
+            for logprobs, *best in zip(found["scores"].rows(), ids, top, strict=True)
+        ]
 
     def _most_tokens(self, call: SampleCall) -> int:
         """That a call computes, where each sample is as long as it may be."""
@@ -257,6 +277,41 @@ class Sampling:
     def _check(self, version: int) -> None:
         if self._model.version != version or not self._model.is_open:
             raise WeightsMovedError
+
+
+def _draw_of(seed: int, call: SampleCall) -> int:
+    # Of the prompt as well: clients give one seed to all prompts of a batch, and equal draws are
+    # not sampled together.
+    mixed = derive_seed(seed, call.prompt.tobytes().hex())
+    return _FIRST_SEED + mixed % _FIRST_SEED
+
+
+def _result(
+    call: SampleCall, sequences: list[SampledSequence], scores: _Scores | None
+) -> SampleResult:
+    """What a client gets: of its prompt NaN for the first token, which nothing predicts."""
+    if not (call.prompt_logprobs or call.topk_prompt_logprobs):
+        return SampleResult(sequences)
+    first, top_k = np.full(1, np.nan, dtype=np.float32), call.topk_prompt_logprobs
+    logprobs = first if scores is None else np.concatenate([first, scores.logprobs])
+    # Clients refuse log-probs of tokens that they have said they would not read.
+    last = call.prompt_logprobs_last_n
+    num_unread = 0 if last is None else max(0, len(logprobs) - last)
+    logprobs[:num_unread] = np.nan
+    topk = _empty_topk(max(1, num_unread), top_k)
+    if topk is not None and scores is not None:
+        assert scores.top_ids is not None
+        assert scores.top is not None
+        skipped = len(topk.token_ids) - 1
+        topk = TopkLogprobs(
+            np.concatenate([topk.token_ids, scores.top_ids[skipped:]]),
+            np.concatenate([topk.logprobs, scores.top[skipped:]]),
+        )
+    return SampleResult(
+        sequences,
+        prompt_logprobs=logprobs if call.prompt_logprobs else None,
+        topk_prompt_logprobs=topk,
+    )
 
 
 def _drawn_alike(one: SampleCall, other: SampleCall) -> bool:
