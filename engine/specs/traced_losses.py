@@ -105,7 +105,7 @@ class GraphNode(Spec):
     """By which later nodes refer to it."""
     target: str = Field(max_length=128)
     """The argument's name, the function's or the method's."""
-    args: list[Any] = Field(default_factory=list, max_length=_LONGEST)
+    args: tuple[Any, ...] = Field(default=(), max_length=_LONGEST)
     """Of the call. An object with one key stands for what JSON has not: `ref` for a node, `tuple`,
     `dict`, `slice`, `ellipsis`, `float` and `dtype`."""
     kwargs: dict[str, Any] = Field(default_factory=dict, max_length=_LONGEST)
@@ -121,9 +121,9 @@ class TracedLossSpec(PartSpec):
     """
 
     type: Literal["traced"] = "traced"
-    inputs: Annotated[list[GraphInput], Field(min_length=1, max_length=MOST_INPUTS)]
+    inputs: Annotated[tuple[GraphInput, ...], Field(min_length=1, max_length=MOST_INPUTS)]
     """In the order of the graph's arguments; the first is `logprobs`."""
-    nodes: Annotated[list[GraphNode], Field(min_length=2, max_length=MOST_NODES)]
+    nodes: Annotated[tuple[GraphNode, ...], Field(min_length=2, max_length=MOST_NODES)]
     """In the order in which they are computed."""
     targets: int = Field(default=0, ge=0, le=MAX_WIDTH)
     """Token ids that are given at each place, in the column target_ids; 0: the row's own next token
