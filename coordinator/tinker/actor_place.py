@@ -11,12 +11,15 @@ from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.services.commands import ServiceCommand, service_commands
-from rolemesh.coordinator.run.services.launch import Launcher, ServiceExit
+from rolemesh.coordinator.run.services.launch import Launcher, LaunchError, ServiceExit
 from rolemesh.coordinator.sdk import AsyncMesh, RetryPolicy
 
 logger = logging.getLogger(__name__)
 
 ROLE = "actor"
+_STARTS = 3
+"""How often a lost process is started anew for one call."""
+
 _RETRY = RetryPolicy(budget_s=4.0, first_contact_s=4.0)
 """A lost process is found by its launcher; calls need not wait for it longer."""
 
@@ -103,8 +106,18 @@ class ActorPlace:
                 self._restart = None
 
     async def _start_again(self) -> None:
-        self._has_ended.clear()
-        self._address = await self._launcher.restart(ROLE)
+        for number in range(_STARTS):
+            self._has_ended.clear()
+            try:
+                self._address = await self._launcher.restart(ROLE)
+                return
+            except LaunchError as error:
+                # Nobody else tells of a process that ended while it started: the next call begins
+                # with another try.
+                self._has_ended.set()
+                if number == _STARTS - 1:
+                    raise
+                logger.warning("the actor did not start (%s); trying again", error)
 
     def _ended(self, end: ServiceExit) -> None:
         self._has_ended.set()

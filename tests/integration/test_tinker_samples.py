@@ -21,6 +21,8 @@ from support.tinker_servers import (
 )
 from support.tiny_models import END_ID, VOCAB_SIZE, tiny_tokenizer
 
+from rolemesh.coordinator.run.services.launch import LaunchError
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NATS = 2e-5
@@ -307,3 +309,24 @@ async def test_models_and_samplers_of_all_clients_come_back(
     world.kill_actor()
     after = await asyncio.gather(scores(client, of_base, FIRST), model.forward([datum(FIRST)]))
     assert list(after) == before
+
+
+async def test_a_service_that_does_not_start_at_once_is_tried_again(
+    world: TinkerWorld, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await client.create()
+    await trained(model)
+    expected = await model.forward([datum(FIRST)])
+    restart, failures = world.place._launcher.restart, iter([True] * 4)
+
+    async def failing(service: str) -> str:
+        if next(failures, False):
+            raise LaunchError("while starting: killed")
+        return await restart(service)
+
+    monkeypatch.setattr(world.place._launcher, "restart", failing)
+    world.kill_actor()
+    # Three starts fail for the first call, and one for the second.
+    with refusal("server", "while starting: killed"):
+        await model.forward([datum(FIRST)])
+    assert await model.forward([datum(FIRST)]) == expected
