@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import secrets
@@ -81,6 +80,7 @@ class Promises:
         self._promises: dict[str, _Promise] = {}
         self._by_call: dict[Hashable, str] = {}
         self._groups: dict[Hashable, _Group] = {}
+        self._is_ending = asyncio.Event()
         self._numbers = itertools.count(1)
         """Of promises that have ended: of all groups, so that a group that was dropped and is there
         again counts on."""
@@ -131,8 +131,8 @@ class Promises:
             UnknownPromiseError: The owner has none of that id.
         """
         promise = self._owned(owner, promise_id)
-        done, _ = await asyncio.wait([promise.task], timeout=wait_s)
-        if not done:
+        await self._wait(promise.task, wait_s)
+        if not promise.task.done():
             return None
         promise.fetched_at = time.monotonic()
         if promise.task.cancelled():
@@ -157,8 +157,11 @@ class Promises:
         known = self._groups.setdefault((owner, group), _Group())
         known.ended = {number: one for number, one in known.ended.items() if number > after}
         if not known.ended:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(known.changed.wait(), wait_s)
+            changed = asyncio.ensure_future(known.changed.wait())
+            try:
+                await self._wait(changed, wait_s)
+            finally:
+                changed.cancel()
         found = dict(known.ended)
         told = [(one, not self._failed(one)) for one in found.values() if one in self._promises]
         return told, max(found, default=after)
@@ -175,12 +178,26 @@ class Promises:
             raise WireError("request_id", promise_id, "samples alone can be given up")
         promise.task.cancel()
 
+    def end_polls(self) -> None:
+        """Has all polls return with what there is, now and from now on: the server ends."""
+        self._is_ending.set()
+
     async def close(self) -> None:
         """Ends all work."""
         tasks = [one.task for one in self._promises.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _wait(self, future: asyncio.Future[Any], wait_s: float) -> None:
+        """Returns when it is done, when time is up, or when the server ends."""
+        ending = asyncio.ensure_future(self._is_ending.wait())
+        try:
+            await asyncio.wait(
+                [future, ending], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            ending.cancel()
 
     def _owned(self, owner: str, promise_id: str) -> _Promise:
         promise = self._promises.get(promise_id)

@@ -48,7 +48,7 @@ async def serve(wish: ServingWish, *, as_json: bool = False) -> None:
     assert recipe.actor is not None
     assert recipe.actor.rollout is not None
     keys = Keys() if wish.keys is None else Keys.read(wish.keys)
-    if wish.keys is None and not ipaddress.ip_address(wish.host).is_loopback:
+    if wish.keys is None and not _is_loopback(wish.host):
         raise ValueError(
             f"--host is {wish.host}, which others reach, and there are no --keys: give both"
         )
@@ -80,13 +80,19 @@ async def serve(wish: ServingWish, *, as_json: bool = False) -> None:
             _show(url, server.name, as_json=as_json)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, _end, http)
+                loop.add_signal_handler(number, _end, http, server)
             # It handles no signals itself where it is not run by `run`.
             with contextlib.suppress(asyncio.CancelledError):
                 await http._serve([listener])  # the public serve() takes signals over
 
 
-def _end(http: uvicorn.Server) -> None:
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+def _end(http: uvicorn.Server, server: TinkerServer) -> None:
+    # A poll that is held would be cancelled, and told as an error.
+    server.promises.end_polls()
     http.should_exit = True
 
 

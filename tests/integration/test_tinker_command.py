@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,15 +61,20 @@ def test_it_serves_until_it_is_interrupted(recipe: Path, tmp_path: Path) -> None
         *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "tinker", str(recipe)),
         *("--port", "0", "--json", "--out", "out", "--keys", str(keys), "--name", "my/base"),
     ]
-    with subprocess.Popen(
-        words,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **warm_processes.services()},
-        # The test may run where SIGINT is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as server:
+    errors = tmp_path / "errors.log"
+    with (
+        errors.open("w") as log,
+        subprocess.Popen(
+            words,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **warm_processes.services()},
+            # The test may run where SIGINT is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        ) as server,
+    ):
         try:
             assert server.stdout is not None
             told = json.loads(server.stdout.readline())
@@ -92,9 +99,25 @@ def test_it_serves_until_it_is_interrupted(recipe: Path, tmp_path: Path) -> None
                 stopped = {"model_id": made["model_id"]}
                 promised = http.post("unload_model", json=stopped)
                 assert result(http, promised) == {"type": "unload_model", **stopped}
-            children = psutil.Process(server.pid).children(recursive=True)
-            server.send_signal(signal.SIGINT)
-            assert server.wait(60) == 0
+                # A poll is held when the server ends.
+                sampler = http.post(
+                    "create_sampling_session",
+                    json={"session_id": session_id, "sampling_session_seq_id": 0}
+                    | {"base_model": "my/base"},
+                ).json()["sampling_session_id"]
+                target = {"type": "sampling_session", "sampling_session_id": sampler}
+                polling = threading.Thread(
+                    target=http.post,
+                    args=("retrieve_futures",),
+                    kwargs={"json": {"target": target}},
+                )
+                polling.start()
+                time.sleep(0.5)
+                children = psutil.Process(server.pid).children(recursive=True)
+                server.send_signal(signal.SIGINT)
+                assert server.wait(60) == 0
+                polling.join()
+            assert errors.read_text().count("Traceback") == 0
             assert not [one for one in children if one.is_running()]
         finally:
             server.kill()

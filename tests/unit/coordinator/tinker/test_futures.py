@@ -250,3 +250,15 @@ async def test_work_that_others_count_on_is_not_given_up(promises: Promises) -> 
     with pytest.raises(WireError, match="samples alone"):
         promises.give_up("ann", promise)
     assert await promises.result("ann", promise) == 1
+
+
+async def test_polls_return_when_the_server_ends(promises: Promises) -> None:
+    promise = promises.make("ann", asyncio.Event().wait(), group="samples")
+    polls = [
+        asyncio.create_task(promises.result("ann", promise, wait_s=60.0)),
+        asyncio.create_task(promises.ended("ann", "samples", 0, wait_s=60.0)),
+    ]
+    await asyncio.sleep(0)
+    promises.end_polls()
+    assert await asyncio.wait_for(asyncio.gather(*polls), 5.0) == [None, ([], 0)]
+    assert await promises.result("ann", promise, wait_s=60.0) is None
