@@ -16,7 +16,7 @@ from rolemesh.coordinator.tinker.sessions import UnknownError
 VALID_S = 3600.0
 """How long an address holds."""
 
-ARCHIVE = "adapter.tar"
+ARCHIVE = "weights.tar"
 """Name of the archive with all files."""
 
 MOST_LINKS = 10_000
