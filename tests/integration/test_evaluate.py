@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from support import warm_processes
 from support.episode_checks import OWN
 from support.evaluations import evaluated, rolemesh, rows_beside
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
@@ -233,19 +234,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         reward__source=rewards(folder, "arithmetic"),
         algorithm__sampling__max_new_tokens=24,
     )
-    with contextlib.closing(CliRun(recipe, folder)) as made:
+    made = CliRun(recipe, folder, variables=warm_processes.commands())
+    with contextlib.closing(made):
         assert made.wait(RUN_S) == 0, made.output
         return made.out
 
 
 @contextlib.contextmanager
 def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """`rolemesh serve-policy`, or what stands in front of it, and what it tells."""
     process = subprocess.Popen(
         [sys.executable, "-m", "rolemesh", "serve-policy", *arguments, "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **warm_processes.everything(), **warm_processes.with_vllm()},
     )
     assert process.stdout is not None
     try:
@@ -256,6 +259,14 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, 
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def child_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """What answers, not what stands in front of it."""
+    (front,) = psutil.Process(warm_processes.forked(process.pid)).children()
+    child = psutil.Process(warm_processes.forked(front.pid))
+    assert child.pid != front.pid
+    return child
 
 
 def test_a_checkpoint_is_served_until_the_command_ends(run: Path) -> None:
@@ -272,17 +283,16 @@ def test_a_checkpoint_is_served_until_the_command_ends(run: Path) -> None:
         assert answers[0].json()["choices"] == answers[1].json()["choices"]
         scratch = list(run.glob(".serve-*"))
         assert len(scratch) == 1
-        children = psutil.Process(process.pid).children()
-        assert len(children) == 1
+        child = child_of(process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-        assert not children[0].is_running()
+        assert not child.is_running()
     assert not list(run.glob(".serve-*"))
 
 
 def test_a_policy_whose_command_was_killed_ends_by_itself(run: Path) -> None:
     with serving(str(run / "model")) as (process, _):
-        (child,) = psutil.Process(process.pid).children()
+        child = child_of(process)
         process.kill()
         with contextlib.suppress(psutil.NoSuchProcess):
             deadline = time.monotonic() + 60
@@ -292,7 +302,9 @@ def test_a_policy_whose_command_was_killed_ends_by_itself(run: Path) -> None:
 
 
 def test_a_runs_held_out_rows_get_the_score_that_the_run_gave_them(run: Path) -> None:
-    code, (told,) = evaluated(run.parent, str(run), "--tasks", "held_out,gcd:5")
+    code, (told,) = evaluated(
+        run.parent, str(run), "--tasks", "held_out,gcd:5", **warm_processes.with_vllm()
+    )
     assert code == 0
     after = json.loads((run / "summary.json").read_text())["held_out"]["after"]
     found = told["tasks"]["held_out"]["score"]
@@ -316,10 +328,11 @@ def test_held_out_episodes_get_the_score_that_the_run_gave_them(tmp_path: Path) 
         algorithm__sampling__max_new_tokens=48,
         reward__source=rewards(tmp_path, "environment"),
     )
-    with contextlib.closing(CliRun(recipe, tmp_path)) as made:
+    made = CliRun(recipe, tmp_path, variables=warm_processes.commands())
+    with contextlib.closing(made):
         assert made.wait(RUN_S) == 0, made.output
         run = made.out
-    code, (told,) = evaluated(tmp_path, str(run))
+    code, (told,) = evaluated(tmp_path, str(run), **warm_processes.with_vllm())
     assert code == 0
     after = json.loads((run / "summary.json").read_text())["held_out"]["after"]
     found = told["tasks"]["held_out"]["score"]

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support import warm_processes
+
 LONGEST_S = 500
 """Two policies of a real model are served one after another, where other tests share the cores."""
 
@@ -17,21 +19,21 @@ WAIT_S = 120.0
 
 
 def rolemesh(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command of rolemesh in a folder."""
+    """A command of rolemesh in a folder; what it starts is forked from warm processes, too."""
     return subprocess.run(
         [sys.executable, "-m", "rolemesh", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, **warm_processes.everything(), **variables},
         cwd=folder,
         timeout=LONGEST_S,
         check=False,
     )
 
 
-def evaluated(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+def evaluated(folder: Path, *arguments: str, **variables: str) -> tuple[int, list[dict[str, Any]]]:
     """The exit code of `rolemesh evaluate`, and what it tells."""
-    done = rolemesh(folder, "evaluate", *arguments, "--json")
+    done = rolemesh(folder, "evaluate", *arguments, "--json", **variables)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines, done.stderr
     return done.returncode, lines
@@ -50,6 +52,7 @@ def told_of(question: str) -> list[dict[str, Any]]:
         input=question,
         text=True,
         capture_output=True,
+        env={**os.environ, **warm_processes.services()},
         timeout=WAIT_S,
         check=False,
     )

@@ -47,13 +47,19 @@ MODULES = {
         "rolemesh.services.runtime.ranks.agent",
         # What trained roles import at Initialize, and a reward that is a classifier.
         "rolemesh.engine.train.trainer",
-        # What `rolemesh fit` asks.
+        # What `rolemesh fit` and `rolemesh evaluate` ask, and what writes a checkpoint as a folder.
         "rolemesh.services.preview.memory",
+        "rolemesh.services.evaluation.__main__",
+        "rolemesh.engine.train.export",
+        # Prompts of most runs here: a second of computing for each actor.
+        "rolemesh.engine.reasoning_tasks:reasoning_gym",
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
     ),
     "COMMANDS": (
         "rolemesh.coordinator.commands.cli",
+        "rolemesh.coordinator.commands.evaluate",
+        "rolemesh.coordinator.commands.serve_policy",
         "rolemesh.coordinator.commands.train",
         "rolemesh.coordinator.api.http.app",
         "rolemesh.coordinator.api.http.server",
@@ -68,9 +74,13 @@ MODULES = {
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
         "vllm.entrypoints.llm",
+        "vllm.model_executor.models.llama",
+        # What serves a policy.
+        "rolemesh.services.endpoint.endpoint",
+        "rolemesh.services.endpoint.app",
     ),
 }
-"""Imported once, by the warm process."""
+"""Imported once, by the warm process; what stands behind a colon is called."""
 _MAY_LACK = frozenset({"vllm"})
 """Packages that a machine of the GPU tests need not have."""
 _FOLDER = "ROLEMESH_TEST_WARM_FOLDER"
@@ -101,6 +111,12 @@ def commands() -> dict[str, str]:
     """Variables for what starts `rolemesh`; it must not import torch, and imports none here."""
     with _ONE_AT_A_TIME:
         return _environment("COMMANDS")
+
+
+def with_vllm() -> dict[str, str]:
+    """Variables for what serves a policy, by vLLM and in a process of its own."""
+    with _ONE_AT_A_TIME:
+        return _environment("RANKS")
 
 
 def share() -> None:
@@ -185,6 +201,8 @@ def _environment(kind: str) -> dict[str, str]:
             **variables,
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "0",
+            # VLLM looks when it is imported; see rolemesh.engine.rollout.vllm_process.
+            "VLLM_CONFIGURE_LOGGING": "0",
         },
     )
     listener.close()
@@ -206,9 +224,12 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
     Returns:
         In a fork: the arguments of Python that say what to run. In the warm process: None.
     """
-    for module in MODULES[kind]:
+    for name in MODULES[kind]:
+        module, _, function = name.partition(":")
         try:
-            importlib.import_module(module)
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
         except ModuleNotFoundError as error:
             if error.name not in _MAY_LACK:
                 raise
@@ -333,8 +354,10 @@ def main() -> None:
 def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv = words[1:]
-        # Imported by another module; to run it anew is what `python -m` does.
-        sys.modules.pop(words[1], None)
+        # Imported by another module; to run it anew is what `python -m` does. Of a package it runs
+        # the module __main__, and the package stays.
+        is_package = hasattr(sys.modules.get(words[1]), "__path__")
+        sys.modules.pop(f"{words[1]}.__main__" if is_package else words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words

@@ -49,11 +49,20 @@ def hand_over(address: str) -> None:
 
 _words = sys.orig_argv[1:3]
 _module = _words[1] if _words[:1] == ["-m"] and len(_words) == 2 else ""
-if re.fullmatch(
-    r"rolemesh\.(services\.\w+|services\.preview\.(guess|memory)|quickstart\.tiny_model)", _module
-) or (_words and os.path.dirname(_words[0]).endswith("/tests/support")):
+_services = r"rolemesh\.(services\.\w+|services\.preview\.(guess|memory)|quickstart\.tiny_model)"
+if _module == "rolemesh.services.endpoint":
+    # The one service that is nothing without vLLM.
+    _kind = "RANKS"
+elif (
+    re.fullmatch(_services, _module)
+    or _module == "rolemesh.engine.train.export"
+    or (_words and os.path.dirname(_words[0]).endswith("/tests/support"))
+):
     _kind = "SERVICES"
-elif _module in ("rolemesh.coordinator.commands.cli", "rolemesh.services.reward.outside.check"):
+elif _module in (
+    *("rolemesh", "rolemesh.coordinator.commands.cli"),
+    "rolemesh.services.reward.outside.check",
+):
     _kind = "COMMANDS"
 else:
     _kind = "NONE"
