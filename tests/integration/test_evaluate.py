@@ -234,7 +234,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         reward__source=rewards(folder, "arithmetic"),
         algorithm__sampling__max_new_tokens=24,
     )
-    made = CliRun(recipe, folder, variables=warm_processes.commands())
+    made = CliRun(recipe, folder)
     with contextlib.closing(made):
         assert made.wait(RUN_S) == 0, made.output
         return made.out
@@ -328,7 +328,7 @@ def test_held_out_episodes_get_the_score_that_the_run_gave_them(tmp_path: Path) 
         algorithm__sampling__max_new_tokens=48,
         reward__source=rewards(tmp_path, "environment"),
     )
-    made = CliRun(recipe, tmp_path, variables=warm_processes.commands())
+    made = CliRun(recipe, tmp_path)
     with contextlib.closing(made):
         assert made.wait(RUN_S) == 0, made.output
         run = made.out

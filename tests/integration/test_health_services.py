@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import warm_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.rollout_services import Caller, rows_of
 from support.run_results import learnt
@@ -35,7 +34,7 @@ def recipe_of(model, **health):
 
 
 def ended(recipe, folder, code):
-    run = CliRun(recipe, folder, variables=warm_processes.commands())
+    run = CliRun(recipe, folder)
     try:
         assert run.wait(END_S) == code, run.output
         return run, json.loads((run.out / "summary.json").read_text())

@@ -41,10 +41,10 @@ def start(tmp_path):
     """Starts runs and sees to it that nothing of them is left."""
     runs = []
 
-    def begin(recipe, variables=None):
+    def begin(recipe):
         folder = tmp_path / f"run-{len(runs)}"
         folder.mkdir()
-        runs.append(CliRun(recipe, folder, variables=variables))
+        runs.append(CliRun(recipe, folder))
         return runs[-1]
 
     yield begin
@@ -269,7 +269,7 @@ def test_an_interrupt_ends_the_run_after_the_step_with_everything_saved(start, m
 def test_a_sequence_classifier_judges_as_a_service_of_its_own(start, model, tmp_path):
     judge = write_tiny_classifier(tmp_path / "judge", seed=4)
     source = {"type": "classifier", "model": {"path": str(judge), "compute_dtype": "float32"}}
-    run = start(tiny_recipe(model, reward={"source": source}), warm_processes.commands())
+    run = start(tiny_recipe(model, reward={"source": source}))
     assert run.wait(START_S) == 0, run.output
     steps = run.metrics()
     assert len(steps) == 2
@@ -284,7 +284,7 @@ def test_a_sequence_classifier_judges_as_a_service_of_its_own(start, model, tmp_
 
 
 def refused(start, recipe, code):
-    run = start(recipe, warm_processes.commands())
+    run = start(recipe)
     assert run.wait(START_S) == code, run.output
     text = " ".join((run.stderr + run.stdout).split())
     assert "Traceback" not in text

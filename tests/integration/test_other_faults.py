@@ -54,7 +54,6 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = CliRun(
         recipe_of(model),
         tmp_path_factory.mktemp("undisturbed"),
-        variables=warm_processes.commands(),
     )
     try:
         assert run.wait(WAIT_S) == 0, run.output

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from support import warm_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.tiny_models import write_tiny_classifier
 
@@ -41,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CliRun]:
     finished = {}
     for name, changes in LAYOUTS.items():
         recipe = tiny_recipe(model, **(shape | changes))
-        run = CliRun(recipe, tmp_path_factory.mktemp("run"), variables=warm_processes.commands())
+        run = CliRun(recipe, tmp_path_factory.mktemp("run"))
         try:
             assert run.wait(RUN_S) == 0, run.output
         finally:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from google.protobuf import json_format, struct_pb2
-from support import warm_processes
 from support.layout_services import Start, layout_services
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.services import operation_key
@@ -135,7 +134,7 @@ def test_a_run_whose_model_cannot_be_spread_ends_with_one_clear_line(
         reference__model={"path": str(strange_model)},
         reference__layout={"dp": 2},
     )
-    run = CliRun(recipe, tmp_path, variables=warm_processes.commands())
+    run = CliRun(recipe, tmp_path)
     try:
         assert run.wait(RUN_S) == BAD_INPUT
         (line,) = [line for line in run.stderr.splitlines() if line.startswith("error:")]

@@ -6,7 +6,6 @@ import signal
 
 import psutil
 import pytest
-from support import warm_processes
 from support.commands import command_of
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.run_results import learnt, written
@@ -37,7 +36,6 @@ def undisturbed(model, tmp_path_factory):
     run = CliRun(
         recipe_of(model),
         tmp_path_factory.mktemp("undisturbed"),
-        variables=warm_processes.commands(),
     )
     try:
         assert run.wait(START_S) == 0, run.output

@@ -68,6 +68,7 @@ def test_random_kills_leave_nothing_behind(tmp_path: Path) -> None:
     run = CliRun(recipe, tmp_path, variables={"TMPDIR": str(temporary)})
     try:
         run.wait_until(lambda: len(run.metrics()) >= 5, START_S)
+        coordinator = run.coordinator
         reference = victim_of(run, "reference")
         ends_at, kill_at = time.monotonic() + SOAK_S, 0.0
         while time.monotonic() < ends_at:
@@ -85,7 +86,7 @@ def test_random_kills_leave_nothing_behind(tmp_path: Path) -> None:
                     if name == "store":
                         store_kills.append(time.monotonic())
                 kill_at = time.monotonic() + PAUSE_S * 2 * draw.random()
-            sizes["coordinator"].append(psutil.Process(run.process.pid).memory_info().rss)
+            sizes["coordinator"].append(coordinator.memory_info().rss)
             sizes["reference"].append(psutil.Process(reference).memory_info().rss)
             time.sleep(0.5)
         steps = len(run.metrics())
@@ -110,7 +111,7 @@ def test_random_kills_leave_nothing_behind(tmp_path: Path) -> None:
     while (alive := [one for one in family if one.is_running()]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert alive == []
-    pids = {str(process.pid) for process in family} | {str(run.process.pid)}
+    pids = {str(process.pid) for process in {*family, coordinator}}
     left = [
         path.name
         for path in SHARED_MEMORY.glob("rolemesh-*")

@@ -29,7 +29,7 @@ def test_a_run_finds_its_services_and_one_that_came_back_elsewhere(tmp_path: Pat
     recipe = tiny_recipe(model, run__steps=4, run__recovery__pause_s=0.0)
     plain = tmp_path / "plain"
     plain.mkdir()
-    undisturbed = CliRun(recipe, plain, variables=warm_processes.commands())
+    undisturbed = CliRun(recipe, plain)
     try:
         assert undisturbed.wait(600) == 0, undisturbed.output
     finally:
@@ -40,7 +40,7 @@ def test_a_run_finds_its_services_and_one_that_came_back_elsewhere(tmp_path: Pat
     for role in ("reference", "reward"):
         recipe["services"][role] = {"registers": True}
     recipe |= {"certificates": str(certs), "api": {"member_port": 0}}
-    run = CliRun(recipe, folder, variables=warm_processes.commands())
+    run = CliRun(recipe, folder)
     try:
         at = member_address(run)
         with (
@@ -68,7 +68,7 @@ def test_a_run_says_which_services_have_not_come(tmp_path: Path) -> None:
     recipe["services"] = {role: {"registers": True} for role in roles}
     recipe |= {"certificates": str(certs), "api": {"member_port": 0}}
     began = time.monotonic()
-    run = CliRun(recipe, tmp_path, variables=warm_processes.commands())
+    run = CliRun(recipe, tmp_path)
     try:
         assert run.wait(120) != 0
     finally:
@@ -141,7 +141,7 @@ def test_rollout_and_reward_services_join_a_run_and_leave_it_and_change_nothing(
     model = tiny_model(tmp_path / "model")
     recipe = recipe_of_blocks(model)
     (tmp_path / "alone").mkdir()
-    alone = CliRun(recipe, tmp_path / "alone", variables=warm_processes.commands())
+    alone = CliRun(recipe, tmp_path / "alone")
     try:
         assert alone.wait(600) == 0, alone.output
     finally:
@@ -154,7 +154,7 @@ def test_rollout_and_reward_services_join_a_run_and_leave_it_and_change_nothing(
         "certificates": str(certificates(folder / "certs", "coordinator", *ROLES)),
         "api": {"member_port": 0},
     }
-    run = CliRun(recipe, folder, variables=warm_processes.commands())
+    run = CliRun(recipe, folder)
     try:
         at = member_address(run)
         grants = (f"--folder={model}",)

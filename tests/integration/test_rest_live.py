@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support import warm_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 
 START_S = 120.0
@@ -42,7 +41,7 @@ enabled = false
 @pytest.mark.slow
 def test_the_document_holds_for_a_live_mesh(tmp_path: Path) -> None:
     recipe = tiny_recipe(tiny_model(tmp_path / "model"), run__steps=STEPS)
-    run = CliRun(recipe, tmp_path, variables=warm_processes.commands())
+    run = CliRun(recipe, tmp_path)
     try:
         run.wait_until(lambda: bool(run.url), START_S)
         right = run.authorization

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import warm_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.outside_rows import reward_rows
 from support.services import serving
@@ -318,7 +317,7 @@ def test_a_reward_function_of_a_run_finds_nothing_of_the_run(tmp_path: Path, mod
         run__evaluation__num_prompts=0,
         reward__source=f"python:{ESCAPING}:look_around",
     )
-    variables = {**warm_processes.commands(), "ROLEMESH_SERVICE__SANDBOX": mode}
+    variables = {"ROLEMESH_SERVICE__SANDBOX": mode}
     run = CliRun(recipe, tmp_path, variables=variables)
     try:
         assert run.wait(RUN_S) == 0, run.output

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import warm_processes
 from support.learning_runs import service_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.reward_calls import RewardClient, result_of, trained, write_pairs
@@ -92,7 +91,7 @@ def test_a_run_s_own_services_use_what_its_recipe_names_without_a_flag(tmp_path:
     )
     # What the services of others may use on this host is not what those of a run may.
     nothing = {f"ROLEMESH_SERVICE__{name}": "" for name in ("FOLDERS", "CODE_ROOTS")}
-    run = CliRun(recipe, tmp_path, variables={**warm_processes.commands(), **nothing})
+    run = CliRun(recipe, tmp_path, variables=nothing)
     try:
         assert run.wait(RUN_S) == 0, run.output
     finally:

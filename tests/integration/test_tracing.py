@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import warm_processes
 from support.fake_roles import fake_mesh, fake_recipe
 from support.fake_runs import Recorder
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
@@ -35,7 +34,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Collector
             critic__train={"dp": 2},
             tracing={"endpoint": collector.endpoint},
         )
-        run = CliRun(recipe, folder, variables=warm_processes.commands())
+        run = CliRun(recipe, folder)
         try:
             assert run.wait(RUN_S) == 0, run.output
             yield collector, run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -76,7 +77,7 @@ def tiny_model(directory: Path) -> Path:
 class CliRun:
     """`rolemesh train` as a process of its own. Ends everything it started when closed.
 
-    Its services are forked from a warm process, but for those of a run that is about processes.
+    It and its services are forked from warm processes, but in a run that is about processes.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class CliRun:
             recipe: What to train.
             folder: For all its files.
             *flags: More flags of the command.
-            is_warm: Whether its services are forked from a warm process.
+            is_warm: Whether it and its services are forked from warm processes; within a command
+                the services alone are.
             module: What stands for the command line; one of the tests may be named.
             variables: Of the environment besides.
             within: Command that runs the command line, and ends as it does.
@@ -103,6 +105,9 @@ class CliRun:
         self.out = folder / "run"
         recipe_file = folder / "recipe.yaml"
         recipe_file.write_text(yaml.safe_dump(recipe))
+        added: dict[str, str] = {}
+        if is_warm:
+            added = warm_processes.services() if within else warm_processes.everything()
         self._stdout = (folder / "stdout.log").open("ab")
         self._stderr = (folder / "stderr.log").open("ab")
         # A child inherits what is ignored, e.g. when the tests run in a shell's background.
@@ -119,7 +124,7 @@ class CliRun:
                 stderr=self._stderr,
                 env={
                     **os.environ,
-                    **(warm_processes.services() if is_warm else {}),
+                    **added,
                     "OMP_NUM_THREADS": "1",
                     "PYTHONSAFEPATH": "1",
                     **(variables or {}),
@@ -129,7 +134,14 @@ class CliRun:
         finally:
             signal.signal(signal.SIGINT, before)
         self._folder = folder
-        self._family = psutil.Process(self.process.pid)
+        # Its process id stays this one's also when it has ended.
+        self._front = psutil.Process(self.process.pid)
+
+    @property
+    def coordinator(self) -> psutil.Process:
+        """What is the parent of the run's processes; `process` may stand in front of it."""
+        pid = warm_processes.forked(self.process.pid)
+        return self._front if pid == self.process.pid else psutil.Process(pid)
 
     @property
     def stdout(self) -> str:
@@ -159,7 +171,7 @@ class CliRun:
     def descendants(self) -> list[psutil.Process]:
         """Live processes that the run started, however deep."""
         try:
-            return self._family.children(recursive=True)
+            return self.coordinator.children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
@@ -199,9 +211,11 @@ class CliRun:
 
     def kill(self) -> None:
         """Ends what is left of the run's processes; it can be resumed."""
-        family = [*self.descendants(), self._family]
+        family = [*self.descendants(), self._front]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.append(self.coordinator)
         for process in family:
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=10)
         self.process.wait(10)
