@@ -262,6 +262,8 @@ def section_of(name: str, row: PolicyGradient) -> type[PolicyGradientSpec]:
         __base__=_GroupGradientSpec if row.compares else PolicyGradientSpec,
         __module__=__name__,
         __doc__=row.paper,
+        # There is no source to find: pydantic would look at all loaded modules for each frame.
+        __cls_kwargs__={"use_attribute_docstrings": False},
         sampling=(SamplingSpec, SamplingSpec(samples_per_prompt=row.samples_per_prompt)),
         type=(literal[name], name),
         advantages=(
