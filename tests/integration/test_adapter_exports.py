@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import warm_processes
 from support.hf_hub import TOKEN, client_environment, serving_hub
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from transformers import AutoModelForCausalLM
@@ -47,7 +48,7 @@ def export(run: Path, *arguments: str, **variables: str) -> subprocess.Completed
         [sys.executable, "-m", "rolemesh", "export", str(run), *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, **variables},
+        env={**os.environ, **warm_processes.everything(), **variables},
         timeout=RUN_S,
     )
 

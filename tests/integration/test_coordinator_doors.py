@@ -21,6 +21,7 @@ import httpx
 import psutil
 import pytest
 from rich.console import Console
+from support import warm_processes
 from support.coordinator_doors import GIVEN, QUICK, TOKEN, asked, bearer, doors, made_token
 
 from rolemesh.coordinator.api.credentials import TOKEN_FILE
@@ -153,7 +154,7 @@ def started(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[bytes]
     process = subprocess.Popen(
         [sys.executable, "-m", "rolemesh.coordinator.commands.cli", *words],
         cwd=folder,
-        env=environment,
+        env={**environment, **warm_processes.commands()},
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=subprocess.STDOUT,

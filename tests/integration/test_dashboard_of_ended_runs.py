@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from support import warm_processes
 from support.coordinator_doors import bearer, made_token
 from support.fake_roles import fake_mesh, fake_recipe
 from support.fake_runs import make_run, read_lines
@@ -64,6 +65,7 @@ async def test_a_folder_of_runs_is_served_and_nothing_in_it_changes(
         stderr=asyncio.subprocess.PIPE,
         env={
             **{k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")},
+            **warm_processes.commands(),
             "XDG_STATE_HOME": str(tmp_path / "state"),
         },
     )

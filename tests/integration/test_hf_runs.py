@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import yaml
+from support import warm_processes
 from support.hf_hub import TOKEN, client_environment, serving_hub
 from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
 
@@ -41,7 +42,7 @@ def test_a_run_keeps_the_commit_that_it_began_with_and_the_token_to_itself(tmp_p
             [sys.executable, "-m", "rolemesh", "export", str(run.out), "--push", "me/trained"],
             capture_output=True,
             text=True,
-            env={**os.environ, **variables},
+            env={**os.environ, **warm_processes.everything(), **variables},
             timeout=RUN_S,
         )
         assert pushed.returncode == 0, pushed.stderr
