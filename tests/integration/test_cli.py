@@ -325,7 +325,11 @@ async def test_failed_run_is_one_message_and_exit_code_1(recipe_file: Path, tmp_
 
 @pytest.mark.slow
 async def test_lost_service_is_named(recipe_file: Path, tmp_path: Path, mesh: FakeMesh) -> None:
-    process = await start("train", recipe_file, "--set", "run.steps=100000", folder=tmp_path)
+    process = await start(
+        *("train", recipe_file, "--set", "run.steps=100000"),
+        folder=tmp_path,
+        added=warm_processes.commands(),
+    )
     assert process.stdout is not None
     try:
         while b"step 1 " not in await process.stdout.readline():
@@ -343,7 +347,9 @@ async def test_interrupt_ends_after_the_step_with_everything_saved(
     recipe_file: Path, tmp_path: Path
 ) -> None:
     process = await start(
-        "train", recipe_file, "--json", "--set", "run.steps=100000", "--out", "run", folder=tmp_path
+        *("train", recipe_file, "--json", "--set", "run.steps=100000", "--out", "run"),
+        folder=tmp_path,
+        added=warm_processes.commands(),
     )
     assert process.stdout is not None
     try:
