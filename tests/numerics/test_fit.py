@@ -265,7 +265,14 @@ _LAYERS: dict[str, tuple[Arithmetic, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", _LAYERS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Normed queries and keys are in two others, and its arithmetic in the first.
+        pytest.param(name, marks=pytest.mark.slow if name.endswith("normed") else ())
+        for name in _LAYERS
+    ],
+)
 def test_a_layer_keeps_what_the_formula_says(case: str, tmp_path: Path) -> None:
     arithmetic, config, changes = _LAYERS[case]
     sizes = {
