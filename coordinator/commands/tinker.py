@@ -53,7 +53,7 @@ def tinker(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Serves Tinker's training API: clients train adapters of the recipe's model, and sample them.
+    """Serves Tinker's training API: clients train adapters on the recipe's model, and sample them.
 
     Point a client at it with TINKER_BASE_URL=http://127.0.0.1:8400 and any TINKER_API_KEY that
     begins with "tml-". Ctrl-C ends it; saved weights stay in --out.

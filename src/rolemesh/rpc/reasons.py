@@ -439,6 +439,10 @@ REASONS: Mapping[str, Reason] = {
     "WEIGHTS_MISMATCH": Reason(
         "Names or shapes of weights do not fit each other.", "Give both roles the same model."
     ),
+    "WEIGHTS_NOT_FINITE": Reason(
+        "The trainer's weights give log-probs that are NaN or infinite: nothing can be sampled.",
+        "Go back to a checkpoint, and lower the learning rate.",
+    ),
     "WEIGHTS_STALE": Reason(
         "The sampler could not take the new weights.", "A run starts the step again by itself."
     ),

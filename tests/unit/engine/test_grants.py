@@ -292,18 +292,18 @@ def test_public_means_public() -> None:
 # --- every field of a recipe --------------------------------------------------------------
 
 HARMLESS = {
-    "answer", "answer_input", "assistant_prefix", "basis", "by", "chosen", "completion",
-    "completion_input", "config", "devices", "entity", "experiment", "group", "host", "label",
-    "messages", "metadata", "metric", "model", "name", "options", "output", "pool", "project",
-    "prompt", "prompt_input", "question_template", "reads", "rejected", "reward_key", "roles",
-    "rows", "rubric", "settings", "space_id", "split", "held_out_split", "system_prompt", "task",
-    "targets", "text", "version", "workspace", "own_functions", "pools", "services", "space",
-    "server_folder", "model_name", "tool_parser", "reasoning_parser", "template", "weights",
-    "named", "to", "default", "stop",
+    "answer", "answer_input", "args", "assistant_prefix", "basis", "by", "chosen", "completion",
+    "completion_input", "config", "default", "devices", "entity", "experiment", "group",
+    "held_out_split", "host", "kwargs", "label", "messages", "metadata", "metric", "model",
+    "model_name", "name", "named", "options", "output", "own_functions", "pool", "pools", "project",
+    "prompt", "prompt_input", "question_template", "reads", "reasoning_parser", "rejected",
+    "reward_key", "roles", "rows", "rubric", "server_folder", "services", "settings", "space",
+    "space_id", "split", "stop", "system_prompt", "target", "targets", "task", "template", "text",
+    "to", "tool_parser", "version", "weights", "workspace",
 }  # fmt: skip
 """Texts that name nothing of this host and no address: columns, labels, projects of a tracker, keys
 of a mapping, a folder as other hosts name it. The keys of a space of tuning are a closed list, none
-of which names anything."""
+of which names anything; nor do the operations of a traced loss, which are a closed list, too."""
 
 NAMED: dict[NamedKind, set[str]] = {
     "code": {"environment", "function", "tracker", "run"},

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support.loss_graphs import graph_of
 
 from rolemesh.engine.algorithms.estimation import (
     Controllers,
@@ -33,6 +34,7 @@ from rolemesh.engine.specs import (
     PythonEstimatorSpec,
     PythonPolicyLossSpec,
     SafeRlhfSpec,
+    TracedLossSpec,
 )
 
 
@@ -52,6 +54,10 @@ FIELDS: dict[type[Any], dict[str, Any]] = {
     **{spec_class: {"function": name} for spec_class, name in OWN.items()},
     GdpoSpec: {"weights": {"form": 1.0}},
     PassAtKSpec: {"k": 2},
+    TracedLossSpec: {
+        "inputs": [{"name": "logprobs", "rank": 1}],
+        "nodes": graph_of(lambda logprobs: (logprobs.sum(), {})),
+    },
 }
 """What a spec needs, or needs for groups as small as those here."""
 
