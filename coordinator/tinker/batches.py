@@ -17,8 +17,8 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from rolemesh.coordinator.tinker.forms import Datum, Floats, GradientCall, Ints, WireError
-from rolemesh.coordinator.tinker.own_losses import own_columns
-from rolemesh.engine.specs import TokenSumLossSpec, TracedLossSpec
+from rolemesh.coordinator.tinker.own_losses import OwnLoss, own_columns
+from rolemesh.engine.specs import TokenSumLossSpec
 from rolemesh.engine.specs.columns import MAX_WIDTH, RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
 from rolemesh.rpc.columns import ColumnData, Columns
 
@@ -63,7 +63,7 @@ class GradientBatch:
 
 
 def batch_of(
-    call: GradientCall, longest: int, own_losses: Mapping[str, Mapping[str, Any]] | None = None
+    call: GradientCall, longest: int, own_losses: Mapping[str, OwnLoss] | None = None
 ) -> GradientBatch:
     """The columns of a call.
 
@@ -107,7 +107,9 @@ def batch_of(
         "loss_mask": ColumnData.completion([np.ones(len(one), bool) for one in targets], bool),
     }
     loss: dict[str, Any] = (
-        {"type": "token_sum", "form": call.loss, **_parameters(call)} if own is None else dict(own)
+        {"type": "token_sum", "form": call.loss, **_parameters(call)}
+        if own is None
+        else dict(own.section)
     )
     if given:
         columns[TARGET_IDS] = ColumnData.completion(
@@ -119,18 +121,18 @@ def batch_of(
         for name, column in _inputs(call, targets).items():
             columns[name] = ColumnData.completion(column)
     else:
-        columns |= own_columns(call, targets, own["inputs"])
+        columns |= own_columns(call, targets, own.inputs)
     return GradientBatch(
         columns=Columns(columns),
         loss=loss,
         reads="choices" if given else "logprobs",
         is_flat=not width,
         num_data=len(call.data),
-        metrics=() if own is None else tuple(TracedLossSpec.model_validate(own).metrics),
+        metrics=() if own is None else own.metrics,
     )
 
 
-def _own_loss(call: GradientCall, own_losses: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+def _own_loss(call: GradientCall, own_losses: Mapping[str, OwnLoss]) -> OwnLoss:
     loss_id = call.config.get("loss_id")
     if not isinstance(loss_id, str) or loss_id not in own_losses:
         raise WireError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,36 +21,49 @@ MOST_LOSSES = 256
 """Of a session."""
 
 
-def loss_of(asked: CreateCustomLoss) -> dict[str, Any]:
-    """The loss `traced` of a graph.
+@dataclass(frozen=True, slots=True)
+class OwnLoss:
+    """A loss that a client has brought."""
+
+    section: Mapping[str, Any]
+    """The loss `traced`, as a service takes it."""
+    inputs: Mapping[str, int]
+    """Ranks of what it reads of each datum, `logprobs` first."""
+    metrics: tuple[str, ...]
+    """What it tells, by `NAME:REDUCTION`."""
+
+
+def loss_of(asked: CreateCustomLoss) -> OwnLoss:
+    """The loss of a graph.
 
     Raises:
         WireError: No loss may be that; names the node.
     """
-    loss = {"type": "traced", "inputs": asked.inputs, "nodes": asked.graph.nodes}
+    section = {"type": "traced", "inputs": asked.inputs, "nodes": asked.graph.nodes}
     try:
-        TracedLossSpec.model_validate(loss)
+        spec = TracedLossSpec.model_validate(section)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, ("graph", *first["loc"])))
         raise WireError(where, asked.name, first["msg"].removeprefix("Value error, ")) from error
-    return loss
+    inputs = {one.name: one.rank for one in spec.inputs}
+    return OwnLoss(section, inputs, tuple(spec.metrics))
 
 
 def own_columns(
-    call: GradientCall, targets: Sequence[Ints], inputs: Sequence[Mapping[str, Any]]
+    call: GradientCall, targets: Sequence[Ints], inputs: Mapping[str, int]
 ) -> dict[str, ColumnData]:
     """Columns of what a graph reads of each datum.
 
     Args:
         call: Of a client.
         targets: int64 [T] or [T, K] of each datum.
-        inputs: Of the graph, `logprobs` first: names and ranks.
+        inputs: As `OwnLoss.inputs`.
 
     Raises:
         WireError: A datum lacks one, or has it of another shape.
     """
-    rank = inputs[0]["rank"]
+    rank = inputs["logprobs"]
     if any(target.ndim != rank for target in targets):
         raise WireError(
             "data.loss_fn_inputs.target_tokens",
@@ -57,14 +71,15 @@ def own_columns(
             f"the loss takes logprobs of rank {rank}",
         )
     return {
-        input_column(one["name"]): ColumnData.completion(
+        input_column(name): ColumnData.completion(
             [
-                _input(place, datum, len(target), one["name"], one["rank"])
+                _input(place, datum, len(target), name, wanted)
                 for place, (datum, target) in enumerate(zip(call.data, targets, strict=True))
             ],
-            _dtype(call, one["name"]),
+            _dtype(call, name),
         )
-        for one in inputs[1:]
+        for name, wanted in inputs.items()
+        if name != "logprobs"
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.tinker.held_models import Snapshot
+from rolemesh.coordinator.tinker.own_losses import OwnLoss
 from rolemesh.coordinator.tinker.store import quoted
 
 MOST_RECORDS = 1000
@@ -54,8 +55,8 @@ class Session:
     heard_at: float = field(default_factory=time.monotonic)
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
     """Of its sampling sessions, by their ids."""
-    losses: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Losses that its client brought, as the service takes them, by their ids."""
+    losses: dict[str, OwnLoss] = field(default_factory=dict)
+    """Losses that its client brought, by their ids."""
     clones: dict[str, int] = field(default_factory=dict)
     """Copies of its sampling clients that have joined, by sampling session."""
 

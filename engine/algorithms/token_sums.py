@@ -10,33 +10,25 @@ import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale
 from rolemesh.engine.algorithms.kl import MAX_LOG_RATIO
-from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, UnmaskedReader, loss_for
+from rolemesh.engine.algorithms.losses import ModelOutputs, UnmaskedReader, loss_for
 from rolemesh.engine.algorithms.ragged import loss_mask_of, row_sum_of_each, unmasked_per_row
+from rolemesh.engine.algorithms.target_losses import TargetLoss
 from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.specs.columns import RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
+from rolemesh.engine.specs.columns import RATIO_MASK, TOKEN_WEIGHTS
 from rolemesh.engine.specs.token_sums import TokenSumLossSpec
 
 
 @loss_for(TokenSumLossSpec)
-class TokenSumLoss(Loss[TokenSumLossSpec]):
+class TokenSumLoss(TargetLoss[TokenSumLossSpec]):
     """The sum of its spec, of this micro-batch's tokens: nothing depends on the mini-batch."""
-
-    tells_choices = True
-
-    def __init__(self, spec: TokenSumLossSpec) -> None:
-        super().__init__(spec)
-        self.choices = (TARGET_IDS,) if spec.targets else ()
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         read, spec = UnmaskedReader(batch), self.spec
-        if spec.targets:
-            policy_MK = read.output("choices_NK", outputs.choices_NK, dims=2)
-        else:
-            policy_MK = read.output("logprobs_N", outputs.logprobs_N)[:, None]
+        policy_MK = self.policy(read, outputs)
         if spec.form == "cross_entropy":
             weights = read.column(TOKEN_WEIGHTS, like=policy_MK).view(policy_MK.shape)
             loss = -(weights * policy_MK).sum()

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale
-from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, UnmaskedReader, loss_for
+from rolemesh.engine.algorithms.losses import ModelOutputs, UnmaskedReader, loss_for
 from rolemesh.engine.algorithms.ragged import loss_mask_of, unmasked_per_row
+from rolemesh.engine.algorithms.target_losses import TargetLoss
 from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.specs.columns import TARGET_IDS
 from rolemesh.engine.specs.traced_losses import (
     FUNCTIONAL,
     FUNCTIONS,
@@ -33,8 +33,8 @@ from rolemesh.engine.user_code import UserCodeError
 MOST_NUMBERS = 2**22
 """Elements of a tensor of a graph: 16 MiB of float32."""
 
-MOST_OF_ROW = 2**26
-"""Elements of all tensors of a row, which stay until its gradient is there: 256 MiB."""
+MOST_OF_PASS = 2**26
+"""Elements of all tensors of a micro-batch, which stay until its gradient is there: 256 MiB."""
 
 MOST_DIMS = 4
 
@@ -46,40 +46,31 @@ _MOST_POWER = 64
 
 
 @loss_for(TracedLossSpec)
-class TracedLoss(Loss[TracedLossSpec]):
+class TracedLoss(TargetLoss[TracedLossSpec]):
     """The sum of its spec, of this micro-batch's rows.
 
     Metrics are sums over rows, by the names that the graph gives them; a caller who wants a mean
     divides by the rows.
     """
 
-    tells_choices = True
     origin = "; the loss is a graph of the caller"
-
-    def __init__(self, spec: TracedLossSpec) -> None:
-        super().__init__(spec)
-        self.choices = (TARGET_IDS,) if spec.targets else ()
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes this micro-batch's share; see `Loss`."""
         read, spec = UnmaskedReader(batch), self.spec
-        if spec.targets:
-            policy_M = read.output("choices_NK", outputs.choices_NK, dims=2)
-        else:
-            policy_M = read.output("logprobs_N", outputs.logprobs_N)
+        policy_M = self.policy(read, outputs)
+        if spec.inputs[0].rank == 1:
+            policy_M = policy_M.squeeze(1)
         counts = unmasked_per_row(*loss_mask_of(batch)).tolist()
-        if spec.targets == 1 or not spec.targets:
-            # One target a place comes in the rank that the graph wants.
-            policy_M = policy_M.view(-1) if spec.inputs[0].rank == 1 else policy_M.view(-1, 1)
         given = [policy_M, *(self._column(read, at, policy_M) for at in range(1, len(spec.inputs)))]
-        loss = 0.0 * policy_M.sum()
+        loss, room = 0.0 * policy_M.sum(), _Room()
         metrics = {name: loss.detach() for name in spec.metrics}
         for row in zip(*(torch.split(one, counts) for one in given), strict=True):
             if not len(row[0]):
                 continue
-            found, told = self._of_row(row)
+            found, told = self._of_row(row, room)
             loss = loss + found
             metrics = {name: metrics[name] + told[name].detach() for name in metrics}
         return loss, {"loss": loss, **metrics}
@@ -94,7 +85,7 @@ class TracedLoss(Loss[TracedLossSpec]):
         return sent(found[:, None] if is_flat else found, like.device)
 
     def _of_row(
-        self, row: Sequence[torch.Tensor]
+        self, row: Sequence[torch.Tensor], room: _Room
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         arguments = [
             # A number stands at each token.
@@ -102,19 +93,14 @@ class TracedLoss(Loss[TracedLossSpec]):
             for one, wanted in zip(row, self.spec.inputs, strict=True)
         ]
         values: dict[str, Any] = {}
-        remaining, room = iter(arguments), MOST_OF_ROW
+        remaining = iter(arguments)
         for node in self.spec.nodes[:-1]:
             if node.op == "placeholder":
                 values[node.name] = next(remaining)
                 continue
             try:
-                made = _called(node, values)
-                room -= _numbers_of(made)
-                if room < 0:
-                    raise UserCodeError(
-                        f"all tensors of a row have more than {MOST_OF_ROW} numbers"
-                    )
-                values[node.name] = made
+                values[node.name] = _called(node, values)
+                room.take(values[node.name])
             except UserCodeError as error:
                 raise UserCodeError(f"node {node.name!r} of the loss: {error}") from error
             except Exception as error:
@@ -192,6 +178,13 @@ def _most_numbers(name: str, tensors: Sequence[torch.Tensor]) -> int:
         return math.prod(sizes)
     if name in ("cat", "stack"):
         return sum(sizes)
+    if name == "getitem" and tensors:
+        # Each index gives a slice of the tensor; a mask no more than it has.
+        sliced, *indexes = tensors
+        indexes = [one for one in indexes if one.dtype != torch.bool]
+        if not indexes:
+            return sliced.numel()
+        return sliced.numel() // max(1, min(sliced.shape, default=1)) * _joined(indexes)
     if name == "matmul":
         # Each row of the one with each column of the other.
         return math.prod(
@@ -199,7 +192,11 @@ def _most_numbers(name: str, tensors: Sequence[torch.Tensor]) -> int:
             for at, one in enumerate(tensors)
             if one.dim()
         )
-    # By broadcasting, at most: each dimension is the longest of theirs.
+    return _joined(tensors)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> int:
+    """Elements by broadcasting, at most: each dimension is the longest of theirs."""
     dims = max((one.dim() for one in tensors), default=0)
     shapes = [(1,) * (dims - one.dim()) + tuple(one.shape) for one in tensors]
     return math.prod(max(at) for at in zip(*shapes, strict=True))
@@ -212,19 +209,28 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _numbers_of(value: Any) -> int:
-    """Elements of what a call gave; refuses what no later one may have."""
-    count = 0
-    for one in _flat([value]):
-        if isinstance(one, torch.Tensor):
-            if one.dim() > MOST_DIMS:
-                raise UserCodeError(
-                    f"a tensor of shape {list(one.shape)}: {MOST_DIMS} sizes at most"
-                )
-            count += one.numel()
-        elif isinstance(one, int) and abs(one) >= 2**63:
-            raise UserCodeError("a whole number that is too large")
-    return count
+class _Room:
+    """What the tensors of a micro-batch may still take."""
+
+    def __init__(self) -> None:
+        self._left = MOST_OF_PASS
+
+    def take(self, value: Any) -> None:
+        """Counts what a call gave; refuses what no later one may have."""
+        for one in _flat([value]):
+            if isinstance(one, torch.Tensor):
+                if one.dim() > MOST_DIMS:
+                    raise UserCodeError(
+                        f"a tensor of shape {list(one.shape)}: {MOST_DIMS} sizes at most"
+                    )
+                self._left -= one.numel()
+            elif isinstance(one, int) and abs(one) >= 2**63:
+                raise UserCodeError("a whole number that is too large")
+        if self._left < 0:
+            raise UserCodeError(
+                f"all tensors of a micro-batch have more than {MOST_OF_PASS} numbers: do fewer "
+                "operations, or send shorter data"
+            )
 
 
 def _functions() -> dict[str, Callable[..., Any]]:

@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.engine.specs.base import PartSpec
-from rolemesh.engine.specs.columns import MAX_WIDTH, RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
+from rolemesh.engine.specs.columns import RATIO_MASK, TOKEN_WEIGHTS
+from rolemesh.engine.specs.target_losses import TargetLossSpec
 
 TokenSumForm = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro"]
 
@@ -20,7 +20,7 @@ _CLIPS: dict[str, tuple[float, float]] = {
 """Bounds of the ratio where the caller gives none."""
 
 
-class TokenSumLossSpec(PartSpec):
+class TokenSumLossSpec(TargetLossSpec):
     """A sum over tokens by weights, or advantages, of the caller.
 
     With p the policy's log-prob, q the sampler's, A the advantage, r = exp(p - q), and [..] a
@@ -34,6 +34,8 @@ class TokenSumLossSpec(PartSpec):
                              s = [R] exp(p - [p]), R = exp of the mean of p - q over the row
         dro                  -p A + beta / 2 (p - q)^2
 
+    Above 1, targets are for cross_entropy alone, whose weights are then as many.
+
     The gradient of dro is that of direct reward optimisation by the policy (arXiv 2405.19107), with
     the value in the advantage, and both over the policy's factor.
     """
@@ -41,9 +43,6 @@ class TokenSumLossSpec(PartSpec):
     type: Literal["token_sum"] = "token_sum"
     form: TokenSumForm = "cross_entropy"
     """Which one; see above."""
-    targets: int = Field(default=0, ge=0, le=MAX_WIDTH)
-    """Token ids that are given at each place, in the column target_ids; 0: the row's own next token
-    is scored. Above 1 for cross_entropy alone, whose weights are then as many."""
     clip_low: float | None = Field(default=None, ge=0)
     """Least ratio; None: 0.8 for ppo, 0 for cispo, 0.9997 for gspo."""
     clip_high: float | None = Field(default=None, gt=0)
@@ -80,7 +79,7 @@ class TokenSumLossSpec(PartSpec):
 
     def columns(self) -> tuple[str, ...]:
         """Weights, or log-probs of the sampler and advantages; given targets; and the mask."""
-        targets = (TARGET_IDS,) if self.targets else ()
+        targets = self.target_columns()
         if self.form == "cross_entropy":
             return (TOKEN_WEIGHTS, *targets, "loss_mask")
         ratios = (RATIO_MASK,) if self.form == "gspo" else ()

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.engine.specs.base import PartSpec, Spec
-from rolemesh.engine.specs.columns import MAX_WIDTH, TARGET_IDS
+from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.target_losses import TargetLossSpec
 
 MOST_NODES = 1000
 MOST_INPUTS = 16
@@ -86,6 +86,17 @@ ATTRIBUTES = frozenset({"ndim", "shape", "T"})
 
 DTYPES = frozenset({"bool", "float32", "float64", "int64"})
 
+KEYWORDS = frozenset(
+    _names(
+        "alpha approximate axis beta condition correction delta descending dim dim0 dim1 dims "
+        "dtype end exponent fill_value index input keepdim keepdims length max min nan neginf "
+        "negative_slope ord other p posinf reduction rounding_mode start tensors threshold "
+        "unbiased weight"
+    )
+)
+"""Names of arguments that a call may have: none that chooses where a result lies, as `out` and
+`device` do."""
+
 
 class GraphInput(Spec):
     """An argument of the loss."""
@@ -112,7 +123,7 @@ class GraphNode(Spec):
     """Of the call, by name."""
 
 
-class TracedLossSpec(PartSpec):
+class TracedLossSpec(TargetLossSpec):
     """The sum over rows of what a graph gives for each of them.
 
     The graph has the form of torch.fx: its nodes are calls of functions and methods that are listed
@@ -125,9 +136,6 @@ class TracedLossSpec(PartSpec):
     """In the order of the graph's arguments; the first is `logprobs`."""
     nodes: Annotated[tuple[GraphNode, ...], Field(min_length=2, max_length=MOST_NODES)]
     """In the order in which they are computed."""
-    targets: int = Field(default=0, ge=0, le=MAX_WIDTH)
-    """Token ids that are given at each place, in the column target_ids; 0: the row's own next token
-    is scored."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -156,8 +164,8 @@ class TracedLossSpec(PartSpec):
 
     def columns(self) -> tuple[str, ...]:
         """One for each input but the first; given targets; and the mask."""
-        targets = (TARGET_IDS,) if self.targets else ()
-        return (*(input_column(one.name) for one in self.inputs[1:]), *targets, "loss_mask")
+        inputs = (input_column(one.name) for one in self.inputs[1:])
+        return (*inputs, *self.target_columns(), "loss_mask")
 
 
 def input_column(name: str) -> str:
@@ -169,14 +177,20 @@ def _check_node(node: GraphNode, known: set[str]) -> None:
     allowed = {"call_function": FUNCTIONS, "call_method": METHODS}.get(node.op)
     if allowed is not None and node.target not in allowed:
         raise ValueError(f"node {node.name!r} calls {node.target!r}, which no loss may here")
-    if node.target == "builtins.getattr" and (
-        len(node.args) != 2 or node.args[1] not in ATTRIBUTES or node.kwargs
+    reads = node.args[1] if len(node.args) == 2 else None
+    if node.target == "builtins.getattr" and not (
+        isinstance(reads, str) and reads in ATTRIBUTES and not node.kwargs
     ):
         raise ValueError(
             f"node {node.name!r} reads an attribute: these can be read: {sorted(ATTRIBUTES)}"
         )
     if node.op == "call_method" and (not node.args or "ref" not in _object(node.args[0])):
         raise ValueError(f"node {node.name!r} is a method of nothing")
+    for name in node.kwargs:
+        if name not in KEYWORDS:
+            raise ValueError(
+                f"node {node.name!r} has the argument {name[:_LONGEST]!r}: no call may"
+            )
     for arg in (*node.args, *node.kwargs.values()):
         for name in _refs(arg, node.name):
             if name not in known:
@@ -185,39 +199,51 @@ def _check_node(node: GraphNode, known: set[str]) -> None:
 
 def _refs(arg: Any, where: str, depth: int = 0) -> Iterator[str]:
     """Nodes that an argument refers to; refuses what no argument may be."""
-    wrong = ValueError(f"node {where!r} has an argument that no call takes: {str(arg)[:80]}")
-    if depth > _DEEPEST:
-        raise wrong
+    parts: list[Any] = []
     if isinstance(arg, list):
-        if len(arg) > _LONGEST:
-            raise wrong
-        for one in arg:
-            yield from _refs(one, where, depth + 1)
+        parts, is_right = arg, len(arg) <= _LONGEST
     elif isinstance(arg, dict):
-        if len(arg) != 1:
-            raise wrong
-        ((kind, value),) = arg.items()
-        if kind == "ref" and isinstance(value, str):
-            yield value
-        elif kind in ("tuple", "slice") and isinstance(value, list):
-            if kind == "slice" and len(value) != 3:
-                raise wrong
-            yield from _refs(value, where, depth + 1)
-        elif kind == "dict" and isinstance(value, dict):
-            yield from _refs(list(value.values()), where, depth + 1)
-        elif not (
-            (kind == "ellipsis" and value is True)
-            or (kind == "float" and value in ("inf", "-inf", "nan"))
-            or (kind == "dtype" and value in DTYPES)
-        ):
-            raise wrong
+        is_right = len(arg) == 1 and all(_is_encoded(*one) for one in arg.items())
+        match arg if is_right else None:
+            case {"ref": str() as name}:
+                yield name
+            case {"tuple": list() as parts} | {"slice": list() as parts}:
+                pass
+            case {"dict": dict() as values}:
+                parts = list(values.values())
     elif isinstance(arg, str):
-        if len(arg) > _LONGEST:
-            raise wrong
-    elif not (arg is None or isinstance(arg, float | int)) or (
-        isinstance(arg, int) and abs(arg) >= _LARGEST
-    ):
-        raise wrong
+        is_right = len(arg) <= _LONGEST
+    else:
+        # A bool is an int, and a float has no bound.
+        is_right = (
+            arg is None or isinstance(arg, float) or (isinstance(arg, int) and abs(arg) < _LARGEST)
+        )
+    if not is_right or depth > _DEEPEST:
+        kind = type(arg).__name__
+        raise ValueError(f"node {where!r} has an argument that no call takes, a {kind}")
+    for one in parts:
+        yield from _refs(one, where, depth + 1)
+
+
+def _is_encoded(kind: str, value: Any) -> bool:
+    """Whether an object with one key is one that stands for what JSON has not."""
+    match kind:
+        case "ref":
+            return isinstance(value, str)
+        case "tuple":
+            return isinstance(value, list) and len(value) <= _LONGEST
+        case "slice":
+            return isinstance(value, list) and len(value) == 3
+        case "dict":
+            return isinstance(value, dict) and len(value) <= _LONGEST
+        case "ellipsis":
+            return value is True
+        case "float":
+            return value in ("inf", "-inf", "nan")
+        case "dtype":
+            return isinstance(value, str) and value in DTYPES
+        case _:
+            return False
 
 
 def _check_output(node: GraphNode) -> None:

@@ -206,6 +206,10 @@ SUM = call("torch.sum", P)
         (call("torch.sum", "x" * 100), "an argument that no call takes"),
         (call("torch.sum", [[[[[[[[P]]]]]]]]), "an argument that no call takes"),
         (call("torch.sum", P, name="p"), "two nodes are called 'p'"),
+        (call("builtins.getattr", P, {"ref": "p"}), "these can be read"),
+        (call("torch.sum", {"dtype": ["float32"]}), "an argument that no call takes"),
+        ({**call("torch.exp", P), "kwargs": {"out": P}}, "has the argument 'out': no call may"),
+        ({**call("torch.zeros_like", P), "kwargs": {"device": "cuda"}}, "'device': no call may"),
         ({"op": "get_attr", "name": "x", "target": "weight"}, "call_function"),
         ({"op": "call_module", "name": "x", "target": "m"}, "call_function"),
     ],
@@ -247,6 +251,14 @@ def test_a_graph_has_inputs_an_end_and_a_bound() -> None:
             ],
             "could give .* numbers",
         ),
+        (
+            [
+                call("long", P, name="i", op="call_method"),
+                call("torch.stack", [P, P], name="two"),
+                call("operator.getitem", {"ref": "two"}, {"ref": "i"}),
+            ],
+            "operator.getitem could give 16777216 numbers",
+        ),
         ([call("operator.mul", "text", 2**30)], "operator.mul of a str: give numbers"),
         ([call("operator.mul", {"tuple": [P]}, 2**30)], "operator.mul of a tuple"),
         ([call("operator.pow", 3, 2**30)], "a power of 1073741824: 64 is the largest"),
@@ -258,7 +270,7 @@ def test_a_graph_has_inputs_an_end_and_a_bound() -> None:
                 call("operator.add", P if at == 0 else {"ref": f"n{at - 1}"}, 1.0, name=f"n{at}")
                 for at in range(20_000 // 32)
             ],
-            "all tensors of a row have more than",
+            "all tensors of a micro-batch have more than",
         ),
     ],
 )
@@ -266,7 +278,7 @@ def test_a_call_that_fails_or_is_too_large_names_its_node(
     nodes: list[dict[str, Any]], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that a test need not fill the memory.
-    monkeypatch.setattr(traced_losses, "MOST_OF_ROW", 2**21)
+    monkeypatch.setattr(traced_losses, "MOST_OF_PASS", 2**21)
     detached = call("detach", P, name="d", op="call_method")
     nodes = [detached, *nodes]
     if nodes[-1]["name"] != "x":

@@ -36,6 +36,8 @@ NAME = "tiny"
 LONGEST = 128
 """Tokens of a sequence."""
 MOST_RANK = 8
+ANN, BOB = "tml-" + "a" * 16, "tml-" + "b" * 16
+"""Keys of two owners."""
 ADAM = {
     "learning_rate": 1e-2,
     "beta1": 0.9,
@@ -350,6 +352,11 @@ async def tinker_world(
             ) as server,
         ):
             yield TinkerWorld(place, server, folder, recipe)
+
+
+def owners_app(world: TinkerWorld) -> Any:
+    """The world's server for ann and bob, and for nobody else."""
+    return make_app(world.server, Keys({ANN: "ann", BOB: "bob"}))
 
 
 def server_of(

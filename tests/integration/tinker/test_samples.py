@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,11 @@ import pytest
 import pytest_asyncio
 from support.tinker_servers import (
     NAME,
-    Logprobs,
     TinkerClient,
     TinkerModel,
     TinkerWorld,
     datum,
     refusal,
-    tinker_world,
 )
 from support.tiny_models import END_ID, VOCAB_SIZE, tiny_tokenizer
 
@@ -31,23 +29,6 @@ NATS = 2e-5
 PROMPT = [5, 6, 7, 8]
 FIRST = [5, 6, 7, 8, 9, 10]
 SECOND = [9, 8, 7, 6, 30, 31, 2]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerWorld]:
-    async with tinker_world(tmp_path_factory.mktemp("tinker")) as world:
-        yield world
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def base(world: TinkerWorld) -> Logprobs:
-    return world.base_logprobs()
 
 
 async def trained(model: TinkerModel, num_steps: int = 1) -> None:

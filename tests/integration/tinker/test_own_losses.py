@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 from support.loss_graphs import graph_of
 from support.tinker_servers import (
@@ -18,7 +17,6 @@ from support.tinker_servers import (
     logprobs,
     refusal,
     tensor,
-    tinker_world,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -27,18 +25,6 @@ FIRST, SECOND = [5, 6, 7, 8, 9], [9, 8, 7]
 
 ROUNDING = 1e-4
 """Relative, of sums of float32 terms in another order; 2e-6 was seen."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerWorld]:
-    async with tinker_world(tmp_path_factory.mktemp("tinker")) as world:
-        yield world
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client() as client:
-        yield client
 
 
 def squares(logprobs: Any, weights: Any, shift: Any) -> Any:

@@ -6,22 +6,22 @@ import asyncio
 import io
 import json
 import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from support.tinker_servers import (
+    ANN,
     NAME,
     TinkerClient,
     TinkerModel,
     TinkerWorld,
     datum,
+    owners_app,
     refusal,
     server_of,
-    tinker_world,
 )
 
 from rolemesh.coordinator.tinker import tenants
@@ -31,36 +31,8 @@ from rolemesh.coordinator.tinker.keys import Keys
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PLACES = 3
+WORLD = {"places": PLACES}
 TOKENS = [5, 6, 7, 8]
-ANN, BOB = "tml-" + "a" * 16, "tml-" + "b" * 16
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerWorld]:
-    async with tinker_world(tmp_path_factory.mktemp("tinker"), places=PLACES) as world:
-        yield world
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client() as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def ann(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client(owners_app(world), ANN) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def bob(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client(owners_app(world), BOB) as client:
-        yield client
-
-
-def owners_app(world: TinkerWorld) -> Any:
-    return make_app(world.server, Keys({ANN: "ann", BOB: "bob"}))
 
 
 async def trained(client: TinkerClient) -> TinkerModel:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import pytest_asyncio
 from support.tinker_servers import (
     LONGEST,
     MOST_RANK,
@@ -19,25 +17,12 @@ from support.tinker_servers import (
     datum,
     model_input,
     refusal,
-    tinker_world,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENS = [5, 6, 7, 8]
 PICTURE = {"type": "image", "data": "AAAA", "format": "png"}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerWorld]:
-    async with tinker_world(tmp_path_factory.mktemp("tinker")) as world:
-        yield world
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client() as client:
-        yield client
 
 
 @pytest.mark.parametrize(

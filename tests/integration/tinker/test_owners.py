@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import safetensors.numpy
 from support.tinker_servers import (
     LONGEST,
@@ -16,9 +14,9 @@ from support.tinker_servers import (
     TinkerModel,
     TinkerWorld,
     datum,
+    owners_app,
     refusal,
     server_of,
-    tinker_world,
 )
 from transformers import AutoTokenizer
 
@@ -28,36 +26,8 @@ from rolemesh.coordinator.tinker.keys import Keys
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PLACES = 3
+WORLD = {"places": PLACES}
 TOKENS = [5, 6, 7, 8]
-ANN, BOB = "tml-" + "a" * 16, "tml-" + "b" * 16
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerWorld]:
-    async with tinker_world(tmp_path_factory.mktemp("tinker"), places=PLACES) as world:
-        yield world
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client() as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def ann(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client(owners_app(world), ANN) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def bob(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client(owners_app(world), BOB) as client:
-        yield client
-
-
-def owners_app(world: TinkerWorld) -> Any:
-    return make_app(world.server, Keys({ANN: "ann", BOB: "bob"}))
 
 
 async def test_no_more_models_are_held_than_there_are_places(client: TinkerClient) -> None:

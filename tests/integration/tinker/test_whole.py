@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import numpy as np
 import pytest
-import pytest_asyncio
 import safetensors.torch
 import torch
 from support.tinker_servers import (
@@ -17,28 +14,16 @@ from support.tinker_servers import (
     datum,
     logprobs,
     refusal,
-    tinker_world,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WORLD = {"places": 2, "trains_whole": True}
 
 NATS = 2e-5
 """Of a log-prob in float32, summed in another order; seen with adapters: 2e-6."""
 
 TOKENS = [5, 6, 7, 8, 9, 10]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerWorld]:
-    folder = tmp_path_factory.mktemp("tinker")
-    async with tinker_world(folder, places=2, trains_whole=True) as world:
-        yield world
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client() as client:
-        yield client
 
 
 async def trained(model: TinkerModel, num_steps: int = 1) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import pytest_asyncio
 import safetensors.numpy
 from support.tinker_servers import (
     ADAM,
@@ -21,7 +20,6 @@ from support.tinker_servers import (
     datum,
     logprobs,
     refusal,
-    tinker_world,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,23 +34,6 @@ rows of one call are one product of matrices. Seen here: 1.4e-7."""
 FIRST = [5, 6, 7, 8, 9, 10]
 SECOND = [9, 8, 7, 6, 30, 31, 2]
 THIRD = [4, 4, 200, 3]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerWorld]:
-    async with tinker_world(tmp_path_factory.mktemp("tinker")) as world:
-        yield world
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(world: TinkerWorld) -> AsyncIterator[TinkerClient]:
-    async with world.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def base(world: TinkerWorld) -> Logprobs:
-    return world.base_logprobs()
 
 
 def matrices(world: TinkerWorld, path: str) -> dict[str, npt.NDArray[np.float32]]:
