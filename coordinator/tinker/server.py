@@ -403,6 +403,11 @@ class TinkerServer:
                 f"it has weights of {saved.base_model}, and this server has {self.name}: where "
                 "that is the same model, start the server with --name",
             )
+        if bool(saved.rank) != bool(self._most_rank):
+            is_whole, has = (
+                ("a whole model", "with") if not saved.rank else ("an adapter", "without")
+            )
+            raise WireError("path", path, f"it is {is_whole}: start the server {has} --whole")
         return saved, folder
 
     def _check_base(self, base: str) -> None:

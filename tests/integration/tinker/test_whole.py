@@ -14,7 +14,11 @@ from support.tinker_servers import (
     datum,
     logprobs,
     refusal,
+    server_of,
 )
+
+from rolemesh.coordinator.tinker.app import make_app
+from rolemesh.coordinator.tinker.keys import Keys
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -101,6 +105,17 @@ async def test_weights_are_sampled_as_they_are_and_as_they_were(client: TinkerCl
     assert np.abs(np.array(base["prompt_logprobs"][1:]) - scores[0]).max() > 0.1
 
 
-async def test_an_adapter_is_refused(client: TinkerClient) -> None:
+async def test_what_is_of_the_other_kind_is_refused(
+    client: TinkerClient, world: TinkerWorld
+) -> None:
     with refusal(400, "lora_config.rank: 4: this server trains whole models: give 0"):
         await client.create(rank=4)
+    path = await (await client.create(rank=0)).save("whole")
+    # Another server of adapters, on the same folder.
+    async with (
+        server_of(world, folder=world.folder) as server,
+        world.client(make_app(server, Keys())) as other,
+    ):
+        for asking in (other.load(path, optimizer=False), other.sampler(model_path=path)):
+            with refusal(400, "it is a whole model: start the server with --whole"):
+                await asking
