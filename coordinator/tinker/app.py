@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from rolemesh.coordinator.tinker import json_forms, proto_forms, requests
+from rolemesh.coordinator.tinker import http_parts, json_forms, proto_forms
 from rolemesh.coordinator.tinker.bodies import (
     CreateCustomLoss,
     CreateModel,
@@ -30,8 +30,8 @@ from rolemesh.coordinator.tinker.downloads import ARCHIVE
 from rolemesh.coordinator.tinker.forms import WireError
 from rolemesh.coordinator.tinker.futures import TooManyError, UnknownPromiseError
 from rolemesh.coordinator.tinker.held_models import NoPlaceError
+from rolemesh.coordinator.tinker.http_parts import ROOT, Handler, promise, read_body
 from rolemesh.coordinator.tinker.keys import ForbiddenKeyError, Keys
-from rolemesh.coordinator.tinker.requests import ROOT, Handler, promise, read_body
 from rolemesh.coordinator.tinker.result_routes import result_routes
 from rolemesh.coordinator.tinker.server import TinkerServer
 from rolemesh.coordinator.tinker.session_routes import session_routes
@@ -137,11 +137,11 @@ class _Routes:
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"]))
                 text = first["msg"].removeprefix("Value error, ")
-                return requests.error(400, f"{where}: {text}" if where else text)
+                return http_parts.error(400, f"{where}: {text}" if where else text)
             except tuple(_STATUS) as error:
                 if _STATUS[type(error)] in (400, 404):
                     await self._pass_turn(request, owner)
-                return requests.error(_STATUS[type(error)], str(error))
+                return http_parts.error(_STATUS[type(error)], str(error))
 
         return answer
 
@@ -149,13 +149,13 @@ class _Routes:
         """Lets the call of a model through that follows one that is refused for good."""
         if (
             request.url.path.rpartition("/")[2] in _ORDERED
-            and (ids := requests.ids_of(request)) is not None
+            and (ids := http_parts.ids_of(request)) is not None
         ):
             await self._server.refused(owner, *ids)
 
     async def _unserved(self, request: Request, owner: str) -> Response:
         what = f"{request.method} {request.url.path}"
-        return requests.error(
+        return http_parts.error(
             404, f"{what}: this server does not serve it; docs/tinker.md has what it does"
         )
 
@@ -208,12 +208,12 @@ class _Routes:
 
     def _gradient(self, *, forward_only: bool) -> Handler:
         async def handler(request: Request, owner: str) -> Response:
-            body = await requests.read(request)
-            if requests.is_protobuf(request):
-                call = proto_forms.read_gradient_call(requests.decompressed(request, body))
+            body = await http_parts.read(request)
+            if http_parts.is_protobuf(request):
+                call = proto_forms.read_gradient_call(http_parts.decompressed(request, body))
             else:
                 call = json_forms.read_gradient_call(
-                    requests.as_json(body), forward_only=forward_only
+                    http_parts.as_json(body), forward_only=forward_only
                 )
             return promise(self._server.gradient(owner, call), call.model_id)
 
@@ -274,7 +274,7 @@ class _Routes:
         return JSONResponse(told | ({"model_path": snapshot.path} if snapshot.path else {}))
 
     async def _sample(self, request: Request, owner: str) -> Response:
-        call = json_forms.read_sample_call(requests.as_json(await requests.read(request)))
+        call = json_forms.read_sample_call(http_parts.as_json(await http_parts.read(request)))
         made = self._server.sample(owner, call)
         ids = [f"{made}:{number}" for number in range(call.num_samples)]
         return JSONResponse({"request_id": made, "sample_sequence_ids": ids})
@@ -290,7 +290,7 @@ class _Routes:
                 return FileResponse(downloads.file(token, name))
             whole = await asyncio.to_thread(downloads.archive, token)
         except UnknownError as error:
-            return requests.error(404, str(error))
+            return http_parts.error(404, str(error))
         headers = {"content-disposition": f'attachment; filename="{ARCHIVE}"'}
         return StreamingResponse(
             _parts(whole),

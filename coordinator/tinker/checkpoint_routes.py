@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from rolemesh.coordinator.tinker.bodies import CopyWeights, Ttl
 from rolemesh.coordinator.tinker.downloads import ARCHIVE
+from rolemesh.coordinator.tinker.http_parts import MOST_LISTED, ROOT, Handler, page, read_body
 from rolemesh.coordinator.tinker.keys import Keys
-from rolemesh.coordinator.tinker.requests import MOST_LISTED, ROOT, Handler, page, read_body
 from rolemesh.coordinator.tinker.server import TinkerServer
 from rolemesh.coordinator.tinker.sessions import UnknownError
 from rolemesh.coordinator.tinker.store import Saved, iso_time

@@ -12,7 +12,7 @@ from rolemesh.coordinator.tinker import json_forms, proto_forms
 from rolemesh.coordinator.tinker.bodies import OfPromise, SampledTogether
 from rolemesh.coordinator.tinker.forms import GradientResult, SampleResult
 from rolemesh.coordinator.tinker.futures import POLL_S, Failure
-from rolemesh.coordinator.tinker.requests import PROTOBUF, Handler, read_body
+from rolemesh.coordinator.tinker.http_parts import PROTOBUF, Handler, read_body
 from rolemesh.coordinator.tinker.server import TinkerServer, sampling_group
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rolemesh.coordinator.tinker import requests
+from rolemesh.coordinator.tinker import http_parts
 from rolemesh.coordinator.tinker.bodies import (
     CreateSession,
     Finish,
@@ -17,7 +17,7 @@ from rolemesh.coordinator.tinker.bodies import (
     SearchSessions,
     ToProject,
 )
-from rolemesh.coordinator.tinker.requests import Handler, read_body
+from rolemesh.coordinator.tinker.http_parts import Handler, read_body
 from rolemesh.coordinator.tinker.server import TinkerServer
 from rolemesh.coordinator.tinker.sessions import Record, UnknownError
 
@@ -59,7 +59,7 @@ class _SessionRoutes:
             self._server.sessions.get(owner, asked.session_id)
         except UnknownError as error:
             # By this a client knows that it need not go on.
-            return requests.error(410, str(error))
+            return http_parts.error(410, str(error))
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request, owner: str) -> Response:
@@ -90,7 +90,7 @@ class _SessionRoutes:
 
     async def every(self, request: Request, owner: str) -> Response:
         """Ids of all."""
-        found, _ = requests.page(request, self._server.sessions.records(owner), usual=20)
+        found, _ = http_parts.page(request, self._server.sessions.records(owner), usual=20)
         return JSONResponse({"sessions": [one.session_id for one in found]})
 
     async def search(self, request: Request, owner: str) -> Response:

@@ -18,7 +18,7 @@ from typing import Any
 
 import tinker
 from tinker import types
-from tinker_recorder import base_of, datum, prompt, recorded
+from tinker_recorder import base_of, prompt, recorded, weighed
 
 STEPS, KILLED_STEP = 4, 2
 BEGINS = ([5, 6, 7, 8], [9, 10, 11])
@@ -44,7 +44,7 @@ def trained(service: Any, folder: str, places: list[str]) -> dict[str, Any]:
         groups = [future.result().sequences for future in futures]
         samples += [list(one.tokens) for group in groups for one in group]
         data = [
-            _row(begin, one, sum(token % 2 == 0 for token in one.tokens) / 12 - 0.5)
+            weighed(begin, one, sum(token % 2 == 0 for token in one.tokens) / 12 - 0.5)
             for begin, group in zip(BEGINS, groups, strict=True)
             for one in group
         ]
@@ -63,15 +63,6 @@ def trained(service: Any, folder: str, places: list[str]) -> dict[str, Any]:
         "adapter": hashlib.sha256(weights).hexdigest(),
         "num_actors": len(actors),
     }
-
-
-def _row(begin: list[int], sequence: Any, advantage: float) -> types.Datum:
-    tokens, unscored = list(sequence.tokens), [0.0] * (len(begin) - 1)
-    return datum(
-        [*begin, *tokens],
-        logprobs=[*unscored, *sequence.logprobs],
-        advantages=[*unscored, *([advantage] * len(tokens))],
-    )
 
 
 def _actor(folder: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tinker
 from tinker import types
-from tinker_recorder import base_of, datum, prompt, recorded
+from tinker_recorder import base_of, datum, prompt, recorded, weighed
 from tokenizers import Tokenizer
 
 RATE = types.AdamParams(learning_rate=5e-4)
@@ -57,21 +57,12 @@ def reinforced(service: Any, tokenizer: Any) -> dict[str, Any]:
             mean = sum(scores) / len(scores)
             for sequence, score in zip(group, scores, strict=True):
                 if score != mean:
-                    data.append(_row(begin, sequence, (score - mean) / PROMPTS / SAMPLES))
+                    data.append(weighed(begin, sequence, (score - mean) / PROMPTS / SAMPLES))
         rewards.append(sum(judged) / len(judged))
         if data and step < STEPS - 1:
             client.forward_backward(data, "importance_sampling")
             client.optim_step(RATE).result()
     return {"rewards": rewards, "num_answers": PROMPTS * SAMPLES}
-
-
-def _row(begin: list[int], sequence: Any, advantage: float) -> types.Datum:
-    tokens, unscored = list(sequence.tokens), [0.0] * (len(begin) - 1)
-    return datum(
-        [*begin, *tokens],
-        logprobs=[*unscored, *sequence.logprobs],
-        advantages=[*unscored, *([advantage] * len(tokens))],
-    )
 
 
 def _sums(drawn: random.Random, count: int) -> list[tuple[int, int]]:

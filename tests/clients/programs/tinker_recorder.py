@@ -96,6 +96,16 @@ def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> types.Datum:
     )
 
 
+def weighed(begin: Sequence[int], sequence: Any, advantage: float) -> types.Datum:
+    """A sample behind a prompt, for losses with ratios."""
+    tokens, unscored = list(sequence.tokens), [0.0] * (len(begin) - 1)
+    return datum(
+        [*begin, *tokens],
+        logprobs=[*unscored, *sequence.logprobs],
+        advantages=[*unscored, *([advantage] * len(tokens))],
+    )
+
+
 def prompt(tokens: Sequence[int]) -> types.ModelInput:
     """Tokens as an input."""
     return types.ModelInput.from_ints(list(tokens))
