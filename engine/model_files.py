@@ -20,6 +20,7 @@ from rolemesh.engine.layout.families import (
     parameter_shape,
     stage_tensors,
 )
+from rolemesh.engine.layout.file_names import FilePart, file_parts
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -292,23 +293,35 @@ def _check_parameters(
     needed = dict.fromkeys(name for _, name in stage_tensors(shape, pp=0, size=1))
     if head is None:
         needed.pop(LM_HEAD, None)
-    # A folder that was saved from a bare backbone lacks the prefix.
-    stored = {
-        name: next((key for key in (name, name.removeprefix("model.")) if key in held), None)
+
+    def stored_as(name: str) -> str | None:
+        # A folder that was saved from a bare backbone lacks the prefix.
+        return next((key for key in (name, name.removeprefix("model.")) if key in held), None)
+
+    # Of experts files hold each matrix by itself, or the stack.
+    parts = [
+        (part.name, part.shape)
         for name in needed
-    }
+        for part in (
+            file_parts(shape, name)
+            if stored_as(name) is None
+            else (FilePart(name, tuple((0, size) for size in parameter_shape(shape, name))),)
+        )
+    ]
+    stored = {name: stored_as(name) for name, _ in parts}
     missing = [name for name, key in stored.items() if key is None]
     if missing:
         raise ModelFolderError(
             f"{of} lacks the weights {missing[:3]} ({len(missing)} in all): give the folder of a "
             f"whole {shape.family} model{_WITH[head]}"
         )
-    for name, key in stored.items():
+    for name, expected in parts:
+        key = stored[name]
         # Of labels a config says more than one thing; who loads the head compares them.
-        if key is not None and name != "score.weight" and held[key] != parameter_shape(shape, name):
+        if key is not None and name != "score.weight" and held[key] != expected:
             raise ModelFolderError(
                 f"{of} holds {key!r} with shape {list(held[key])}, but its config.json says "
-                f"{list(parameter_shape(shape, name))}: copy the folder again"
+                f"{list(expected)}: copy the folder again"
             )
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.role_calls import StepContext
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.tensors import data_type_of
@@ -103,8 +102,8 @@ class WeightExchanges:
             on_event: Is told how weights go to each service.
         """
         self._dtype = data_type_of(dtype)
-        self._actor_layout = _fields(recipe.layout("actor"))
-        self._rollout_layout = _fields(recipe.layout("rollout"))
+        self._actor_layout = recipe.layout("actor").as_texts()
+        self._rollout_layout = recipe.layout("rollout").as_texts()
         self._on_event = on_event
         # Who sleeps has left its exchanges.
         self._is_lasting = not any(map(recipe.sleeps, ("actor", "rollout")))
@@ -225,8 +224,3 @@ class WeightExchanges:
             key = context.journal.next_key(context.step, f"{asked}.leave_exchange")
             with contextlib.suppress(RolemeshError):
                 await client.within(LEAVE_S).join_exchange(key, exchange.name, ())
-
-
-def _fields(layout: TrainLayout) -> dict[str, str]:
-    """A layout as it travels."""
-    return {name: str(getattr(layout, name)) for name in ("pp", "tp", "dp", "fsdp", "order")}

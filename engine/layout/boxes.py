@@ -18,8 +18,11 @@ from rolemesh.engine.layout.families import (
     UnsupportedFamilyError,
     check_layout,
     cut_of,
+    is_stack,
     layer_parameters,
     slice_boxes,
+    slice_sizes,
+    stacked_dimension,
     stage_layers,
     stage_tensors,
 )
@@ -31,6 +34,7 @@ from rolemesh.engine.layout.manifest import (
     Piece,
     RankShard,
     WeightLayout,
+    intersection,
 )
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout, check_rank
 
@@ -40,8 +44,13 @@ _FUSED = {
     "self_attn.v_proj": "self_attn.qkv_proj",
     "mlp.gate_proj": "mlp.gate_up_proj",
     "mlp.up_proj": "mlp.gate_up_proj",
+    "shared_experts.gate_proj": "shared_experts.gate_up_proj",
+    "shared_experts.up_proj": "shared_experts.gate_up_proj",
 }
 """Projections that vLLM stacks by rows in one tensor, in this order."""
+
+_STACKS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+"""VLLM's names of stacks of experts."""
 
 
 def train_layout(
@@ -56,7 +65,7 @@ def train_layout(
     Each stage's tensors are cut into tensor slices (`slice_boxes`; the vocabulary without padding),
     then FSDP2's way: dimension 0 of the slice in chunks of ceil(rows / fsdp), so that the last
     ranks of a group may hold fewer rows or none. A tensor without elements has a shape but no
-    piece.
+    piece. Of a stack of experts a rank has its share of ep, in chunks over fsdp / ep ranks.
 
     Args:
         shape: The model.
@@ -76,7 +85,8 @@ def train_layout(
     trains = shape.trains if trained_only else lambda _: True
     shard_at = functools.cache(functools.partial(_train_shard, shape, layout, trains))
     places = map(layout.coordinates, range(layout.world_size))
-    ranks = tuple(shard_at(at.pp, at.tp, at.dp % layout.fsdp) for at in places)
+    cut = max(layout.fsdp, layout.ep)
+    ranks = tuple(shard_at(at.pp, at.tp, at.dp % cut) for at in places)
     manifest = shape.trained_manifest(dtype) if trained_only else shape.manifest(dtype)
     return WeightLayout(manifest, ranks, dtype)
 
@@ -155,27 +165,52 @@ def _train_shard(
     is_held: Callable[[str], bool],
     pp: int,
     tp: int,
-    chunk: int,
+    dp: int,
 ) -> RankShard:
     pieces, shapes = [], {}
     for tensor, parameter in stage_tensors(shape, pp=pp, size=layout.pp):
         if not is_held(parameter):
             continue
-        boxes = slice_boxes(shape, parameter, tp=tp, size=layout.tp)
-        total = sum(_sizes(box)[0] for box in boxes)
-        rows = -(-total // layout.fsdp)
-        first, last = min(chunk * rows, total), min((chunk + 1) * rows, total)
-        shapes[tensor] = (last - first, *_sizes(boxes[0])[1:])
-        passed = 0
-        for (start, stop), *others in boxes:
-            # Of the rows that are stacked before this box, and of its own, those of the chunk.
-            low, high = max(first, passed), min(last, passed + stop - start)
-            if low < high and 0 not in shapes[tensor]:
-                box: Box = ((start + low - passed, start + high - passed), *others)
-                origin = (low - first, *(0,) * len(others))
-                pieces.append(Piece(parameter, box, tensor, origin))
-            passed += stop - start
+        owned = (dp % layout.ep, layout.ep)
+        boxes = slice_boxes(shape, parameter, tp=tp, size=layout.tp, experts=owned)
+        held = slice_sizes(shape, parameter, tp=tp, size=layout.tp, experts=owned)
+        chunks, index = layout.fsdp, dp % layout.fsdp
+        if is_stack(shape, parameter):
+            chunks = layout.expert_fsdp
+            index = dp // layout.ep % chunks
+        elif shape.is_buffer(parameter):
+            # No gradient reaches it, so it is whole on all ranks of the data axis.
+            chunks, index = 1, 0
+        rows = -(-held[0] // chunks)
+        first, last = min(index * rows, held[0]), min((index + 1) * rows, held[0])
+        shapes[tensor] = (last - first, *held[1:])
+        if 0 in shapes[tensor]:
+            continue
+        window: Box = ((first, last), *((0, size) for size in held[1:]))
+        for box, lies in _stacked(shape, parameter, boxes):
+            # Of the tensor before the data axis cut it, what of this box is in the chunk.
+            common = intersection(lies, window)
+            if common is None:
+                continue
+            part = tuple(
+                (start + low - begin, start + high - begin)
+                for (start, _), (begin, _), (low, high) in zip(box, lies, common, strict=True)
+            )
+            origin = tuple(low - begin for (low, _), (begin, _) in zip(common, window, strict=True))
+            pieces.append(Piece(parameter, part, tensor, origin))
     return RankShard(tuple(pieces), shapes)
+
+
+def _stacked(
+    shape: DecoderShape, parameter: str, boxes: Sequence[Box]
+) -> Iterable[tuple[Box, Box]]:
+    """Boxes of a parameter that one tensor stacks, each with where it lies in that tensor."""
+    along, passed = stacked_dimension(shape, parameter), 0
+    for box in boxes:
+        lies = [(0, size) for size in _sizes(box)]
+        lies[along] = (passed, passed + lies[along][1])
+        passed = lies[along][1]
+        yield box, tuple(lies)
 
 
 def _generate_shard(shape: DecoderShape, layout: HybridLayout, pp: int, tp: int) -> RankShard:
@@ -189,8 +224,14 @@ def _generate_shard(shape: DecoderShape, layout: HybridLayout, pp: int, tp: int)
         for parameter in parameters:
             is_padded = cut_of(shape, parameter) == "vocab"
             is_whole = parameter.endswith(shape.record.vllm_whole)
-            at = {"tp": 0, "size": 1} if is_whole else {"tp": tp, "size": size}
-            for box in slice_boxes(shape, parameter, **at):
+            index, number = (0, 1) if is_whole else (tp, size)
+            if is_stack(shape, parameter):
+                boxes = slice_boxes(shape, parameter, tp=index, size=number)
+                for box, lies in _stacked(shape, parameter, boxes):
+                    pieces.append(Piece(parameter, box, tensor, tuple(low for low, _ in lies)))
+                shapes[tensor] = slice_sizes(shape, parameter, tp=index, size=number)
+                continue
+            for box in slice_boxes(shape, parameter, tp=index, size=number):
                 sizes = _sizes(box)
                 if sizes[0]:
                     pieces.append(Piece(parameter, box, tensor, (filled, *(0,) * (len(box) - 1))))
@@ -201,7 +242,7 @@ def _generate_shard(shape: DecoderShape, layout: HybridLayout, pp: int, tp: int)
         add(EMBEDDING, (EMBEDDING,))
     layers = generate_layers(shape, layout, pp=pp)
     for tensor, parameters in _fused(layer_parameters(shape, layers)):
-        add(tensor, parameters)
+        add(tensor.replace(".mlp.", f".{shape.record.vllm_mlp}."), parameters)
     if is_last:
         add(NORM, (NORM,))
         if not shape.is_tied:
@@ -213,6 +254,10 @@ def _fused(names: Iterable[str]) -> Iterable[tuple[str, list[str]]]:
     """Tensors of vLLM and the parameters in each, in model order."""
     tensors: dict[str, list[str]] = {}
     for name in names:
+        if ".experts." in name and name.endswith(tuple(_STACKS)):
+            prefix, stack = name.rsplit(".", 1)
+            tensors[f"{prefix}.routed_experts.{_STACKS[stack]}"] = [name]
+            continue
         module, kind = name.rsplit(".", 1)
         prefix, part, projection = module.rsplit(".", 2)
         fused = _FUSED.get(f"{part}.{projection}")

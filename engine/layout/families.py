@@ -26,6 +26,7 @@ from rolemesh.engine.layout.family_records import (
     RECORDS,
     Cut,
     FamilyRecord,
+    LayerKind,
     Part,
     known_families,
 )
@@ -48,6 +49,12 @@ default padding of vLLM's VocabParallelEmbedding, so that training slices lie in
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
+_STACKS, _ROUTER = "mlp.experts.", "mlp.gate."
+"""Begin the names within a layer of the stacks of experts, and of what belongs to the router."""
+
+_EXPERT_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields that give the number of experts: a family reads any of them, and writes one."""
+
 _OUTER_CUTS: dict[str, Cut] = {
     EMBEDDING: "vocab",
     NORM: "whole",
@@ -59,6 +66,20 @@ _OUTER_CUTS: dict[str, Cut] = {
 
 class UnsupportedFamilyError(ValueError):
     """A model that cannot be spread over ranks: names the family and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The experts of a mixture."""
+
+    number: int
+    """Of a layer."""
+    inner_size: int
+    """Inner width of one."""
+    shared_size: int
+    """Inner width of the MLP that every token goes through beside them; 0: there is none."""
+    layers: frozenset[int]
+    """Those that have experts; the others have one MLP."""
 
 
 class RefusedSettingError(UnsupportedFamilyError):
@@ -92,6 +113,8 @@ class DecoderShape:
     """Rows of a score head."""
     has_head_bias: bool = False
     """The score head has a bias."""
+    experts: ExpertShape | None = None
+    """Of a mixture of experts."""
     adapter: AdapterShape | None = None
     """Factors beside some matrices. With them all else is frozen, but for a score head."""
 
@@ -161,6 +184,7 @@ class DecoderShape:
             head=head,
             num_labels=num_labels,
             has_head_bias=has_head_bias,
+            experts=_experts(record, given),
         )
 
     @property
@@ -176,7 +200,11 @@ class DecoderShape:
     @property
     def has_qk_norm(self) -> bool:
         """Queries and keys are normed."""
-        return self.record.qk_norm
+        return any(part.suffix == "self_attn.q_norm.weight" for part in layer_parts(self, 0))
+
+    def kind(self, layer: int) -> LayerKind:
+        """Whether a layer has one MLP, or experts."""
+        return "sparse" if self.experts and layer in self.experts.layers else "dense"
 
     @property
     def padded_vocab_size(self) -> int:
@@ -185,10 +213,17 @@ class DecoderShape:
 
     def manifest(self, dtype: DtypeName) -> Manifest:
         """All parameters in model order, a tied embedding once."""
-        return {
-            name: Parameter(parameter_shape(self, name), dtype)
-            for name, _ in stage_tensors(self, pp=0, size=1)
-        }
+        manifest = {}
+        for name, _ in stage_tensors(self, pp=0, size=1):
+            is_buffer = self.is_buffer(name)
+            kept: DtypeName = "float32" if is_buffer else dtype
+            manifest[name] = Parameter(parameter_shape(self, name), kept, is_buffer)
+        return manifest
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a parameter is one that no gradient reaches, and every rank holds whole."""
+        part = None if is_factor(name) else part_of_layer(self, name)
+        return part is not None and part.is_buffer
 
     def trained_manifest(self, dtype: DtypeName) -> Manifest:
         """The parameters that training changes: all, or with an adapter those of `trains`."""
@@ -205,14 +240,17 @@ class DecoderShape:
         Raises:
             ValueError: It has no such matrix, or one that is too small for the rank.
         """
-        matrices = [
-            part.suffix.removesuffix(".weight")
-            for part in layer_parts(self)
+        # Of a mixture, not the experts: PEFT's "all-linear" sees no stack either.
+        found = {
+            part.suffix.removesuffix(".weight"): layer
+            for layer in range(self.num_layers)
+            for part in layer_parts(self, layer)
             if part.suffix.endswith("_proj.weight")
-        ]
-        chosen = chosen_targets(targets, matrices)
+        }
+        chosen = chosen_targets(targets, found)
         for module in chosen:
-            rows, columns = parameter_shape(self, f"model.layers.0.{module}.weight")
+            name = f"model.layers.{found[module]}.{module}.weight"
+            rows, columns = parameter_shape(self, name)
             check_rank(rank, module, (rows, columns))
         return replace(self, adapter=AdapterShape(rank, chosen))
 
@@ -220,6 +258,18 @@ class DecoderShape:
 def has_plan(config: Mapping[str, Any]) -> bool:
     """Whether the model of a config.json is of a family whose parameters are known here."""
     return config.get("model_type") in RECORDS
+
+
+def known_shape(config: Mapping[str, Any]) -> DecoderShape | None:
+    """Sizes of a language model, or None where it cannot be spread over ranks.
+
+    Args:
+        config: config.json as a dict, or `PretrainedConfig.to_dict()`.
+    """
+    try:
+        return DecoderShape.from_config(config)
+    except UnsupportedFamilyError:
+        return None
 
 
 def check_layout(shape: DecoderShape, layout: TrainLayout | HybridLayout) -> None:
@@ -234,6 +284,14 @@ def check_layout(shape: DecoderShape, layout: TrainLayout | HybridLayout) -> Non
             "least one layer"
         )
     check_slices(shape, train.tp, field="tp")
+    number = shape.experts.number if shape.experts else 1
+    if number % train.ep:
+        raise LayoutError(
+            f"ep {train.ep} does not divide the {number} experts of the {shape.family} model's "
+            "layers: give a divisor"
+            if shape.experts
+            else f"ep is {train.ep}, but the {shape.family} model has no experts: give 1"
+        )
     if isinstance(layout, HybridLayout):
         check_slices(shape, layout.generate.tp, field="generate.tp")
 
@@ -243,6 +301,7 @@ def check_slices(shape: DecoderShape, size: int, *, field: str = "tp") -> None:
     for name, number in (
         ("num_attention_heads", shape.num_heads),
         ("intermediate_size", shape.intermediate_size),
+        ("the experts' inner width", shape.experts.inner_size if shape.experts else 0),
         ("the vocabulary, padded,", shape.padded_vocab_size),
     ):
         if number % size:
@@ -263,18 +322,25 @@ def check_slices(shape: DecoderShape, size: int, *, field: str = "tp") -> None:
         )
 
 
-def layer_parts(shape: DecoderShape) -> tuple[Part, ...]:
-    """The parameters that each layer has, in model order, without factors of adapters."""
-    return tuple(_parts_by_suffix(shape.family, shape.switched_on).values())
+def layer_parts(shape: DecoderShape, layer: int) -> tuple[Part, ...]:
+    """The parameters that a layer has, in model order, without factors of adapters.
+
+    Buffers come last.
+    """
+    parts = _parts_by_suffix(shape.family, shape.switched_on, shape.kind(layer))
+    return tuple(parts.values())
 
 
 @functools.cache
-def _parts_by_suffix(family: str, switched_on: frozenset[str]) -> Mapping[str, Part]:
-    return {
-        part.suffix: part
+def _parts_by_suffix(
+    family: str, switched_on: frozenset[str], kind: LayerKind
+) -> Mapping[str, Part]:
+    parts = [
+        part
         for part in RECORDS[family].parts
-        if not part.when or part.when in switched_on
-    }
+        if (not part.when or part.when in switched_on) and part.only in (None, kind)
+    ]
+    return {part.suffix: part for part in sorted(parts, key=lambda part: part.is_buffer)}
 
 
 def part_of_layer(shape: DecoderShape, name: str) -> Part | None:
@@ -284,7 +350,9 @@ def part_of_layer(shape: DecoderShape, name: str) -> Part | None:
         UnsupportedFamilyError: The family has no such parameter.
     """
     match = _LAYER.fullmatch(name)
-    part = match and _parts_by_suffix(shape.family, shape.switched_on).get(match[2])
+    part = match and _parts_by_suffix(
+        shape.family, shape.switched_on, shape.kind(int(match[1]))
+    ).get(match[2])
     if part is None and name not in _OUTER_CUTS:
         raise UnsupportedFamilyError(
             f"parameter {name!r} belongs to no {shape.family} model of this config.json: give the "
@@ -320,46 +388,62 @@ def parameter_shape(shape: DecoderShape, name: str) -> tuple[int, ...]:
     part = part_of_layer(shape, name)
     hidden = shape.hidden_size
     if part is None:
-        rows = shape.vocab_size if _OUTER_CUTS[name] == "vocab" else shape.num_labels
-        outer = {NORM: (hidden,), "score.bias": (rows,)}
-        return outer.get(name, (rows, hidden))
-    width = _width(shape, part.suffix)
+        height = shape.vocab_size if _OUTER_CUTS[name] == "vocab" else shape.num_labels
+        outer = {NORM: (hidden,), "score.bias": (height,)}
+        return outer.get(name, (height, hidden))
+    rows = sum(projection_rows(shape, part))
+    if shape.experts is not None and part.suffix.startswith(_STACKS):
+        inner = shape.experts.inner_size
+        is_down = part.cut == "experts_columns"
+        return (shape.experts.number, rows, inner if is_down else hidden)
+    if shape.experts is not None and part.suffix.startswith(_ROUTER):
+        return (shape.experts.number,) if part.is_buffer else (shape.experts.number, hidden)
     if part.suffix.endswith("norm.weight"):
-        return (
-            (shape.head_dim,) if part.sees_own_heads else (sum(projection_rows(shape, part.cut)),)
-        )
-    if part.cut == "columns":
-        return (hidden, width)
+        return (shape.head_dim,) if part.sees_own_part else (rows,)
     if part.suffix.endswith(".bias"):
-        return (sum(projection_rows(shape, part.cut)),)
-    return (sum(projection_rows(shape, part.cut)), width)
+        return (rows,)
+    if part.cut != "columns":
+        return (rows, hidden)
+    is_output = part.suffix == "self_attn.o_proj.weight"
+    width = shape.num_heads * shape.head_dim if is_output else _inner_size(shape, part)
+    return (hidden, width)
 
 
-def projection_rows(shape: DecoderShape, cut: Cut) -> tuple[int, ...]:
-    """Rows of a parameter of a layer that is cut so: of each projection in it."""
+def projection_rows(shape: DecoderShape, part: Part) -> tuple[int, ...]:
+    """Rows of a parameter of a layer, of a stack those of one expert: of each projection in it."""
     sizes: Mapping[Cut, int] = {
         "heads": shape.num_heads * shape.head_dim,
         "kv_heads": shape.num_kv_heads * shape.head_dim,
-        "rows": shape.intermediate_size,
+        "rows": _inner_size(shape, part),
     }
-    return tuple(sizes.get(one, shape.hidden_size) for one in FUSED_CUTS.get(cut, (cut,)))
+    return tuple(sizes.get(one, shape.hidden_size) for one in FUSED_CUTS.get(part.cut, (part.cut,)))
 
 
-def _width(shape: DecoderShape, suffix: str) -> int:
-    """Columns of a matrix of a layer."""
-    return {
-        "self_attn.o_proj.weight": shape.num_heads * shape.head_dim,
-        "mlp.down_proj.weight": shape.intermediate_size,
-    }.get(suffix, shape.hidden_size)
+def _inner_size(shape: DecoderShape, part: Part) -> int:
+    """Inner width of the MLP, or of the experts, that a parameter of a layer belongs to."""
+    if shape.experts is not None and part.suffix.startswith(_STACKS):
+        return shape.experts.inner_size
+    if shape.experts is not None and part.suffix.startswith("mlp.shared_experts."):
+        return shape.experts.shared_size
+    return shape.intermediate_size
 
 
-def slice_boxes(shape: DecoderShape, name: str, *, tp: int, size: int) -> tuple[Box, ...]:
+def slice_boxes(
+    shape: DecoderShape, name: str, *, tp: int, size: int, experts: tuple[int, int] = (0, 1)
+) -> tuple[Box, ...]:
     """The parts of a parameter that slice `tp` of `size` holds, in global coordinates.
 
-    The slice has them stacked by rows, in this order: one box, but of projections that files hold
-    in one tensor, one of each. Real rows only: the last slices of a padded vocabulary hold fewer
-    rows, or none (an empty range). With more slices than key-value heads, neighbours hold the same
-    head.
+    The slice has them stacked by rows (of experts: by rows of each), in this order: one box, but of
+    projections that one tensor holds, one of each. Real rows only: the last slices of a padded
+    vocabulary hold fewer rows, or none (an empty range). With more slices than key-value heads,
+    neighbours hold the same head.
+
+    Args:
+        shape: The model.
+        name: Of the parameter.
+        tp: The slice.
+        size: How many there are.
+        experts: Of a stack of experts, which of how many equal parts.
 
     Example: a vocabulary of 100 is padded to 128; slices 0..3 of 4 hold rows 0 to 32, 32 to 64,
     64 to 96 and 96 to 100.
@@ -371,32 +455,57 @@ def slice_boxes(shape: DecoderShape, name: str, *, tp: int, size: int) -> tuple[
     if not 0 <= tp < size:
         raise LayoutError(f"slice is {tp}: give 0 to {size - 1}")
     sizes = parameter_shape(shape, name)
+    if is_stack(shape, name) and experts != (0, 1):
+        number = sizes[0] // experts[1]
+        owned = (experts[0] * number, (experts[0] + 1) * number)
+        return tuple((owned, *others) for _, *others in slice_boxes(shape, name, tp=tp, size=size))
     cut = cut_of(shape, name)
     others = tuple((0, number) for number in sizes[1:])
     if cut == "whole" or size == 1:
         return (((0, sizes[0]), *others),)
-    if cut == "columns":
-        width = sizes[1] // size
-        return (((0, sizes[0]), (tp * width, (tp + 1) * width)),)
+    if cut in ("columns", "experts_columns"):
+        width = sizes[-1] // size
+        columns = (tp * width, (tp + 1) * width)
+        return ((*((0, number) for number in sizes[:-1]), columns),)
     if cut == "vocab":
         block = shape.padded_vocab_size // size
         rows = (min(tp * block, sizes[0]), min((tp + 1) * block, sizes[0]))
         return ((rows, *others),)
-    boxes, start = [], 0
-    for one, number in zip(FUSED_CUTS.get(cut, (cut,)), projection_rows(shape, cut), strict=True):
+    split = split_factor(name)
+    part = part_of_layer(shape, name if split is None else f"{split[0]}.weight")
+    assert part is not None  # all that is outside of layers is whole, or cut as the vocabulary
+    boxes: list[Box] = []
+    start = 0
+    for one, number in zip(FUSED_CUTS.get(cut, (cut,)), projection_rows(shape, part), strict=True):
         sharing = replica_ranks_of_kv(shape, size) if one == "kv_heads" else 1
         held = number * sharing // size
         first = start + tp // sharing * held
-        boxes.append(((first, first + held), *others))
+        cut_rows = (first, first + held)
+        stack: Box = ((0, sizes[0]), cut_rows, *others[1:])
+        boxes.append(stack if cut == "experts_gate_up" else (cut_rows, *others))
         start += number
     return tuple(boxes)
 
 
-def slice_sizes(shape: DecoderShape, name: str, *, tp: int, size: int) -> tuple[int, ...]:
-    """Shape of what slice `tp` of `size` holds of a parameter."""
-    boxes = slice_boxes(shape, name, tp=tp, size=size)
-    rows = sum(stop - start for (start, stop), *_ in boxes)
-    return (rows, *(stop - start for start, stop in boxes[0][1:]))
+def is_stack(shape: DecoderShape, name: str) -> bool:
+    """Whether a parameter is a stack of experts [experts, rows, columns]."""
+    return len(parameter_shape(shape, name)) == 3
+
+
+def stacked_dimension(shape: DecoderShape, name: str) -> int:
+    """Along which dimension a tensor stacks the boxes of `slice_boxes`: that of the rows."""
+    return 1 if is_stack(shape, name) else 0
+
+
+def slice_sizes(
+    shape: DecoderShape, name: str, *, tp: int, size: int, experts: tuple[int, int] = (0, 1)
+) -> tuple[int, ...]:
+    """Shape of what slice `tp` of `size` holds of a parameter; see `slice_boxes`."""
+    boxes = slice_boxes(shape, name, tp=tp, size=size, experts=experts)
+    sizes = [stop - start for start, stop in boxes[0]]
+    stacked = stacked_dimension(shape, name)
+    sizes[stacked] = sum(box[stacked][1] - box[stacked][0] for box in boxes)
+    return tuple(sizes)
 
 
 def replica_ranks_of_kv(shape: DecoderShape, size: int) -> int:
@@ -443,8 +552,11 @@ def stage_tensors(shape: DecoderShape, *, pp: int, size: int) -> tuple[tuple[str
 
 def layer_parameters(shape: DecoderShape, layers: range) -> tuple[str, ...]:
     """Names of the parameters of these layers, in model order, without factors of adapters."""
-    parts = layer_parts(shape)
-    return tuple(f"model.layers.{layer}.{part.suffix}" for layer in layers for part in parts)
+    return tuple(
+        f"model.layers.{layer}.{part.suffix}"
+        for layer in layers
+        for part in layer_parts(shape, layer)
+    )
 
 
 def layer_factors(shape: DecoderShape, layers: range) -> tuple[str, ...]:
@@ -455,8 +567,14 @@ def layer_factors(shape: DecoderShape, layers: range) -> tuple[str, ...]:
         f"model.layers.{layer}.{name}"
         for layer in layers
         for module in shape.adapter.targets
+        if _has_module(shape, layer, module)
         for name in shape.adapter.factors_of(module)
     )
+
+
+def _has_module(shape: DecoderShape, layer: int, module: str) -> bool:
+    parts = _parts_by_suffix(shape.family, shape.switched_on, shape.kind(layer))
+    return f"{module}.weight" in parts
 
 
 def _head_names(shape: DecoderShape) -> tuple[str, ...]:
@@ -464,6 +582,29 @@ def _head_names(shape: DecoderShape) -> tuple[str, ...]:
     if shape.head == "score":
         return ("score.weight", "score.bias") if shape.has_head_bias else ("score.weight",)
     return () if shape.is_tied else (LM_HEAD,)
+
+
+def _experts(record: FamilyRecord, config: Mapping[str, Any]) -> ExpertShape | None:
+    """The experts of a config.json in which defaults are filled in."""
+    fields = record.experts
+    if fields is None:
+        return None
+    number = next((name for name in _EXPERT_NUMBERS if name in config), "")
+    inner_size = _size(config, fields.inner_size)
+    first = config.get("first_k_dense_replace") or 0
+    every = config.get("decoder_sparse_step") or 1
+    dense = config.get("mlp_only_layers") or ()
+    layers = (
+        layer
+        for layer in range(first, _size(config, "num_hidden_layers"))
+        if (layer + 1) % every == 0 and layer not in dense
+    )
+    return ExpertShape(
+        number=_size(config, number) if number else fields.default,
+        inner_size=inner_size,
+        shared_size=_size(config, fields.shared) * inner_size if fields.shared else 0,
+        layers=frozenset(layers),
+    )
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:

@@ -8,17 +8,29 @@ test_families.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-Cut: TypeAlias = Literal["whole", "heads", "kv_heads", "rows", "columns", "vocab", "qkv", "gate_up"]
+Cut: TypeAlias = (
+    Literal["whole", "heads", "kv_heads", "rows", "columns", "vocab", "qkv", "gate_up"]
+    | Literal["experts_gate_up", "experts_columns"]
+)
 """What tensor slices take of a parameter: all of it; rows by query heads; rows by key-value heads;
 rows by the MLP's inner width; columns (by query heads or by inner width); rows by the padded
-vocabulary; of projections that one tensor stacks by rows, of each its own rows (see FUSED_CUTS)."""
+vocabulary; of projections that one tensor stacks by rows, of each its own rows (see FUSED_CUTS). Of
+a stack of experts [experts, rows, columns], of each expert what a dense MLP's part would be cut to:
+rows of gate and of up, columns."""
+
+LayerKind: TypeAlias = Literal["dense", "sparse"]
+"""Whether a layer has one MLP, or experts."""
 
 FUSED_CUTS: Mapping[Cut, tuple[Cut, ...]] = MappingProxyType(
-    {"qkv": ("heads", "kv_heads", "kv_heads"), "gate_up": ("rows", "rows")}
+    {
+        "qkv": ("heads", "kv_heads", "kv_heads"),
+        "gate_up": ("rows", "rows"),
+        "experts_gate_up": ("rows", "rows"),
+    }
 )
 """The projections that are stacked, in this order, by the cut of the whole."""
 
@@ -32,8 +44,28 @@ class Part:
     cut: Cut
     when: str = ""
     """Field of config.json that gives it to a model; empty: every model of the family has it."""
-    sees_own_heads: bool = False
-    """Every slice holds all of it, but uses it on its own heads alone: a norm of each head."""
+    sees_own_part: bool = False
+    """Every slice holds all of it, but uses it for its own part alone: a norm of each head, a
+    router whose experts are cut."""
+    only: LayerKind | None = None
+    """The layers that have it; None: all."""
+    files: tuple[str, ...] = ()
+    """Names within the layer under which files hold it, where that is not its own: one tensor, or
+    of a stack of experts those that are stacked by rows, with {} for the number of the expert."""
+    is_buffer: bool = False
+    """It is in the files, but no gradient reaches it; every rank holds all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFields:
+    """Fields of a config.json that say which layers have experts, and their sizes."""
+
+    default: int
+    """Experts of a layer where no field gives their number."""
+    inner_size: str = "moe_intermediate_size"
+    """Inner width of one."""
+    shared: str = ""
+    """Experts that every token goes through, as one MLP of that many times the width; or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +78,8 @@ class FamilyRecord:
     """Fields that a config.json may leave out and that then are neither false nor derived:
     transformers 5.19. num_key_value_heads is as many as query heads where no default is named,
     head_dim the hidden size divided by them."""
+    experts: ExpertFields | None = None
+    """Of a mixture of experts."""
     per_layer: tuple[str, ...] = ()
     """Fields of its config that list one entry a layer, which a stage therefore cuts."""
     scales_embedding: bool = False
@@ -62,21 +96,25 @@ class FamilyRecord:
     vllm_from_rope: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Fields that vLLM reads of the config and transformers has in rope_parameters: of each the
     names there, by vLLM's. Left out, vLLM computes without them, and says nothing."""
+    vllm_mlp: str = "mlp"
+    """What vLLM calls a layer's MLP, or experts and router."""
     vllm_whole: tuple[str, ...] = ()
     """Parameters of a layer that each of vLLM's slices holds all of, though ours hold parts."""
     kernel_classes: str = ""
     """Begins the names of the classes in transformers whose forward passes `kernels/layers.py`
     computes on a GPU, e.g. "Llama"; empty: transformers' code runs there."""
 
-    @property
-    def qk_norm(self) -> bool:
+    def norms_queries(self, config: Mapping[str, Any]) -> bool:
         """Whether queries and keys are normed, a head or the whole width."""
-        return any(part.suffix == "self_attn.q_norm.weight" for part in self.parts)
+        return any(
+            part.suffix == "self_attn.q_norm.weight" and (not part.when or config.get(part.when))
+            for part in self.parts
+        )
 
     @property
     def has_fused_files(self) -> bool:
         """Whether files hold projections that tensor slices cut apart in one tensor."""
-        return any(part.cut in FUSED_CUTS for part in self.parts)
+        return any(part.cut in ("qkv", "gate_up") for part in self.parts)
 
 
 def _linear(name: str, cut: Cut, bias: str | None) -> tuple[Part, ...]:
@@ -109,10 +147,28 @@ def _norms(*names: str) -> tuple[Part, ...]:
     return tuple(Part(f"{name}.weight", "whole") for name in names)
 
 
-_HEAD_NORMS = (
-    Part("self_attn.q_norm.weight", "whole", sees_own_heads=True),
-    Part("self_attn.k_norm.weight", "whole", sees_own_heads=True),
-)
+def _head_norms(when: str = "") -> tuple[Part, ...]:
+    return (
+        Part("self_attn.q_norm.weight", "whole", when, sees_own_part=True),
+        Part("self_attn.k_norm.weight", "whole", when, sees_own_part=True),
+    )
+
+
+def _only(kind: LayerKind, *parts: Part) -> tuple[Part, ...]:
+    return tuple(replace(part, only=kind) for part in parts)
+
+
+def _experts(gate: str, up: str, down: str) -> tuple[Part, ...]:
+    """The stacks of a layer's experts, and what files call the matrices of one."""
+    return (
+        Part("mlp.experts.gate_up_proj", "experts_gate_up", files=(gate, up)),
+        Part("mlp.experts.down_proj", "experts_columns", files=(down,)),
+    )
+
+
+_EXPERTS = _experts(*(f"mlp.experts.{{}}.{name}_proj.weight" for name in ("gate", "up", "down")))
+_MIXTRAL = ("w1", "w3", "w2")
+_ROUTER = Part("mlp.gate.weight", "whole", sees_own_part=True)
 _TWO_NORMS = _norms("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = (
     *_TWO_NORMS,
@@ -161,7 +217,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
         "qwen3": FamilyRecord(
             parts=(
                 *_attention("attention_bias", "attention_bias"),
-                *_HEAD_NORMS,
+                *_head_norms(),
                 *_mlp(),
                 *_TWO_NORMS,
             ),
@@ -216,7 +272,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
         "gemma3_text": FamilyRecord(
             parts=(
                 *_attention("attention_bias", "attention_bias"),
-                *_HEAD_NORMS,
+                *_head_norms(),
                 *_mlp(),
                 *_FOUR_NORMS,
             ),
@@ -244,6 +300,66 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
                 *_norms("post_self_attn_layernorm", "post_mlp_layernorm"),
             ),
             defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+        ),
+        "mixtral": FamilyRecord(
+            parts=(
+                *_attention(),
+                replace(_ROUTER, files=("block_sparse_moe.gate.weight",)),
+                *_experts(*(f"block_sparse_moe.experts.{{}}.{w}.weight" for w in _MIXTRAL)),
+                *_TWO_NORMS,
+            ),
+            defaults={"num_key_value_heads": 8},
+            experts=ExpertFields(default=8, inner_size="intermediate_size"),
+            vllm_mlp="block_sparse_moe",
+        ),
+        "qwen3_moe": FamilyRecord(
+            parts=(
+                *_attention("attention_bias", "attention_bias"),
+                *_head_norms(),
+                *_only("sparse", *_EXPERTS, _ROUTER),
+                *_only("dense", *_mlp()),
+                *_TWO_NORMS,
+            ),
+            defaults={"num_key_value_heads": 4, "moe_intermediate_size": 768},
+            experts=ExpertFields(default=128),
+            not_in_vllm={"attention_bias": "o_proj.bias"},
+        ),
+        "olmoe": FamilyRecord(
+            parts=(
+                *_attention("attention_bias", "attention_bias"),
+                Part("self_attn.q_norm.weight", "heads"),
+                Part("self_attn.k_norm.weight", "kv_heads"),
+                _ROUTER,
+                *_EXPERTS,
+                *_TWO_NORMS,
+            ),
+            experts=ExpertFields(default=64, inner_size="intermediate_size"),
+            refused={"clip_qkv": "vLLM computes without it"},
+            vllm_whole=_OLMO_NORMS,
+            not_in_vllm={"attention_bias": "biases"},
+        ),
+        "glm4_moe": FamilyRecord(
+            parts=(
+                *_attention("attention_bias"),
+                *_head_norms("use_qk_norm"),
+                *_only(
+                    "sparse",
+                    *_EXPERTS,
+                    _ROUTER,
+                    # Balancing moves it; see `models/buffers.py`.
+                    Part("mlp.gate.e_score_correction_bias", "whole", is_buffer=True),
+                    *_linear("mlp.shared_experts.gate_proj", "rows", None),
+                    *_linear("mlp.shared_experts.up_proj", "rows", None),
+                    *_linear("mlp.shared_experts.down_proj", "columns", None),
+                ),
+                *_only("dense", *_mlp()),
+                *_TWO_NORMS,
+            ),
+            defaults={
+                **{"num_key_value_heads": 8, "n_shared_experts": 1},
+                **{"first_k_dense_replace": 1, "moe_intermediate_size": 1408},
+            },
+            experts=ExpertFields(default=128, shared="n_shared_experts"),
         ),
     }
 )

@@ -12,7 +12,6 @@ from typing import Any
 from rolemesh.engine.layout.adapters import is_factor
 from rolemesh.engine.layout.families import (
     DecoderShape,
-    cut_of,
     parameter_shape,
     part_of_layer,
     projection_rows,
@@ -28,21 +27,26 @@ def is_layer_matrix(shape: DecoderShape, name: str) -> bool:
     """
     if is_factor(name) or part_of_layer(shape, name) is None:
         return False
-    return len(parameter_shape(shape, name)) == 2
+    return len(parameter_shape(shape, name)) >= 2
 
 
 def stacked_rows(shape: DecoderShape, name: str) -> tuple[tuple[int, int], ...]:
     """Rows [start, stop) of each projection that a matrix of a layer holds, in global coordinates.
 
+    A stack of experts counts as one matrix [experts * rows, columns], of which each expert's
+    projections are rows.
+
     Example: a qkv_proj of 4 query heads and 2 key-value heads of width 8 has (0, 32), (32, 48) and
     (48, 64); an o_proj of 32 rows has (0, 32).
     """
     found, start = [], 0
-    cut = cut_of(shape, name)
-    sizes = projection_rows(shape, cut) if cut in FUSED_CUTS else parameter_shape(shape, name)[:1]
-    for rows in sizes:
-        found.append((start, start + rows))
-        start += rows
+    part = part_of_layer(shape, name)
+    assert part is not None  # else it is no matrix of a layer
+    sizes = parameter_shape(shape, name)
+    rows = projection_rows(shape, part) if part.cut in FUSED_CUTS else sizes[-2:-1]
+    for number in rows * (sizes[0] if len(sizes) == 3 else 1):
+        found.append((start, start + number))
+        start += number
     return tuple(found)
 
 

@@ -72,16 +72,28 @@ class TrainLayout:
     """Neighbours on the data axis that cut each parameter among them: 1 replicates (plain data
     parallelism), dp cuts over all (FSDP), a divisor between cuts within and replicates across
     (HSDP)."""
+    ep: int = 1
+    """Neighbours on the data axis that share the experts of each layer out: each holds as many
+    whole ones, computes them for the rows of all, and cuts them no further than fsdp / ep."""
     order: RankOrder = "tp-pp-dp"
     """How ranks are numbered."""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp", "fsdp"):
+        for name in ("pp", "tp", "dp", "fsdp", "ep"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}: give at least 1")
         if self.dp % self.fsdp:
             raise LayoutError(
                 f"fsdp {self.fsdp} does not divide dp {self.dp}: give one of {_divisors(self.dp)}"
+            )
+        if self.dp % self.ep:
+            raise LayoutError(
+                f"ep {self.ep} does not divide dp {self.dp}: give one of {_divisors(self.dp)}"
+            )
+        if self.fsdp % self.ep and self.ep % self.fsdp:
+            raise LayoutError(
+                f"ep {self.ep} neither divides fsdp {self.fsdp} nor is a multiple: experts are cut "
+                f"over fsdp / ep ranks; give one of {_divisors(self.fsdp)}"
             )
         if self.order not in ("tp-pp-dp", "tp-dp-pp"):
             raise LayoutError(f"order is {self.order!r}: give 'tp-pp-dp' or 'tp-dp-pp'")
@@ -94,11 +106,16 @@ class TrainLayout:
     def described(self) -> str:
         """The paper's way, p-t-d, e.g. "1-8-2 fsdp 2"."""
         text = f"{self.pp}-{self.tp}-{self.dp}"
-        return text if self.fsdp == 1 else f"{text} fsdp {self.fsdp}"
+        text = text if self.fsdp == 1 else f"{text} fsdp {self.fsdp}"
+        return text if self.ep == 1 else f"{text} ep {self.ep}"
 
     def flag(self) -> str:
         """What `rolemesh serve --layout` reads, e.g. "pp=1,tp=2,dp=2,fsdp=2,order=tp-pp-dp"."""
-        return ",".join(f"{one.name}={getattr(self, one.name)}" for one in fields(self))
+        return ",".join(f"{name}={value}" for name, value in self.as_texts().items())
+
+    def as_texts(self) -> dict[str, str]:
+        """All sizes by name, as they travel."""
+        return {one.name: str(getattr(self, one.name)) for one in fields(self)}
 
     def coordinates(self, rank: int) -> TrainCoordinates:
         """Where a rank stands."""
@@ -135,6 +152,31 @@ class TrainLayout:
     def replicate_groups(self) -> Groups:
         """Ranks that hold the very same parameters."""
         return _grouped(self, lambda at: (at.pp, at.tp, at.dp % self.fsdp))
+
+    @property
+    def expert_fsdp(self) -> int:
+        """Ranks that cut a rank's experts among them."""
+        return max(1, self.fsdp // self.ep)
+
+    def expert_groups(self) -> Groups:
+        """Ranks that share the experts of one stage and slice out, in the order of experts."""
+        return _grouped(self, lambda at: (at.pp, at.tp, at.dp // self.ep))
+
+    def expert_fsdp_groups(self) -> Groups:
+        """Ranks that cut the same experts among them."""
+        cut = max(self.fsdp, self.ep)
+        return _grouped(
+            self,
+            lambda at: (
+                (at.pp, at.tp, at.dp // cut, at.dp % self.ep)
+                if self.fsdp > self.ep
+                else (at.pp, at.tp, at.dp)
+            ),
+        )
+
+    def expert_replicate_groups(self) -> Groups:
+        """Ranks that hold the very same parts of experts."""
+        return _grouped(self, lambda at: (at.pp, at.tp, at.dp % max(self.fsdp, self.ep)))
 
     def stage_groups(self) -> Groups:
         """Ranks that together hold one stage: its slices, of all replicas."""

@@ -27,3 +27,9 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             # torch has no public name for what it leaves out of a state dict.
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Puts a tensor of any shape in the place of a buffer."""
+    prefix, _, own_name = name.rpartition(".")
+    setattr(model.get_submodule(prefix), own_name, value)

@@ -27,6 +27,7 @@ from rolemesh.engine.layout.families import (
 )
 from rolemesh.engine.models.adapters import attach, module_in_layer, with_adapter
 from rolemesh.engine.models.buffers import saved_buffers
+from rolemesh.engine.models.experts import group_experts
 from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.fused_layers import fuse_layers
 from rolemesh.engine.models.recompute import apply_recompute
@@ -129,7 +130,7 @@ class Decoder(nn.Module):
         """Whether each tensor slice holds only its share of the tokens between its blocks."""
         if self.shape is not None and triton_serves(self.device):
             fuse_layers(self.shape.family)
-        is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1
+        is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size * mesh.experts.size > 1
         if self.shape is not None and (is_cut or maker_without_values() is not None):
             check_layout(self.shape, mesh.layout)
             self.lm, self.missing = load_shard(
@@ -147,6 +148,7 @@ class Decoder(nn.Module):
                 self.missing -= attach(self.lm, adapter)
         if self.shape is not None:
             divide_states(self.lm, self.shape)
+        group_experts(self.lm, mesh.experts)
         self.multiplies_in_float32 = (
             spec.compute_dtype == "bfloat16" and not machine.multiplies_bfloat16
         )
@@ -326,10 +328,10 @@ class Decoder(nn.Module):
         "lm_head.weight".
         """
         for name, weight in self.lm.named_parameters():
-            yield (
-                name if self.shape is None else global_name(name, self.shape, self.mesh.pp),
-                weight,
-            )
+            yield self._full_name(name), weight
+
+    def _full_name(self, name: str) -> str:
+        return name if self.shape is None else global_name(name, self.shape, self.mesh.pp)
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of `named_weights` that training changes: with an adapter few, else all."""
@@ -338,12 +340,10 @@ class Decoder(nn.Module):
                 yield name, weight
 
     def saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers by Hugging Face name that belong to the weights; none beneath an adapter.
-
-        No family that can be spread over ranks has one.
-        """
+        """Buffers by Hugging Face name that belong to the weights; none beneath an adapter."""
         if self.spec.adapter is None:
-            yield from saved_buffers(self.lm)
+            for name, buffer in saved_buffers(self.lm):
+                yield self._full_name(name), buffer
 
     def trains(self, name: str) -> bool:
         """Whether training changes a parameter of a model that is trained."""

@@ -9,8 +9,8 @@ from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.parallel.data_parallel import layers_of
 
 Rows = tuple[tuple[int, int], ...]
-"""Rows [start, stop) of each matrix in a parameter [out, in]; for a stack [n, out, in], whose
-members are matrices each, indexes in place of rows."""
+"""Rows [start, stop) of each matrix in a parameter [out, in]; a stack [n, out, in] counts as one of
+[n * out, in]."""
 
 
 def layer_matrices(model: Decoder) -> dict[str, Rows]:
@@ -40,7 +40,10 @@ def layer_matrices(model: Decoder) -> dict[str, Rows]:
     return {
         name: ((0, weight.shape[0]),)
         if weight.dim() == 2
-        else tuple((member, member + 1) for member in range(weight.shape[0]))
+        else tuple(
+            (member * weight.shape[1], (member + 1) * weight.shape[1])
+            for member in range(weight.shape[0])
+        )
         for name, weight in model.trained_weights()
         if id(weight) in found
     }

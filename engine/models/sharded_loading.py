@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from rolemesh.engine.layout.boxes import train_layout
 from rolemesh.engine.layout.families import (
@@ -17,85 +14,22 @@ from rolemesh.engine.layout.families import (
     parameter_shape,
     slice_boxes,
     slice_sizes,
+    stacked_dimension,
     stage_tensors,
 )
 from rolemesh.engine.layout.manifest import Box, ranges
-from rolemesh.engine.model_files import INDEX_FILE, WEIGHTS_FILE, ModelFolderError
 from rolemesh.engine.models.adapters import AdapterValues, attach_empty
+from rolemesh.engine.models.buffers import saved_buffers, set_buffer
 from rolemesh.engine.models.folder import (
     MakeEmpty,
     maker_without_values,
     refuse_missing,
 )
+from rolemesh.engine.models.parameter_files import ParameterFiles, wrong_shape
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name, keep_stage, stage_config
 from rolemesh.engine.parallel.tensor_parallel import cut_tensors, set_parameter
 from rolemesh.engine.specs import ModelSpec
-
-
-class FolderTensors:
-    """The tensors of a model folder, read box by box. Open files are closed with it.
-
-    Example::
-
-        with FolderTensors(Path("model")) as tensors:
-            tensors.read("model.norm.weight", ((0, 64),))
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Opens nothing yet; reads the index where there is one."""
-        self.folder = folder
-        self._files = ExitStack()
-        self._open: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
-
-    def __enter__(self) -> FolderTensors:
-        if (self.folder / WEIGHTS_FILE).is_file():
-            self._file_of = dict.fromkeys(self._opened(WEIGHTS_FILE).keys(), WEIGHTS_FILE)
-        else:
-            self._file_of = json.loads((self.folder / INDEX_FILE).read_text())["weight_map"]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
-
-    def stored_name(self, name: str) -> str | None:
-        """The key under which a parameter is stored, or None.
-
-        A folder saved from a bare backbone lacks the prefix "model.".
-        """
-        for key in (name, name.removeprefix("model.")):
-            if key in self._file_of:
-                return key
-        return None
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a stored tensor."""
-        return tuple(self._slice(key).get_shape())
-
-    def read(self, key: str, box: Box) -> torch.Tensor:
-        """A box of a stored tensor, float32, in memory of its own.
-
-        The file is mapped, not read: of a tensor no more than the box (and what else lies on its
-        pages) becomes memory, and those pages belong to the file.
-        """
-        part = self.stored(key, box)
-        return part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-    def stored(self, key: str, box: Box) -> torch.Tensor:
-        """A box of a stored tensor, in the type of the file, which may be mapped."""
-        part: torch.Tensor = self._slice(key)[tuple(slice(start, stop) for start, stop in box)]
-        return part
-
-    def _slice(self, key: str) -> Any:
-        return self._opened(self._file_of[key]).get_slice(key)
-
-    def _opened(self, file: str) -> Any:
-        if file not in self._open:
-            self._open[file] = self._files.enter_context(
-                safe_open(self.folder / file, framework="pt")
-            )
-        return self._open[file]
 
 
 class EmptyTensors:
@@ -121,7 +55,7 @@ class EmptyTensors:
 class _AdaptedTensors:
     """Those of a folder, and beside them what an adapter begins with."""
 
-    def __init__(self, folder: FolderTensors, values: AdapterValues, shape: DecoderShape) -> None:
+    def __init__(self, folder: ParameterFiles, values: AdapterValues, shape: DecoderShape) -> None:
         self._folder = folder
         self._values = values
         self._shape = shape
@@ -146,18 +80,18 @@ class _AdaptedTensors:
 @contextmanager
 def _open(
     spec: ModelSpec, shape: DecoderShape
-) -> Iterator[FolderTensors | EmptyTensors | _AdaptedTensors]:
+) -> Iterator[ParameterFiles | EmptyTensors | _AdaptedTensors]:
     make_empty = maker_without_values()
     if make_empty is not None:
         yield EmptyTensors(shape, make_empty)
         return
-    with FolderTensors(spec.path) as folder:
+    with ParameterFiles(spec.path, shape) as files:
         if spec.adapter is None:
-            yield folder
+            yield files
             return
         values = AdapterValues(spec.adapter)
         values.refuse_others(shape.trained_manifest("float32"))
-        yield _AdaptedTensors(folder, values, shape)
+        yield _AdaptedTensors(files, values, shape)
 
 
 def load_shard(
@@ -202,12 +136,17 @@ def load_shard(
     if shape.record.scales_embedding:
         base.embed_tokens.embed_scale = torch.tensor(shape.embedding_scale)
     keep_stage(lm, shape, mesh.pp)
-    cut_tensors(lm, shape, mesh.tp, shares_tokens=shares_tokens)
+    cut_tensors(
+        lm, shape, mesh.tp, stages=mesh.pp, owners=mesh.experts, shares_tokens=shares_tokens
+    )
     if spec.adapter is not None:
         attach_empty(lm, spec.adapter, shape)
 
     parameters = dict(stage_tensors(shape, pp=mesh.pp.index, size=mesh.pp.size))
-    local_names = {global_name(name, shape, mesh.pp): name for name, _ in lm.named_parameters()}
+    local_names = {
+        global_name(name, shape, mesh.pp): name
+        for name, _ in (*lm.named_parameters(), *saved_buffers(lm))
+    }
     if local_names.keys() != parameters.keys():
         raise AssertionError(
             f"{type(lm).__name__} and the plan of {shape.family} differ in "
@@ -222,21 +161,22 @@ def load_shard(
             key = keys[name]
             expected = parameter_shape(shape, parameter)
             if key is not None and tensors.shape(key) != expected:
-                raise ModelFolderError(
-                    f"model.path {str(folder)!r} holds {key!r} with shape "
-                    f"{list(tensors.shape(key))}, but its config.json says {list(expected)}: copy "
-                    "the folder again"
-                )
-            if mesh.fsdp.size > 1:
+                raise wrong_shape(folder, key, tensors.shape(key), expected)
+            if mesh.fsdp.size > 1 and not shape.is_buffer(parameter):
                 continue
-            at = {"tp": mesh.tp.index, "size": mesh.tp.size}
+            tp, size = mesh.tp.index, mesh.tp.size
+            owned = (mesh.experts.index, mesh.experts.size)
             if key is None:
-                value = torch.zeros(slice_sizes(shape, parameter, **at))
+                value = torch.zeros(slice_sizes(shape, parameter, tp=tp, size=size))
             else:
-                boxes = slice_boxes(shape, parameter, **at)
+                boxes = slice_boxes(shape, parameter, tp=tp, size=size, experts=owned)
                 parts = [tensors.read(key, box) for box in boxes]
-                value = parts[0] if len(parts) == 1 else torch.cat(parts)
-            set_parameter(lm, local_names[name], value)
+                stacked = stacked_dimension(shape, parameter)
+                value = parts[0] if len(parts) == 1 else torch.cat(parts, stacked)
+            if shape.is_buffer(parameter):
+                set_buffer(lm, local_names[name], value)
+            else:
+                set_parameter(lm, local_names[name], value)
     if base.embed_tokens is not None:
         base.embed_tokens.padding_idx = None  # see `folder.load_model`
     lm.eval()
@@ -259,6 +199,8 @@ def read_parts(
     shard = train_layout(shape, mesh.layout.train).ranks[mesh.rank]
     with _open(spec, shape) as tensors:
         for piece in shard.pieces:
+            if shape.is_buffer(piece.parameter):
+                continue  # is whole, and filled
             key = tensors.stored_name(piece.parameter)
             if key is None:  # one that may be missing
                 parts[piece.tensor].zero_()

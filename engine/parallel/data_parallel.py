@@ -24,6 +24,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold stacks of experts: those that transformers lets be computed so."""
+    return [one for one in model.modules() if hasattr(one, "_is_expert_parallel")]
+
+
 def cut_over_data(
     stage: nn.Module,
     mesh: RankMesh,
@@ -64,17 +69,25 @@ def cut_over_data(
     narrow = MixedPrecisionPolicy(
         param_dtype=layers_in, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    of_layers = MixedPrecisionPolicy() if layers_in is None else narrow
     policies = [
-        *(
-            (layer, MixedPrecisionPolicy() if layers_in is None else narrow)
-            for layer in layers_of(stage)
-        ),
-        (stage, MixedPrecisionPolicy()),
+        *((layer, axis, of_layers) for layer in layers_of(stage)),
+        (stage, axis, MixedPrecisionPolicy()),
     ]
     # A vocabulary slice may be empty, and torch 2.13 cannot reduce the gradient of nothing.
     empty = {parameter for parameter in stage.parameters() if not parameter.numel()}
-    for module, policy in policies:
-        fully_shard(module, mesh=axis, ignored_params=empty, mp_policy=policy)
+    ignored = set(empty)
+    experts = experts_of(stage)
+    if mesh.experts.size > 1:
+        if mesh.expert_fsdp.process_group is None:
+            # Each rank has whole experts of its own.
+            ignored |= {one for module in experts for one in module.parameters()}
+        else:
+            own = DeviceMesh.from_group(mesh.expert_fsdp.process_group, device.type)
+            # Before their layers, which leave out what is cut already.
+            policies = [*((module, own, of_layers) for module in experts), *policies]
+    for module, among, policy in policies:
+        fully_shard(module, mesh=among, ignored_params=ignored, mp_policy=policy)
         cut = cast(FSDPModule, module)
         # FSDP2 averages by default. Gloo has no scaled sum, so the scaling (by 1) is asked for
         # apart from the sum.

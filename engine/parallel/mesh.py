@@ -71,6 +71,12 @@ class RankMesh:
     """Ranks that cut this rank's parameters among them."""
     replicate: RankGroup
     """Ranks that hold the very same parameters."""
+    experts: RankGroup
+    """Ranks that share the experts of this rank's layers out, in the order of experts."""
+    expert_fsdp: RankGroup
+    """Ranks that cut this rank's experts among them."""
+    expert_replicate: RankGroup
+    """Ranks that hold the very same parts of experts."""
     stage: RankGroup
     """Ranks that together hold one stage: its slices, of all replicas."""
     model: RankGroup
@@ -150,6 +156,9 @@ def _kinds(layout: HybridLayout) -> dict[str, Groups]:
         "dp": train.dp_groups(),
         "fsdp": train.fsdp_groups(),
         "replicate": train.replicate_groups(),
+        "experts": train.expert_groups(),
+        "expert_fsdp": train.expert_fsdp_groups(),
+        "expert_replicate": train.expert_replicate_groups(),
         "stage": train.stage_groups(),
         "model": train.model_groups(),
         "generate_tp": layout.tp_groups(),

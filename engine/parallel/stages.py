@@ -43,6 +43,16 @@ def stage_config(config: Any, shape: DecoderShape, group: RankGroup) -> Any:
     layers = stage_layers(shape, pp=group.index, size=group.size)
     config = copy.deepcopy(config)
     keep_layers(config, layers, of=shape.num_layers)
+    if shape.experts is not None:
+        # By number, not by list: kinds of layers that the stage's own numbers would not name.
+        dense = [at for at, layer in enumerate(layers) if shape.kind(layer) == "dense"]
+        for name, value in (
+            ("mlp_only_layers", dense),
+            ("decoder_sparse_step", 1),
+            ("first_k_dense_replace", len(dense)),
+        ):
+            if hasattr(config, name):
+                setattr(config, name, value)
     if shape.record.enters_times and not group.is_first:
         setattr(config, shape.record.enters_times, 1.0)
     return config

@@ -32,6 +32,7 @@ from rolemesh.engine.layout.families import (
 )
 from rolemesh.engine.parallel.low_rank import adapted
 from rolemesh.engine.parallel.mesh import RankGroup
+from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.token_shares import gather_to_slices, sum_to_shares, take_share
 
 # --- sums over slices ---------------------------------------------------------------------
@@ -207,12 +208,18 @@ class VocabularySliceEmbedding(nn.Embedding):
 
 
 def cut_tensors(
-    lm: Any, shape: DecoderShape, group: RankGroup, *, shares_tokens: bool = False
+    lm: Any,
+    shape: DecoderShape,
+    group: RankGroup,
+    *,
+    stages: RankGroup | None = None,
+    owners: RankGroup | None = None,
+    shares_tokens: bool = False,
 ) -> None:
     """Makes a decoder compute on one slice, in place. Its weights become empty local tensors.
 
     Called on a model on the meta device; the caller fills the tensors (`slice_boxes` of each).
-    A group of one rank changes nothing.
+    A group of one rank changes nothing, but for experts that ranks share out.
 
     Where slices share the tokens, the first layer takes this rank's share of its input, layers
     and the last norm work on shares, and the backbone's result is a share: the caller gathers it.
@@ -222,14 +229,29 @@ def cut_tensors(
         lm: A transformers model of a known family; embedding, layers or head may be absent.
         shape: Sizes of the whole model.
         group: The slices; this rank's is `group.index`.
+        stages: The pipeline's, where the decoder is one of several.
+        owners: Ranks that share the experts out, where they do.
         shares_tokens: Whether each slice holds only its share of the tokens outside of attention
             and MLP.
 
     Raises:
         LayoutError: The model cannot be cut into so many slices.
     """
-    if group.size == 1:
-        return
+    if group.size > 1:
+        _cut_modules(lm, shape, group, shares_tokens=shares_tokens)
+    owned = (0, 1) if owners is None else (owners.index, owners.size)
+    for name, parameter in list(lm.named_parameters()):
+        full_name = name if stages is None else global_name(name, shape, stages)
+        sizes = slice_sizes(shape, full_name, tp=group.index, size=group.size, experts=owned)
+        if tuple(parameter.shape) != sizes:
+            set_parameter(lm, name, parameter.new_empty(sizes))
+    for module in lm.modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def _cut_modules(lm: Any, shape: DecoderShape, group: RankGroup, *, shares_tokens: bool) -> None:
+    """Puts modules that know their slice in the places of others."""
     base = lm.base_model
     if base.embed_tokens is not None:
         base.embed_tokens = _vocabulary_slice(base.embed_tokens, shape, group)
@@ -237,7 +259,11 @@ def cut_tensors(
     for layer in base.layers:
         attention, mlp = layer.self_attn, layer.mlp
         attention.o_proj = _row_parallel(attention.o_proj, group, shares_tokens)
-        mlp.down_proj = _row_parallel(mlp.down_proj, group, shares_tokens)
+        if hasattr(mlp, "experts"):
+            # What routed and shared experts make of their slices is summed at once.
+            mlp.register_forward_hook(_summing_hook(group, shares_tokens))
+        else:
+            mlp.down_proj = _row_parallel(mlp.down_proj, group, shares_tokens)
         heads = shape.num_heads // group.size
         attention.num_key_value_groups = heads // kv_heads
         if shape.record.has_fused_files:
@@ -254,13 +280,6 @@ def cut_tensors(
         base.layers[0].register_forward_pre_hook(
             lambda _, args: (take_share(args[0], group), *args[1:])
         )
-    for name, parameter in list(lm.named_parameters()):
-        sizes = slice_sizes(shape, name, tp=group.index, size=group.size)
-        if tuple(parameter.shape) != sizes:
-            set_parameter(lm, name, parameter.new_empty(sizes))
-    for module in lm.modules():
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
 
 
 def set_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -289,7 +308,8 @@ def partial_gradients(
 ) -> dict[str, int]:
     """Parameters whose gradient, after backward, is a rank's own share of a sum.
 
-    Norms of queries and keys see each slice's own heads; a key-value head that several slices hold
+    Norms of queries and keys see each slice's own heads, a router what its slice of the experts
+    makes; a key-value head that several slices hold
     gets the gradients of each one's queries. A factor of an adapter that every slice holds whole
     has the part of its gradient that comes of the slice's own part of the other one. Where slices
     share the tokens, what else every slice holds whole sees each one's own tokens, but for a score
@@ -312,7 +332,7 @@ def partial_gradients(
     for name in names:
         cut = cut_of(shape, name)
         sees_own_tokens = shares_tokens and not name.startswith(f"{shape.head}.")
-        is_part = sees_own_tokens or is_factor(name) or _sees_own_heads(shape, name)
+        is_part = sees_own_tokens or is_factor(name) or _sees_own_part(shape, name)
         if is_part and cut == "whole":
             shares[name] = group.size
         elif sharing > 1 and cut == "kv_heads":
@@ -320,9 +340,9 @@ def partial_gradients(
     return shares
 
 
-def _sees_own_heads(shape: DecoderShape, name: str) -> bool:
+def _sees_own_part(shape: DecoderShape, name: str) -> bool:
     part = None if is_factor(name) else part_of_layer(shape, name)
-    return part is not None and part.sees_own_heads
+    return part is not None and part.sees_own_part
 
 
 def sum_partial_gradients(
@@ -376,6 +396,18 @@ def _copying_hook(group: RankGroup) -> Any:
         return args, {**kwargs, "hidden_states": copy_to_slices(kwargs["hidden_states"], group)}
 
     return copy
+
+
+def _summing_hook(group: RankGroup, shares_tokens: bool) -> Any:
+    """A forward hook: g at the exit of experts."""
+
+    def summed(_: nn.Module, args: Any, part_BTD: torch.Tensor) -> torch.Tensor:
+        narrow = part_BTD.dtype == torch.bfloat16
+        if shares_tokens:
+            return sum_to_shares(part_BTD, group, in_own_type=narrow)
+        return sum_over_slices(part_BTD, group, in_own_type=narrow)
+
+    return summed
 
 
 def _on_all_tokens(forward: Callable[..., Any], group: RankGroup) -> Callable[..., Any]:

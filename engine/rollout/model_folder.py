@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.layout.adapters import factor_name
+from rolemesh.engine.layout.families import DecoderShape, known_shape
 from rolemesh.engine.models.adapters import adapted_linears
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.pretrained import load_config
@@ -36,6 +37,11 @@ class ModelFolder:
     """Token ids run from 0 to vocab_size - 1."""
     stop_tokens: tuple[int, ...]
     """Token ids that end a completion, ascending."""
+
+    @property
+    def shape(self) -> DecoderShape | None:
+        """Sizes of the model; None where it cannot be spread over ranks."""
+        return known_shape(self.config.to_dict())
 
 
 def read_model_folder(path: Path, max_model_len: int) -> ModelFolder:

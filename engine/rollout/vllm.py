@@ -19,6 +19,7 @@ import torch
 
 from rolemesh.engine.devices import current_device, device_of, free_bytes, give_back_memory
 from rolemesh.engine.model_files import check_sampled
+from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
@@ -232,7 +233,9 @@ class VllmBackend(VllmSampling):
         with self._update(policy_version):
             checked = self._expected.checked(weights)
             if self._served is None:
-                load_whole(self.engine, map(self._rounded, checked))
+                # Its loaders know the names of files: of experts, those of each.
+                named = named_as_in_files(self._folder.shape, map(self._rounded, checked))
+                load_whole(self.engine, named)
             else:
                 self._factors = own_copies(checked)
                 self._held.user = None
@@ -297,7 +300,9 @@ class VllmBackend(VllmSampling):
             self._check_whole()
         checksums: dict[str, str]
         (checksums,) = self.engine.apply_model(model_checksums)
-        return checksums
+        shape = self._folder.shape
+        own = "mlp" if shape is None else shape.record.vllm_mlp
+        return {name.replace(f".{own}.", ".mlp."): value for name, value in checksums.items()}
 
     def sleep(self) -> int:
         """Drops weights and KV cache from a device; on a CPU there is nothing to free.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rolemesh.engine.layout.adapters import factor_name, split_factor
-from rolemesh.engine.models.sharded_loading import FolderTensors
+from rolemesh.engine.models.parameter_files import ParameterFiles, named_as_in_files
 from rolemesh.engine.rollout.model_folder import ExpectedWeights, ModelFolder, expected_weights
 from rolemesh.engine.rollout.vllm_engine import FirstWeights
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine
@@ -150,10 +150,11 @@ class MergedAdapter(ServedAdapter):
         self._scale = spec.scale
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._path: Path = folder.path
+        self._shape = folder.shape
         self._shapes = expected_weights(folder).shapes
         self._adapted = [f"{module}.weight" for module in _modules(expected.shapes)]
         self._matrices: list[WrittenMatrix] | None = None
-        with FolderTensors(self._path) as tensors:
+        with ParameterFiles(self._path, self._shape) as tensors:
             missing = [name for name in self._shapes if tensors.stored_name(name) is None]
         if missing:
             raise ValueError(
@@ -178,7 +179,7 @@ class MergedAdapter(ServedAdapter):
         if holds_base and self._matrices is not None:
             self._write(held.engine, self._matrices, factors)
         else:
-            load_whole(held.engine, self.weights(factors))
+            load_whole(held.engine, named_as_in_files(self._shape, self.weights(factors)))
         # Not after a failure, which leaves some of this version and some of another.
         held.holds_base = True
 
@@ -190,7 +191,7 @@ class MergedAdapter(ServedAdapter):
     ) -> None:
         from rolemesh.engine.rollout.vllm_merging import write_matrices
 
-        with FolderTensors(self._path) as tensors:
+        with ParameterFiles(self._path, self._shape) as tensors:
 
             def fill(name: str, matrix_OI: torch.Tensor) -> None:
                 matrix_OI.copy_(self._rounded(self._stored(tensors, name)))
@@ -210,7 +211,7 @@ class MergedAdapter(ServedAdapter):
             spec's type or, where that is float32, of the folder's.
         """
         adapted = set(self._adapted)
-        with FolderTensors(self._path) as tensors:
+        with ParameterFiles(self._path, self._shape) as tensors:
             for name in self._shapes:
                 base = self._rounded(self._stored(tensors, name))
                 if name in adapted:
@@ -218,7 +219,7 @@ class MergedAdapter(ServedAdapter):
                     self._add(base, name, factors)
                 yield name, base
 
-    def _stored(self, tensors: FolderTensors, name: str) -> torch.Tensor:
+    def _stored(self, tensors: ParameterFiles, name: str) -> torch.Tensor:
         """A parameter of the base as the folder has it, [global shape]; it may be mapped."""
         key = tensors.stored_name(name)
         assert key is not None  # as __init__ has seen

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-_STACKS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
+STACKS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 """Name in transformers' models by vLLM's."""
 
 
@@ -50,6 +50,41 @@ def experts_packed_anew(model: nn.Module) -> Iterator[None]:
                 method.moe_kernel = kernel
 
 
+class PlacedExperts:
+    """Takes the stacks of layers one by one, and has a layer packed when it has both.
+
+    Owned by one update.
+    """
+
+    def __init__(self) -> None:
+        self._placed: dict[RoutedExperts, set[str]] = {}
+
+    @torch.no_grad()
+    def place(
+        self, module: RoutedExperts, name: str, tensor: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Writes a stack, in place on a GPU, and packs it for the kernel once all are there.
+
+        Args:
+            module: The layer's experts.
+            name: W13_weight or w2_weight.
+            tensor: Floating [shape of the parameter before it was packed].
+            dtype: In which the module holds it.
+        """
+        before: torch.Tensor = getattr(module, name)
+        if _are_packed(module):
+            # What the kernel holds is of another order, and may be padded.
+            stack = tensor.to(before.device, dtype, copy=True)
+            setattr(module, name, nn.Parameter(stack, requires_grad=False))
+        else:
+            before.copy_(tensor)
+        placed = self._placed.setdefault(module, set())
+        placed.add(name)
+        if placed == set(STACKS):
+            with experts_packed_anew(module):
+                module.quant_method.process_weights_after_loading(module)
+
+
 def expert_weights(prefix: str, module: RoutedExperts) -> Iterator[tuple[str, torch.Tensor]]:
     """A layer's experts as transformers' models hold them.
 
@@ -67,12 +102,12 @@ def expert_weights(prefix: str, module: RoutedExperts) -> Iterator[tuple[str, to
             # The router's, which has it under the name that transformers gives it.
             continue
         tensor = parameter.detach()
-        if name in _STACKS and _are_packed(module):
+        if name in STACKS and _are_packed(module):
             tensor = _unpacked(tensor, module.quant_method.experts_cls.isa)
             tensor = _without_padding(tensor, name, _recorded_shape(module, name))
-        if name in _STACKS and module.is_fused_checkpoint_transposed:
+        if name in STACKS and module.is_fused_checkpoint_transposed:
             tensor = tensor.transpose(1, 2).contiguous()
-        yield f"{parent}.{_STACKS.get(name, name)}", tensor
+        yield f"{parent}.{STACKS.get(name, name)}", tensor
 
 
 def _are_packed(module: nn.Module) -> bool:

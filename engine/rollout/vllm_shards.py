@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rolemesh.engine.rollout.model_folder import WeightsStaleError, refuse_missing
+from rolemesh.engine.rollout.vllm_experts import STACKS, PlacedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,12 @@ def place_shards(
         dtype: Of the model.
 
     Raises:
-        WeightsStaleError: At a tensor that is unknown, repeated, of another shape or of experts,
-            and at the end when one is missing. What came before it has been placed.
+        WeightsStaleError: At a tensor that is unknown, repeated or of another shape, and at the end
+            when one is missing. What came before it has been placed.
     """
     places = weight_places(model, dtype)
     missing = dict.fromkeys(places)
+    experts = PlacedExperts()
     for name, tensor in tensors:
         place = places.get(name)
         if place is None:
@@ -72,7 +74,7 @@ def place_shards(
                 f"shard update has {name!r} with shape {list(tensor.shape)}, but this rank's is "
                 f"{list(place.shape)}: cut it for the generation layout of the engine"
             )
-        _place(place, tensor)
+        _place(place, tensor, experts)
         # Without this the loop would hold the tensor while the next one is received.
         del tensor
     refuse_missing("shard update", list(missing), len(places))
@@ -101,12 +103,10 @@ def weight_places(model: nn.Module, dtype: torch.dtype) -> dict[str, Place]:
     return places
 
 
-def _place(place: Place, tensor: torch.Tensor) -> None:
-    if isinstance(place.module, RoutedExperts):
-        raise WeightsStaleError(
-            f"shard update has {place.own_name!r} of experts, which a CPU's kernel reads packed: "
-            "send whole weights, which are packed anew"
-        )
+def _place(place: Place, tensor: torch.Tensor, experts: PlacedExperts) -> None:
+    if isinstance(place.module, RoutedExperts) and place.own_name in STACKS:
+        experts.place(place.module, place.own_name, tensor.detach(), place.dtype)
+        return
     with rewritten(place) as parameter:
         parameter.copy_(tensor.detach().to(place.dtype))
         if isinstance(place.module, VocabParallelEmbedding):

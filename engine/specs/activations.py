@@ -61,15 +61,14 @@ class LayerWidths:
         if not isinstance(hidden, int):
             return None
         heads = text.get("num_attention_heads") or 1
-        # Mixtures of experts have the attention of the dense family of their name.
-        record = RECORDS.get(str(text.get("model_type")).removesuffix("_moe"))
+        record = RECORDS.get(str(text.get("model_type")))
         head_dim = text.get("head_dim") or hidden // heads
         return cls(
             hidden=hidden,
             query=heads * head_dim,
             key_value=(text.get("num_key_value_heads") or heads) * head_dim,
             inner=text.get("intermediate_size") or 4 * hidden,
-            norms_queries=record is not None and record.qk_norm,
+            norms_queries=record is not None and record.norms_queries(text),
         )
 
     @property

@@ -209,6 +209,9 @@ class LayoutSpec(Spec):
     fsdp: int | None = Field(default=None, ge=1)
     """Data-parallel ranks that cut each parameter among them: 1 replicates, dp cuts over all.
     None cuts over all."""
+    ep: int = Field(default=1, ge=1)
+    """Data-parallel ranks that share the experts of a mixture out, each computing its own for the
+    rows of all."""
     order: RankOrder = "tp-pp-dp"
     """How ranks are numbered, fastest coordinate first."""
 
@@ -220,7 +223,9 @@ class LayoutSpec(Spec):
     def layout(self) -> TrainLayout:
         """The layout as rank arithmetic."""
         fsdp = self.dp if self.fsdp is None else self.fsdp
-        return TrainLayout(pp=self.pp, tp=self.tp, dp=self.dp, fsdp=fsdp, order=self.order)
+        return TrainLayout(
+            pp=self.pp, tp=self.tp, dp=self.dp, fsdp=fsdp, ep=self.ep, order=self.order
+        )
 
 
 class GenerateSpec(Spec):

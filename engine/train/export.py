@@ -20,13 +20,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.layout.adapters import factor_name, split_factor
+from rolemesh.engine.layout.families import known_shape
 from rolemesh.engine.layout.manifest import Manifest, Parameter
 from rolemesh.engine.models.adapter_files import adapter_config
 from rolemesh.engine.models.adapters import adapted_linears, module_in_layer
 from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.folder import read_config
-from rolemesh.engine.models.sharded_loading import FolderTensors
+from rolemesh.engine.models.parameter_files import ParameterFiles
 from rolemesh.engine.specs import AdapterSpec, ComputeDtype, ModelSpec
 from rolemesh.engine.train.state import check_base, check_fits
 from rolemesh.engine.weights.checkpoint import (
@@ -94,6 +95,8 @@ def export_policy(
         manifest[name] = Parameter(tuple(buffer.shape), "float32", keeps_dtype=True)
     chosen = dtype or "bfloat16"
 
+    shape = known_shape(config.to_dict())
+
     def write(parameters: Iterator[tuple[str, torch.Tensor]]) -> None:
         write_model_folder(
             directory,
@@ -102,12 +105,13 @@ def export_policy(
             manifest=manifest,
             parameters=parameters,
             source=model,
+            shape=shape,
             dtype=chosen,
         )
 
     if merges:
         spec = _checked_adapter(reader, lm, model)
-        with FolderTensors(model) as base:
+        with ParameterFiles(model, shape) as base:
             write(_merged(reader, base, manifest, spec.scale))
     else:
         check_fits(reader, "policy", manifest)
@@ -177,7 +181,7 @@ def _adapter_of(reader: CheckpointReader) -> AdapterSpec:
 
 
 def _merged(
-    reader: CheckpointReader, base: FolderTensors, manifest: Manifest, scale: float
+    reader: CheckpointReader, base: ParameterFiles, manifest: Manifest, scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields W + scale * B A, or W where there is no adapter, float32, in the manifest's order.
 

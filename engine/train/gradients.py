@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from rolemesh.engine.layout.families import cut_of, replica_ranks_of_kv
+from rolemesh.engine.layout.families import cut_of, is_stack, replica_ranks_of_kv
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.buckets import BUCKET_BYTES, sum_over
@@ -58,7 +58,8 @@ class Gradients:
                 gradient = parameter.grad
                 weight.grad = None if gradient is None else local_part(gradient)
         sum_partial_gradients(self.weights.items(), self._shares, self._mesh.tp)
-        sum_over(self._present(), self._mesh.replicate)
+        sum_over(self._present(of_experts=False), self._mesh.replicate)
+        sum_over(self._present(of_experts=True), self._mesh.expert_replicate)
         if self._tied in self.weights:
             self._add_other_end(self.weights[self._tied])
 
@@ -113,12 +114,18 @@ class Gradients:
         elif cut == "kv_heads":
             holders = replica_ranks_of_kv(shape, mesh.tp.size)
         is_copy = name == self._tied and not mesh.pp.is_first
-        return mesh.replicate.is_first and mesh.tp.index % holders == 0 and not is_copy
+        replicate = mesh.expert_replicate if self._is_stack(name) else mesh.replicate
+        return replicate.is_first and mesh.tp.index % holders == 0 and not is_copy
 
-    def _present(self) -> Iterator[torch.Tensor]:
-        for weight in self.weights.values():
-            if weight.grad is not None:
+    def _present(self, *, of_experts: bool) -> Iterator[torch.Tensor]:
+        for name, weight in self.weights.items():
+            if weight.grad is not None and self._is_stack(name) == of_experts:
                 yield weight.grad
+
+    def _is_stack(self, name: str) -> bool:
+        """Whether a weight is a stack of experts, whose replicas may be other ranks."""
+        shape = self.rank_model.model.shape
+        return shape is not None and is_stack(shape, name)
 
     def _not_finite(self) -> list[str]:
         return [

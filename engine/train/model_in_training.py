@@ -333,6 +333,7 @@ class ModelInTraining:
             manifest=weights.layout.manifest,
             parameters=gathered(ShardedTensors(weights.layout, weights.tensors), dtype, self.mesh),
             source=self.model.spec.path,
+            shape=self.model.shape,
             dtype=dtype,
             peers=weights.peers,
         )

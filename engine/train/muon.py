@@ -141,13 +141,13 @@ class Muon(torch.optim.Optimizer):
     def _made(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Each matrix of a parameter orthogonalised."""
         made = whole.new_empty(whole.shape)
+        flat, flat_made = whole.flatten(0, -2), made.flatten(0, -2)
         for first, last in self._matrices[name]:
-            rows = first if whole.dim() == 3 else slice(first, last)
-            matrix_RC = whole[rows]
+            matrix_RC = flat[first:last]
             work = multiply_adds(*matrix_RC.shape, steps=1)
             # By the whole matrix, so that every layout takes as many threads for it.
             with threads_worth(work, matrix_RC.device):
-                made[rows] = orthogonalised(matrix_RC, steps=self._spec.ns_steps)
+                flat_made[first:last] = orthogonalised(matrix_RC, steps=self._spec.ns_steps)
         return made
 
 
@@ -209,7 +209,7 @@ def make_muons(
 
 def _work(rows: Rows, shape: tuple[int, ...]) -> int:
     """What the matrices of a parameter cost its owner."""
-    return sum(multiply_adds(last - first, shape[1], steps=1) for first, last in rows)
+    return sum(multiply_adds(last - first, shape[-1], steps=1) for first, last in rows)
 
 
 def _stretches(
@@ -217,7 +217,9 @@ def _stretches(
 ) -> Iterator[tuple[slice, float]]:
     sizes = layout.manifest[name].shape
     if len(sizes) == 3:
-        yield slice(None), rate_factor(sizes[1], sizes[2])
+        # The matrices of a stack are alike.
+        first, last = matrices[0]
+        yield slice(None), rate_factor(last - first, sizes[2])
         return
     for piece in layout.ranks[rank].pieces:
         if piece.tensor != name:

@@ -18,8 +18,11 @@ from safetensors.torch import save_file
 
 from rolemesh.engine.adapter_config import CONFIG_FILE
 from rolemesh.engine.layout.boxes import whole_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.file_names import file_manifest
 from rolemesh.engine.layout.manifest import Manifest, ManifestError, Piece
 from rolemesh.engine.models.adapter_files import stored_name
+from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
@@ -61,6 +64,7 @@ def write_model_folder(
     manifest: Manifest,
     parameters: Iterable[tuple[str, torch.Tensor]],
     source: Path,
+    shape: DecoderShape | None = None,
     dtype: ComputeDtype = "bfloat16",
     peers: Peers | None = None,
 ) -> None:
@@ -78,6 +82,8 @@ def write_model_folder(
         parameters: Names and whole tensors, floating [global shape], in the manifest's order, as
             `gathered` yields them. All ranks go through it; rank 0 alone gets something.
         source: Folder that the model came from; tokenizer and generation config are copied.
+        shape: Of the model, which says what files call its parameters: each expert of a stack by
+            itself. None: as they are called here.
         dtype: Type of the saved weights.
         peers: The ranks; None for one alone.
 
@@ -92,8 +98,8 @@ def write_model_folder(
 
     _write_folder(
         directory,
-        lambda folder: _WeightFiles(folder, manifest, dtype),
-        parameters,
+        lambda folder: _WeightFiles(folder, file_manifest(shape, manifest), dtype),
+        named_as_in_files(shape, parameters),
         write_companions,
         peers,
     )

@@ -143,6 +143,7 @@ def parsed() -> argparse.Namespace:
     )
     dtypes = ("float32", "bfloat16")
     add("--ours", nargs="*", choices=dtypes, default=["bfloat16"], help="types of our products")
+    add("--numerics", nargs="*", choices=("exact", "fast"), default=["exact"], help="ours")
     add("--skyrl", nargs="*", choices=dtypes, default=["float32"], help="types of SkyRL's model")
     add("--data", type=int, default=16, help="data of a forward_backward")
     add("--data-tokens", type=int, nargs=2, default=(128, 256), help="least and most of a datum")
@@ -186,10 +187,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sides: dict[str, Server] = {
-            f"rolemesh {dtype}": functools.partial(
-                our_server, model=options.model, dtype=dtype, threads=options.threads
+            f"rolemesh {dtype} {numerics}": functools.partial(
+                our_server,
+                model=options.model,
+                dtype=dtype,
+                numerics=numerics,
+                threads=options.threads,
             )
             for dtype in options.ours
+            for numerics in options.numerics
         }
         for dtype in options.skyrl:
             model = write_model(options.model, folder / dtype, dtype)

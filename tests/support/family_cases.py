@@ -17,6 +17,8 @@ _TWO_KINDS = {
 }
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama with biases": ("llama", _BIASES),
@@ -70,6 +72,33 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "phi3": ("phi3", {"bos_token_id": 1, "eos_token_id": 2}),
     "glm4": ("glm4", {"eos_token_id": 2}),
+    "mixtral": (
+        "mixtral",
+        {**_EXPERTS, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1], "moe_intermediate_size": 24},
+    ),
+    "olmoe": (
+        "olmoe",
+        # Its heads have the width of the hidden states together.
+        {**_EXPERTS, "hidden_size": 32, "head_dim": 8, "pad_token_id": 0, "eos_token_id": 2},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+        },
+    ),
 }
 """Family and fields of its config, by the name of the case; each family of RECORDS at least once.
 With a tied embedding where the family has one, so that both ends of a pipeline hold it."""

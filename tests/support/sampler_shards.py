@@ -8,20 +8,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.layout.boxes import generate_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import DtypeName, RankShard
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.models.buffers import saved_buffers
 
 PADDING = 7.5
 """What stands in rows that no piece covers: a sampler that reads them shows it."""
 
 
 def folder_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Whole float32 parameters by Hugging Face name."""
-    return load_file(folder / "model.safetensors")
+    """Whole float32 parameters by Hugging Face name; experts as transformers' model stacks them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = (*model.named_parameters(), *saved_buffers(model))
+    return {name: weight.detach().clone() for name, weight in weights}
 
 
 def rank_shard(

@@ -122,7 +122,6 @@ def reference_to(
     probe: ProbeScores | None = None,
 ) -> weights_pb2.WeightsRef:
     """Names a publication of all ranks; `probe`: what its weights give a row, if that is known."""
-    fields = {name: str(getattr(layout, name)) for name in ("pp", "tp", "dp", "fsdp", "order")}
     manifest = publication.layout.manifest
     (dtype,) = {parameter.dtype for parameter in manifest.values()}
     return weights_pb2.WeightsRef(
@@ -130,7 +129,7 @@ def reference_to(
         policy_version=publication.policy_version,
         dtype=data_type_of(dtype),
         parameters=parameter_specs(manifest),
-        layout=fields,
+        layout=layout.as_texts(),
         addresses=addresses,
         probe=None
         if probe is None

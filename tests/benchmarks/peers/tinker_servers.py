@@ -48,11 +48,14 @@ def write_model(source: Path, folder: Path, dtype: str) -> Path:
 
 
 @contextlib.contextmanager
-def our_server(folder: Path, model: Path, dtype: str, threads: int) -> Iterator[Served]:
-    """`rolemesh tinker` with recipes/tinker.yaml, but for the model, the type and the threads."""
+def our_server(
+    folder: Path, model: Path, dtype: str, numerics: str, threads: int
+) -> Iterator[Served]:
+    """`rolemesh tinker` with recipes/tinker.yaml, but for the model, types and the threads."""
     recipe: dict[str, Any] = yaml.safe_load((REPOSITORY / "recipes" / "tinker.yaml").read_text())
     recipe["actor"]["model"] |= {"path": str(model), "compute_dtype": dtype}
     recipe["actor"]["rollout"]["dtype"] = dtype
+    recipe["run"]["numerics"] = numerics
     recipe["services"] = {"actor": {"threads": threads}}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe))

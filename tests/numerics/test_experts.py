@@ -1,0 +1,298 @@
+"""Experts computed in groups, and shared out over ranks, against a loop over experts."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.family_cases import CASES, case_config
+from support.parallel_training import (
+    Job,
+    assert_agree,
+    joined,
+    near_policy,
+    train,
+)
+from support.rank_processes import RankContext, RankPool
+from support.slow_cases import mostly_slow
+from support.tiny_families import write_tiny_decoder
+from support.token_batches import token_batch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rolemesh.engine.layout.families import DecoderShape, check_layout
+from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.models.experts import group_experts, grouped_linear
+from rolemesh.engine.parallel.data_parallel import experts_of
+from rolemesh.engine.parallel.expert_exchange import computed_by_owners
+from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
+from rolemesh.engine.train.trainer import Trainer
+
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "glm4_moe")
+DOUBLE_TOLERANCE = 1e-12
+"""Of gradients in float64, relative to their norm: sums in another order. Routers and norms of
+transformers compute in float32 within, alike on both sides but for rows that lie elsewhere."""
+IN_FLOAT32_WITHIN = 1e-6
+"""The same, of what float32 parts of transformers' model pass on."""
+VOCABULARY = 100
+EIGHT = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
+
+
+# --- one rank -------------------------------------------------------------------------------
+
+
+def _model(family: str, **config: Any) -> PreTrainedModel:
+    """A tiny model in float64, with routers whose choices differ between tokens."""
+    given = {**case_config(family), "hidden_size": 32, "intermediate_size": 48, **config}
+    given = {"vocab_size": VOCABULARY, "num_attention_heads": 4, "num_key_value_heads": 2, **given}
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{"head_dim": 8, "pad_token_id": 0, **given}),
+        dtype=torch.float64,
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, dtype=torch.float64)
+    return made.eval()
+
+
+def _loss(model: PreTrainedModel, rows: list[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        logprobs = model(row[None]).logits[0, :-1].log_softmax(-1)
+        total = total - logprobs.gather(1, row[1:, None]).sum()
+    return total
+
+
+def _rows(*lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def _gradients(model: PreTrainedModel, rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    _loss(model, rows).backward()
+    return {
+        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+    }
+
+
+def _distances(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    return {
+        name: float((found[name] - one).norm() / one.norm().clamp_min(1e-30))
+        for name, one in expected.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [(11, 5), (2,)], ids=["many tokens", "one token"])
+def test_groups_compute_what_a_loop_over_experts_does(
+    family: str, lengths: tuple[int, ...]
+) -> None:
+    """Of one token most experts get no row: their gradients are zeros."""
+    model = _model(family)
+    looped = copy.deepcopy(model)
+    looped.set_experts_implementation("eager")
+    group_experts(model)
+    rows = _rows(*lengths)
+    torch.testing.assert_close(_loss(model, rows), _loss(looped, rows), rtol=1e-14, atol=0)
+    apart = _distances(_gradients(model, rows), _gradients(looped, rows))
+    assert max(apart.values()) < DOUBLE_TOLERANCE, apart
+
+
+def test_a_gradient_is_asked_of_what_is_trained_alone() -> None:
+    x_NC = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    weight_EOC = torch.randn(3, 5, 4, dtype=torch.float64)
+    made_NO = grouped_linear(x_NC, weight_EOC, [4, 0, 2])
+    expected = torch.cat([x_NC[:4] @ weight_EOC[0].t(), x_NC[4:] @ weight_EOC[2].t()])
+    torch.testing.assert_close(made_NO, expected)
+    made_NO.sum().backward()
+    assert weight_EOC.grad is None
+    assert torch.autograd.gradcheck(
+        lambda x, w: grouped_linear(x, w, [4, 0, 2]), (x_NC, weight_EOC.requires_grad_())
+    )
+
+
+@pytest.mark.parametrize("is_fast", [True, False], ids=["bfloat16 products", "emulated ones"])
+def test_numbers_of_bfloat16_are_multiplied_as_the_machine_is_fast(
+    monkeypatch: pytest.MonkeyPatch, is_fast: bool
+) -> None:
+    from rolemesh.engine.models import experts
+
+    machine = replace(experts.device_of("cpu"), multiplies_bfloat16=is_fast)
+    monkeypatch.setattr(experts, "device_of", lambda kind: machine)
+    x_NC, weight_EOC = torch.randn(7, 16).bfloat16(), torch.randn(2, 5, 16).bfloat16()
+    made_NO = grouped_linear(x_NC, weight_EOC, [3, 4])
+    assert made_NO.dtype == torch.bfloat16
+    expected = torch.cat(
+        [x_NC[:3].float() @ weight_EOC[0].float().t(), x_NC[3:].float() @ weight_EOC[1].float().t()]
+    )
+    # A step of bfloat16.
+    torch.testing.assert_close(made_NO.float(), expected, rtol=2**-7, atol=1e-2)
+
+
+# --- experts shared out over ranks ----------------------------------------------------------
+
+
+def exchange_rows(at: RankContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows times the number of their expert and 1, by the rank that has it; and their gradients."""
+    layout = TrainLayout(dp=at.world_size, ep=at.world_size)
+    # Rank 0 has no row, and nobody asks for the last rank's experts.
+    counts = [[0, 0, 0, 0, 0, 0], [3, 0, 1, 2, 0, 0], [0, 4, 0, 1, 0, 0]][at.rank]
+    with at.connect(HybridLayout(layout)) as mesh:
+        first = 2 * mesh.experts.index
+
+        def compute(rows_MD: torch.Tensor, own: Any) -> torch.Tensor:
+            factor = torch.arange(first + 1, first + 3).repeat_interleave(torch.tensor(own))
+            return rows_MD * factor[:, None]
+
+        x_ND = torch.arange(sum(counts) * 2, dtype=torch.bfloat16).view(-1, 2).requires_grad_()
+        made_ND = computed_by_owners(x_ND, counts, mesh.experts, compute)
+        expected = torch.arange(1, 7).repeat_interleave(torch.tensor(counts))[:, None]
+        assert torch.equal(made_ND, x_ND * expected)
+        made_ND.sum().backward()
+        assert x_ND.grad is not None
+        return x_ND.grad, expected.expand(-1, 2).to(torch.bfloat16)
+
+
+def test_rows_go_to_the_owners_of_their_experts_and_back(rank_pool: RankPool) -> None:
+    for found, expected in rank_pool.run(exchange_rows, 3):
+        assert torch.equal(found, expected)
+
+
+@dataclass
+class Apart:
+    """How far gradients of ranks are from those of one."""
+
+    of_experts: float
+    of_others: float
+
+
+def gradients_of_shared_experts(at: RankContext, family: str) -> Apart:
+    """Those of a model in float64 whose experts ranks share out, each with rows of its own."""
+    size = at.world_size
+    rows = _rows(9, 3, 6, 2, 12, 5, 2)
+    whole = _model(family, **EIGHT)
+    group_experts(whole)
+    expected = _gradients(whole, rows)
+    with at.connect(HybridLayout(TrainLayout(dp=size, ep=size))) as mesh:
+        model = _model(family, **EIGHT)
+        number = 8 // size
+        own = slice(mesh.experts.index * number, (mesh.experts.index + 1) * number)
+        for module in experts_of(model):
+            patched: Any = module
+            for name in ("gate_up_proj", "down_proj"):
+                stack = getattr(patched, name).detach()[own].clone()
+                setattr(patched, name, torch.nn.Parameter(stack))
+        group_experts(model, mesh.experts)
+        # As many passes on every rank: a row without a target has a loss of 0.
+        mine = [rows[i] if i < len(rows) else rows[0][:1] for i in range(at.rank, 8, size)]
+        found = _gradients(model, mine)
+        for name, gradient in found.items():
+            if ".experts." not in name:
+                torch.distributed.all_reduce(gradient, group=mesh.dp.process_group)
+        stacks = {name: one[own] if ".experts." in name else one for name, one in expected.items()}
+        apart = _distances(found, stacks)
+        return Apart(
+            of_experts=max(value for name, value in apart.items() if ".experts." in name),
+            of_others=max(value for name, value in apart.items() if ".experts." not in name),
+        )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_gradients_of_shared_experts_are_those_of_one_rank(
+    rank_pool: RankPool, family: str, size: int
+) -> None:
+    for apart in rank_pool.run(gradients_of_shared_experts, size, family):
+        assert apart.of_experts < DOUBLE_TOLERANCE, apart
+        assert apart.of_others < DOUBLE_TOLERANCE, apart
+
+
+LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
+    "ep2": (TrainLayout(dp=2, ep=2), {}),
+    "ep2 fsdp2": (TrainLayout(dp=2, ep=2, fsdp=2), {}),
+    "ep2 fsdp4": (TrainLayout(dp=4, ep=2, fsdp=4), {}),
+    "ep4 fsdp2": (TrainLayout(dp=4, ep=4, fsdp=2), {}),
+    "ep2 of four": (TrainLayout(dp=4, ep=2), {}),
+    "ep2 tp2": (TrainLayout(dp=2, tp=2, ep=2), {}),
+    "ep2 tokens shared": (TrainLayout(dp=2, tp=2, ep=2), {"sequence_parallel": True}),
+    "all ways": (TrainLayout(tp=2, pp=2, dp=2, fsdp=2, ep=2), {}),
+    "recomputed": (TrainLayout(dp=2, ep=2, fsdp=2), {"recompute": "full"}),
+    "adapter": (TrainLayout(dp=2, ep=2, fsdp=2), {"adapter": {"rank": 2}}),
+}
+PAIRS = [(family, name) for family in ("qwen3_moe", "glm4_moe", "mixtral") for name in LAYOUTS]
+QUICK = [("qwen3_moe", "ep2 fsdp4"), ("glm4_moe", "all ways"), ("mixtral", "ep4 fsdp2")]
+"""Those that `make test` makes: experts cut further, every axis with buffers, whole experts beside
+layers that are cut."""
+
+
+def _job(folder: Path, **model: Any) -> Job:
+    batch = token_batch(vocab_size=VOCABULARY)
+    trainer = Trainer.policy(ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec())
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    return Job(folder, near_policy(batch, scored), PpoPolicyLossSpec(kl_in_loss=0.1), model=model)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    mostly_slow([number for number, pair in enumerate(PAIRS) if pair in QUICK], PAIRS),
+)
+def test_ranks_that_share_experts_train_as_one(
+    rank_pool: RankPool, tmp_path: Path, family: str, name: str
+) -> None:
+    layout, fields = LAYOUTS[name]
+    config = {**case_config(family), **{key: 8 for key in EIGHT if key in CASES[family][1]}}
+    folder = write_tiny_decoder(tmp_path, family, vocab_size=VOCABULARY, **config)
+    shared = {key: value for key, value in fields.items() if key == "adapter"}
+    job = _job(folder, **shared)
+    alone = joined(rank_pool.run(train, 1, job), TrainLayout())
+    spread = replace(job, layout=layout, model=fields)
+    assert_agree(joined(rank_pool.run(train, layout.world_size, spread), layout), alone)
+
+
+# --- layouts --------------------------------------------------------------------------------
+
+
+def test_groups_of_experts_lie_within_the_data_axis() -> None:
+    layout = TrainLayout(tp=2, dp=4, fsdp=4, ep=2)
+    assert layout.expert_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert layout.expert_fsdp_groups() == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert layout.expert_replicate_groups() == tuple((rank,) for rank in range(8))
+    replicas = TrainLayout(dp=4, ep=2)
+    assert replicas.expert_fsdp_groups() == ((0,), (1,), (2,), (3,))
+    assert replicas.expert_replicate_groups() == ((0, 2), (1, 3))
+    assert layout.described() == "1-2-4 fsdp 4 ep 2"
+    assert "ep=2" in layout.flag()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"dp": 4, "ep": 3}, r"ep 3 does not divide dp 4: give one of \[1, 2, 4\]"),
+        ({"dp": 12, "fsdp": 6, "ep": 4}, "ep 4 neither divides fsdp 6 nor is a multiple"),
+        ({"ep": 0}, "ep is 0: give at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        TrainLayout(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen3_moe", "ep 2 does not divide the 5 experts of the qwen3_moe model's layers"),
+        ("qwen3", "ep is 2, but the qwen3 model has no experts: give 1"),
+    ],
+)
+def test_a_model_whose_experts_cannot_be_shared_out_is_refused(family: str, words: str) -> None:
+    config = AutoConfig.for_model(family, **case_config(family)).to_dict()
+    with pytest.raises(LayoutError, match=words):
+        check_layout(DecoderShape.from_config(config), TrainLayout(dp=2, ep=2))
