@@ -16,10 +16,6 @@ from rolemesh.engine.model_files import NOT_UPDATED_IN_VLLM
 
 HEADINGS = ("family", "sampled by", "trained on one rank", "trained over ranks", "adapters")
 
-TRIED_ON_ONE_RANK = ("qwen3_moe", "glm4_moe")
-"""Families without a record that a test trains and samples (tests/numerics/
-test_rollout_vllm_one_rank.py)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
@@ -67,8 +63,8 @@ def abilities_of(config: Mapping[str, Any]) -> Abilities:
         family=family,
         sampled_by=f"hf (vllm's model has no {lacks[0]})" if lacks else "vllm, hf",
         on_one_rank="yes",
-        over_ranks=_axes(f"up to {shape.num_kv_heads}" if _is_bounded(record) else ""),
-        adapters="yes",
+        over_ranks=_axes(record, f"up to {shape.num_kv_heads}"),
+        adapters=_adapters(record),
     )
 
 
@@ -79,12 +75,12 @@ def known_abilities() -> list[Abilities]:
             family=family,
             sampled_by="vllm, hf",
             on_one_rank=_condition(record),
-            over_ranks=_axes("up to its key-value heads" if _is_bounded(record) else ""),
-            adapters="yes",
+            over_ranks=_axes(record, "up to its key-value heads"),
+            adapters=_adapters(record),
         )
         for family, record in RECORDS.items()
     ]
-    for family in (*TRIED_ON_ONE_RANK, *NOT_UPDATED_IN_VLLM):
+    for family in NOT_UPDATED_IN_VLLM:
         lines.append(_without_record(family))
     return [*lines, _without_record("others")]
 
@@ -104,8 +100,14 @@ def _is_bounded(record: FamilyRecord) -> bool:
     return any(part.cut == "qkv" for part in record.parts)
 
 
-def _axes(bound: str) -> str:
-    return f"tp {bound}, pp, fsdp" if bound else "tp, pp, fsdp"
+def _axes(record: FamilyRecord, bound: str) -> str:
+    """Axes of a layout; `bound`: how many slices there may be, where that is bounded."""
+    slices = f"tp {bound}" if _is_bounded(record) else "tp"
+    return f"{slices}, pp, fsdp{', ep' if record.experts else ''}"
+
+
+def _adapters(record: FamilyRecord) -> str:
+    return "yes, but on experts" if record.experts else "yes"
 
 
 def _refused(family: str, why: str) -> Abilities:
@@ -122,11 +124,10 @@ def _refused(family: str, why: str) -> Abilities:
 def _without_record(family: str) -> Abilities:
     if family in NOT_UPDATED_IN_VLLM:
         return _refused(family, NOT_UPDATED_IN_VLLM[family])
-    is_tried = family in TRIED_ON_ONE_RANK
     return Abilities(
         family=family,
-        sampled_by="vllm, hf" if is_tried else "vllm and hf, where they know it; not tested",
-        on_one_rank="yes" if is_tried else "where transformers knows it; not tested",
+        sampled_by="vllm and hf, where they know it; not tested",
+        on_one_rank="where transformers knows it; not tested",
         over_ranks="no",
         adapters="on one rank; not tested",
     )

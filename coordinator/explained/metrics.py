@@ -142,6 +142,12 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "optimizer_steps": "Optimizer steps of the update.",
         "computed_fraction": "Tokens that the passes of the update computed, for each token of "
         "their rows. Below 1 where rows begin alike, which is computed once.",
+        "experts/load_ratio": "Of a mixture: choices of its most chosen expert over the mean of "
+        "all, for completion tokens, mean over layers and optimizer steps. 1: even loads. No token "
+        "is dropped, whatever the loads.",
+        "experts/load_ratio_max": "The same in the layer with the most uneven loads.",
+        "experts/load_entropy": "Entropy of the loads of a layer's experts over that of even "
+        "loads, mean over layers and optimizer steps. 1: even loads.",
         "policy_loss": "The loss without entropy bonus and KL.",
         "kl_loss": "The KL to the reference in the loss, before `kl_in_loss` weighs it.",
         "entropy": "Entropy of the policy at each token, nats, mean over tokens.",

@@ -52,6 +52,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _STACKS, _ROUTER = "mlp.experts.", "mlp.gate."
 """Begin the names within a layer of the stacks of experts, and of what belongs to the router."""
 
+ROUTER_WEIGHT = "mlp.gate.weight"
+"""What scores experts, by its name within a layer."""
+
 _EXPERT_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields that give the number of experts: a family reads any of them, and writes one."""
 

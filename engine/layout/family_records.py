@@ -80,6 +80,8 @@ class FamilyRecord:
     head_dim the hidden size divided by them."""
     experts: ExpertFields | None = None
     """Of a mixture of experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of a router's logits."""
     per_layer: tuple[str, ...] = ()
     """Fields of its config that list one entry a layer, which a stage therefore cuts."""
     scales_embedding: bool = False
@@ -360,6 +362,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
                 **{"first_k_dense_replace": 1, "moe_intermediate_size": 1408},
             },
             experts=ExpertFields(default=128, shared="n_shared_experts"),
+            router="sigmoid",
         ),
     }
 )

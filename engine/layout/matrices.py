@@ -11,6 +11,7 @@ from typing import Any
 
 from rolemesh.engine.layout.adapters import is_factor
 from rolemesh.engine.layout.families import (
+    ROUTER_WEIGHT,
     DecoderShape,
     parameter_shape,
     part_of_layer,
@@ -23,9 +24,11 @@ def is_layer_matrix(shape: DecoderShape, name: str) -> bool:
     """Whether a parameter is the matrix of a linear map within a layer.
 
     Embedding and head are none, though they have two dimensions: what they look up or give is a
-    row for each token. Factors of an adapter are none either: their product is.
+    row for each token. Nor is a router, whose rows are scores, each of one expert. Factors of an
+    adapter are none either: their product is.
     """
-    if is_factor(name) or part_of_layer(shape, name) is None:
+    part = None if is_factor(name) else part_of_layer(shape, name)
+    if part is None or part.suffix == ROUTER_WEIGHT:
         return False
     return len(parameter_shape(shape, name)) >= 2
 

@@ -110,8 +110,14 @@ class TrainLayout:
         return text if self.ep == 1 else f"{text} ep {self.ep}"
 
     def flag(self) -> str:
-        """What `rolemesh serve --layout` reads, e.g. "pp=1,tp=2,dp=2,fsdp=2,order=tp-pp-dp"."""
-        return ",".join(f"{name}={value}" for name, value in self.as_texts().items())
+        """What `rolemesh serve --layout` reads, e.g. "pp=1,tp=2,dp=2,fsdp=2,order=tp-pp-dp".
+
+        Ranks that share experts out are named where there are some.
+        """
+        texts = self.as_texts()
+        if self.ep == 1:
+            del texts["ep"]
+        return ",".join(f"{name}={text}" for name, text in texts.items())
 
     def as_texts(self) -> dict[str, str]:
         """All sizes by name, as they travel."""

@@ -32,6 +32,7 @@ from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.fused_layers import fuse_layers
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.rounding import narrow_layers, round_for_good, round_weights
+from rolemesh.engine.models.routing import Routed, Routers, routes_of
 from rolemesh.engine.models.scaled_ends import divide_states, unscaled
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import (
@@ -149,6 +150,12 @@ class Decoder(nn.Module):
         if self.shape is not None:
             divide_states(self.lm, self.shape)
         group_experts(self.lm, mesh.experts)
+        self.routers = (
+            Routers(self.lm, self.shape, mesh.pp)
+            if self.shape is not None and self.shape.experts is not None
+            else None
+        )
+        """Of a mixture of experts of a known family."""
         self.multiplies_in_float32 = (
             spec.compute_dtype == "bfloat16" and not machine.multiplies_bfloat16
         )
@@ -312,7 +319,12 @@ class Decoder(nn.Module):
             inputs["token_shape"] = tuple(rows.tokens_1S.shape)
         # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
         # context ends, so each weight is cast once a pass and never stale after an optimizer step.
-        with torch.autocast(rows.tokens_1S.device.type, torch.bfloat16, enabled=self.autocasts):
+        counts = self.routers is not None and torch.is_grad_enabled()
+        routes = None if self.routers is None else routes_of(rows, counts=counts)
+        with (
+            Routed(routes),
+            torch.autocast(rows.tokens_1S.device.type, torch.bfloat16, enabled=self.autocasts),
+        ):
             states: torch.Tensor = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
         if rectangle is not None:
             states = rectangle.packed(states)

@@ -247,7 +247,9 @@ def filler_rows(batch: Experience) -> Experience:
     for name, column in batch.columns.items():
         values = column.values
         if column.kind is ColumnKind.SEQUENCE:
-            columns[name] = Column.ragged(column.kind, [values.new_zeros(1)], values.dtype)
+            # Of routes, those of the first experts: any will do.
+            one = values.new_zeros((1, *values.shape[1:]))
+            columns[name] = Column(column.kind, one, torch.tensor([0, 1]))
         elif column.kind is ColumnKind.ROW:
             columns[name] = Column(column.kind, values.new_zeros(1))
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rolemesh.engine.models.routing import routed_again
 from rolemesh.engine.parallel.data_parallel import layers_of
 
 
@@ -57,6 +59,13 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Dropout is off, so no random state needs to be kept. Autocast is restored by torch.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), routed_again()),
+            **kwargs,
+        )
 
     return recomputed

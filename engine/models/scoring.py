@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
+from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, with_fillers
+from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.low_rank import adapters_off
-from rolemesh.engine.specs.columns import INPUT_COLUMNS
+from rolemesh.engine.specs.columns import INPUT_COLUMNS, ROUTES
 
 Progress = Callable[[str, int, int], Any]
 """Called with (stage, rows done, rows)."""
@@ -185,6 +187,26 @@ class RowProgress:
             self._progress(self._stage, self._done, self._num_rows)
 
 
+def with_routes(
+    columns: Sequence[str], batch: Experience, model: CausalLm | ScoringModel
+) -> tuple[str, ...]:
+    """Columns that a model reads, and the routes of a batch that has some.
+
+    Raises:
+        ValueError: They are not those of this model's experts.
+    """
+    if ROUTES not in batch:
+        return tuple(columns)
+    width, routers = batch[ROUTES].width, model.routers
+    if routers is None or width != routers.width:
+        has = "no experts" if routers is None else f"{routers.width} numbers for each token"
+        raise ValueError(
+            f"column 'routes' has {width} numbers for each token, but the routes of this model "
+            f"have {has}: leave the column out, or give rows that this model's sampler has made"
+        )
+    return (*columns, ROUTES)
+
+
 def _in_micro_batches(
     model: RankModel,
     batch: Experience,
@@ -196,7 +218,8 @@ def _in_micro_batches(
 ) -> Experience:
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], int]:
-        inputs = (batch if retold is None else retold(batch)).require(INPUT_COLUMNS)
+        told = batch if retold is None else retold(batch)
+        inputs = told.require(with_routes(INPUT_COLUMNS, told, model.model))
         passes = model.micro_batches(inputs)
         return (inputs, passes), len(passes)
 

@@ -5,7 +5,8 @@ other's first tokens; prompts share what their chat template puts in front; turn
 all that came before. `pass_cost` says which beginnings are worth sharing.
 
 Shape letters: B rows, S packed tokens, U distinct completion tokens, N completion tokens, D width,
-T longest row; R branches of a block, of C tokens at most, that attend to T tokens at most.
+T longest row, W numbers of a token's route; R branches of a block, of C tokens at most, that attend
+to T tokens at most.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.packing.pass_cost import APART, PassCost
 from rolemesh.engine.packing.token_tree import Branch, GrowingTree, RowOrder
 from rolemesh.engine.packing.tree_layout import Block, RowGather, TreeLayout
+from rolemesh.engine.specs.columns import ROUTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class PackedRows:
     """int64 [U], the distinct completion tokens."""
     layout: TreeLayout
     """How the tokens attend to each other, and where what belongs to rows stands."""
+    routes_SW: torch.Tensor | None = None
+    """uint8 [S, W], the experts of each token in each layer that has some; None: not given."""
 
     @property
     def longest(self) -> int:
@@ -139,7 +143,7 @@ def pack_rows(batch: Experience, device: torch.device | str, cost: PassCost = AP
     """Lays rows out for a forward pass in which what they share stands once.
 
     Args:
-        batch: With the columns tokens and prompt_lengths; at least one row.
+        batch: With the columns tokens and prompt_lengths, maybe routes; at least one row.
         device: Where the model is.
         cost: Of the model; says which beginnings are worth sharing. Without, none is.
 
@@ -166,6 +170,8 @@ def pack_rows(batch: Experience, device: torch.device | str, cost: PassCost = AP
     tokens_S = torch.empty(num_tokens, dtype=torch.int64)
     positions_S = torch.empty(num_tokens, dtype=torch.int64)
     branch_of = {branch.place: branch for branch in branches}
+    routes = list(batch[ROUTES].rows()) if ROUTES in batch else None
+    routes_SW = None if routes is None else routes[0].new_empty(num_tokens, routes[0].shape[1])
     places_by_row: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(rows)
     places = np.empty(0, dtype=np.int64)
     for place, row in enumerate(order.rows):
@@ -179,6 +185,8 @@ def pack_rows(batch: Experience, device: torch.device | str, cost: PassCost = AP
         places_by_row[row] = places
         tokens_S[own] = rows[row][branch.shared :].to(torch.int64)
         positions_S[own] = torch.arange(branch.shared, branch.length)
+        if routes is not None and routes_SW is not None:
+            routes_SW[own] = routes[row][branch.shared :]
     completions = [
         (row_places[prompt:], row_places[prompt - 1 : -1])
         for row_places, prompt in zip(places_by_row, prompt_lengths, strict=True)
@@ -211,6 +219,7 @@ def pack_rows(batch: Experience, device: torch.device | str, cost: PassCost = AP
         last_B=sent(last_B, device),
         targets_U=sent(tokens_S[torch.from_numpy(token_U)], device),
         layout=layout.to(device),
+        routes_SW=None if routes_SW is None else sent(routes_SW, device),
     )
 
 

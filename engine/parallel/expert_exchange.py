@@ -37,8 +37,7 @@ def computed_by_owners(
         [N, D], in the order and type of x_ND.
     """
     asked_RL = torch.tensor(counts, device=x_ND.device).view(group.size, -1)
-    given_RL = torch.empty_like(asked_RL)
-    dist.all_to_all_single(given_RL, asked_RL, group=group.process_group)
+    given_RL = _told(asked_RL, group)
     send, receive = asked_RL.sum(1).tolist(), given_RL.sum(1).tolist()
     came_MD = _exchanged(x_ND, send, receive, group)
     # They come by rank, and of each rank by expert.
@@ -50,6 +49,13 @@ def computed_by_owners(
     place_M[order_M] = torch.arange(len(order_M), device=order_M.device)
     made_MD = compute(permuted(came_MD, order_M, place_M), given_RL.sum(0).tolist())
     return _exchanged(permuted(made_MD, place_M, order_M), receive, send, group)
+
+
+def _told(asked_RL: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Rows that each rank has for this one's experts. A rank says what it has for each."""
+    given_RL = torch.empty_like(asked_RL)
+    dist.all_to_all_single(given_RL, asked_RL, group=group.process_group)
+    return given_RL
 
 
 def permuted(x_ND: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:

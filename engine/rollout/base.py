@@ -59,6 +59,9 @@ class RolloutBackend(ABC):
     takes_whole: bool = False
     """Whether each of several ranks is handed whole weights, by Hugging Face name."""
 
+    route_width: int = 0
+    """Numbers of a token's route, where trajectories bring those; 0: they bring none."""
+
     endpoint_calls: EndpointCalls | None = None
     """What an endpoint has sampled here beside all else; None: there is no endpoint."""
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError, TurnEnd
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
@@ -35,6 +37,9 @@ class Episode:
     """Sum of the environment's rewards."""
     num_turns: int = 0
     """Turns of the policy."""
+    routes: np.ndarray | None = None
+    """uint8 [tokens, W], the experts of each token of prompt and completion up to the last that was
+    sampled; None: they are not kept."""
     failure: str = ""
     """Why its environment failed, where that ends the episode alone (`EpisodeRunner`); then it is
     no row."""
@@ -52,7 +57,25 @@ def as_episode(trajectory: RolloutTrajectory) -> Episode:
         policy_versions=list(trajectory.policy_versions),
         finish_reason=trajectory.finish_reason,
         num_turns=1,
+        routes=trajectory.routes,
     )
+
+
+def routes_so_far(earlier: np.ndarray | None, turn: np.ndarray | None) -> np.ndarray | None:
+    """Those of an episode after a turn, which was given all tokens before it.
+
+    Tokens go on having the routes by which they were sampled, or first read: those before the turn
+    were computed anew for it. The last token of a turn is read by the next one alone.
+
+    Args:
+        earlier: uint8 [tokens, W] after the turn before; None: there is none.
+        turn: uint8 [tokens, W] of the turn.
+    """
+    if earlier is None or turn is None:
+        return turn
+    routes = turn.copy()
+    routes[: len(earlier) - 1] = earlier[:-1]
+    return routes
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,7 +25,13 @@ from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.environment_calls import EnvironmentCalls
-from rolemesh.engine.rollout.episode import Episode, RunningEpisode, failure_at, failure_of
+from rolemesh.engine.rollout.episode import (
+    Episode,
+    RunningEpisode,
+    failure_at,
+    failure_of,
+    routes_so_far,
+)
 from rolemesh.engine.rollout.episode_texts import EpisodeTexts
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.sandbox.host import Sandbox
@@ -214,6 +220,11 @@ class EpisodeRunner:
         episode.loss_mask += [True] * len(tokens)
         episode.logprobs += trajectory.logprobs[: len(tokens)]
         episode.policy_versions += trajectory.policy_versions[: len(tokens)]
+        turn = trajectory.routes
+        cut = len(trajectory.completion_tokens) - len(tokens)
+        episode.routes = routes_so_far(
+            episode.routes, turn if turn is None or not cut else turn[:-cut]
+        )
 
     def goes_on(self, one: RunningEpisode, said: Sequence[Any], version: int) -> bool:
         """Adds what the environment has said to a turn; False when that was the last one."""

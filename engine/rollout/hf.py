@@ -21,8 +21,9 @@ from rolemesh.engine.layout.ranks import LayoutError
 from rolemesh.engine.models.adapters import attach
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.folder import load_model
+from rolemesh.engine.models.routing import Routed, Routers, Routes
 from rolemesh.engine.models.shared_base import share_base
-from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.distribution import sampling_logprobs
@@ -33,6 +34,7 @@ from rolemesh.engine.rollout.requests import (
     RolloutTrajectory,
     completion_budget,
 )
+from rolemesh.engine.rollout.routes import KeptRoutes, check_routes, flat_routes
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, SamplingSpec
 
@@ -48,6 +50,8 @@ class _RunningRow:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    routes: KeptRoutes | None = None
+    """Of a mixture, where they are kept."""
 
 
 class _Waiting:
@@ -126,6 +130,10 @@ class HfBackend(RolloutBackend):
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
             model = self._base() if adapter is None else self._adapted(adapter)
+        self._keeps_routes = spec.replay_routes
+        if self._keeps_routes:
+            routers = Routers(model, check_routes(self._folder.shape), RankGroup((0,), 0, None))
+            self.route_width = routers.width
         self._keeps_tensors = False
         self._parameters: dict[str, torch.Tensor] = {
             name: one
@@ -193,6 +201,7 @@ class HfBackend(RolloutBackend):
             request=request,
             budget=completion_budget(request, sampling, max_model_len=self._spec.max_model_len),
             generator=torch.Generator().manual_seed(request.seed),
+            routes=KeptRoutes(self.route_width) if self._keeps_routes else None,
         )
 
     def _decode(
@@ -210,7 +219,8 @@ class HfBackend(RolloutBackend):
                 longest=attention_mask.shape[-1],
                 num_predicted=len(inputs),
             )
-            with torch.no_grad(), threads_worth(product, self._device):
+            routes = Routes(taken={}) if self._keeps_routes else None
+            with torch.no_grad(), threads_worth(product, self._device), Routed(routes):
                 outputs = self._model(
                     input_ids=inputs,
                     attention_mask=attention_mask,
@@ -224,6 +234,10 @@ class HfBackend(RolloutBackend):
                 logits_BV = outputs.logits[:, -1]
                 if len(logits_BV) < len(wave):
                     logits_BV = logits_BV[places]
+                if routes is not None and routes.taken is not None:
+                    # Places of what was computed: of left padding, none.
+                    is_real_DT = attention_mask[:, -inputs.shape[1] :].bool()
+                    self._keep(routes.taken, wave, places, positions, is_real_DT)
                 tokens_B = self._draw(logits_BV, wave, sampling)
             running: list[int] = []
             for row in wave:
@@ -239,6 +253,9 @@ class HfBackend(RolloutBackend):
                         logprobs=row.logprobs,
                         finish_reason=reason,
                         policy_versions=row.policy_versions,
+                        routes=None
+                        if row.routes is None
+                        else row.routes.of(len(row.request.prompt_tokens) + len(row.tokens)),
                     )
             wave = [wave[index] for index in running]
             came = waiting.hear(is_idle=False)
@@ -258,6 +275,21 @@ class HfBackend(RolloutBackend):
             attention_mask = torch.cat([attention_mask, torch.ones_like(inputs)], dim=-1)
             positions = positions[kept, -1:] + 1
             places = list(range(len(running)))
+
+    def _keep(
+        self,
+        taken: dict[int, torch.Tensor],
+        wave: Sequence[_RunningRow],
+        places: Sequence[int],
+        positions_DT: torch.Tensor,
+        is_real_DT: torch.Tensor,
+    ) -> None:
+        """Notes what each row's tokens of a pass went through."""
+        routes = flat_routes(taken).reshape(*is_real_DT.shape, self.route_width)
+        at, real = positions_DT.cpu().numpy(), is_real_DT.cpu().numpy()
+        for row, place in zip(wave, places, strict=True):
+            assert row.routes is not None  # routes are kept of all rows or of none
+            row.routes.put(at[place][real[place]], routes[place][real[place]])
 
     def _begin(
         self, wave: Sequence[_RunningRow]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+
 from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.specs import SamplingSpec
 
@@ -60,6 +62,8 @@ class RolloutTrajectory:
     """"stop": a stop token, or the request's is_complete, ended it. "length": it was cut."""
     policy_versions: Sequence[int]
     """Version of the weights that sampled each completion token."""
+    routes: np.ndarray | None = None
+    """uint8 [prompt and completion tokens, W], the experts of each; None: they are not kept."""
 
 
 def check_requests(

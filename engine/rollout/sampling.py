@@ -12,7 +12,7 @@ import torch
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.data.rendering import ChatTokenizer
-from rolemesh.engine.experience import Experience
+from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.episode import Episode, as_episode
 from rolemesh.engine.rollout.episodes import EpisodeRunner
@@ -20,7 +20,14 @@ from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.stops import stop_check
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec
-from rolemesh.engine.specs.columns import COLUMNS, ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS, SESSION
+from rolemesh.engine.specs.columns import (
+    COLUMNS,
+    ENVIRONMENT_REWARDS,
+    NO_ROUTE,
+    ROLLOUT_COLUMNS,
+    ROUTES,
+    SESSION,
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -152,6 +159,7 @@ def sample_experience(
         batch = _assemble(
             [_row_of(rows[one.row], sample_indexes[one.row], one, tokenizer) for one in branches],
             has_rewards=agents.gives_reward,
+            route_width=0,
         )
         return batch | Experience.of_rows({SESSION: [one.session for one in branches]})
 
@@ -179,7 +187,9 @@ def sample_experience(
                 continue
             here = members[block]
             assembled[block] = _assemble(
-                [finished.pop(member) for member in here], has_rewards=episodes is not None
+                [finished.pop(member) for member in here],
+                has_rewards=episodes is not None,
+                route_width=backend.route_width,
             )
             if block_rows and on_block is not None:
                 on_block(block, assembled[block])
@@ -190,7 +200,7 @@ def sample_experience(
             "completions"
         )
     if not assembled:
-        return _assemble([], has_rewards=episodes is not None)
+        return _assemble([], has_rewards=episodes is not None, route_width=backend.route_width)
     if len(assembled) == 1:
         return next(iter(assembled.values()))
     return Experience.concat([assembled[block] for block in sorted(assembled)])
@@ -236,7 +246,17 @@ def _row_of(prompt: Prompt, sample_index: int, episode: Episode, tokenizer: Chat
         "answer": prompt.answer,
         "metadata": prompt.metadata,
         ENVIRONMENT_REWARDS: episode.reward,
+        ROUTES: None
+        if episode.routes is None
+        else _routes(episode.routes, len(before) + len(completion)),
     }
+
+
+def _routes(routes: np.ndarray, num_tokens: int) -> torch.Tensor:
+    """Routes of so many tokens; of those behind what was sampled none is known."""
+    made = np.full((num_tokens, routes.shape[1]), NO_ROUTE, dtype=np.uint8)
+    made[: len(routes)] = routes
+    return torch.from_numpy(made)
 
 
 def _packed(name: str, values: Sequence[float]) -> torch.Tensor:
@@ -244,14 +264,20 @@ def _packed(name: str, values: Sequence[float]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=COLUMNS[name].dtype))
 
 
-def without_rows(*, has_rewards: bool) -> Experience:
+def without_rows(*, has_rewards: bool, route_width: int = 0) -> Experience:
     """The columns of a sampled batch of which another rank has all rows."""
-    return _assemble([], has_rewards=has_rewards)
+    return _assemble([], has_rewards=has_rewards, route_width=route_width)
 
 
-def _assemble(rows: Sequence[_Row], *, has_rewards: bool) -> Experience:
+def _assemble(rows: Sequence[_Row], *, has_rewards: bool, route_width: int) -> Experience:
     names = (*ROLLOUT_COLUMNS, ENVIRONMENT_REWARDS) if has_rewards else ROLLOUT_COLUMNS
-    return Experience.of_rows({name: [row[name] for row in rows] for name in names})
+    batch = Experience.of_rows({name: [row[name] for row in rows] for name in names})
+    if not route_width:
+        return batch
+    nothing = torch.empty((0, route_width), dtype=torch.uint8)
+    values = torch.cat([nothing, *(row[ROUTES] for row in rows)])
+    tokens = batch["tokens"]
+    return batch | Experience({ROUTES: Column(tokens.kind, values, tokens.offsets)})
 
 
 SAMPLING_COLUMNS = ("logprobs", "loss_mask", "policy_versions", "finished")

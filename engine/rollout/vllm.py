@@ -23,6 +23,7 @@ from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
+from rolemesh.engine.rollout.routes import check_routes
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, served_adapter
 from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine, joined, settings_of, share
@@ -148,12 +149,18 @@ class VllmBackend(VllmSampling):
             adapter_slots=sorted(slots.items()),
             adapter_matrices=sorted(self._expected.shapes),
         )
+        if spec.replay_routes:
+            self._check_routes(shares_engine=shares_engine)
         held = joined(settings) if shares_engine else None
         if held is None:
             held = self._made(spec, mesh, choices, slots, first_weights, settings)
             if shares_engine:
                 share(held)
         self._held = held
+        if spec.replay_routes:
+            from rolemesh.engine.rollout.vllm_routes import EngineRoutes
+
+            self._routes = EngineRoutes(self.engine, self.route_width)
         if self._served is not None:
             try:
                 self._served.check(self.engine)
@@ -165,6 +172,21 @@ class VllmBackend(VllmSampling):
             self._held.user = self
         for line in described(choices):
             logger.info("rollout.%s", line)
+
+    def _check_routes(self, *, shares_engine: bool) -> None:
+        shape = check_routes(self._folder.shape)
+        if self._device.type != "cpu":
+            raise ValueError(
+                "rollout.replay_routes is true, but vLLM gives the routes of its tokens out on a "
+                "CPU alone here: leave it out, or sample with rollout type hf"
+            )
+        if shares_engine or self.endpoint_calls is not None:
+            raise ValueError(
+                "rollout.replay_routes is true, but other calls than a generation's use this "
+                "engine (an endpoint, or other runs): leave it out"
+            )
+        assert shape.experts is not None  # as `check_routes` has seen
+        self.route_width = len(shape.experts.layers) * self._folder.config.num_experts_per_tok
 
     @staticmethod
     def _check_endpoint(mesh: RankMesh, *, shares_engine: bool) -> None:

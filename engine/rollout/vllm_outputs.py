@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from rolemesh.engine.rollout.requests import RolloutTrajectory
 
 
@@ -45,13 +47,19 @@ def drawn_from(output: Any, row: int, so_far: Drawn | None) -> Drawn:
     return drawn
 
 
-def trajectory_of(drawn: Drawn, row: int, versions: Sequence[tuple[int, int]]) -> RolloutTrajectory:
+def trajectory_of(
+    drawn: Drawn,
+    row: int,
+    versions: Sequence[tuple[int, int]],
+    routes: np.ndarray | None = None,
+) -> RolloutTrajectory:
     """What a finished request brought.
 
     Args:
         drawn: All of it.
         row: Of the batch.
         versions: (first token, policy_version from there on), ascending, from token 0.
+        routes: See `RolloutTrajectory.routes`.
 
     Raises:
         RuntimeError: It was not finished.
@@ -70,4 +78,5 @@ def trajectory_of(drawn: Drawn, row: int, versions: Sequence[tuple[int, int]]) -
             )
             for _ in range(start, stop)
         ],
+        routes=routes,
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.specs import SamplingSpec
+
+if TYPE_CHECKING:
+    from rolemesh.engine.rollout.vllm_routes import EngineRoutes
 
 
 @dataclass(slots=True)
@@ -43,8 +46,10 @@ class RunningRequests:
         *,
         max_model_len: int,
         stop_tokens: Sequence[int],
+        routes: EngineRoutes | None = None,
     ) -> None:
-        """Takes an engine (vLLM's LLMEngine) that is empty."""
+        """Takes an engine (vLLM's LLMEngine) that is empty, and what keeps its routes, if any."""
+        self._routes = routes
         self._engine = engine
         self._sampling = sampling
         self._max_model_len = max_model_len
@@ -102,10 +107,16 @@ class RunningRequests:
                     self._engine.abort_request([one.engine_id], internal=True)
             if drawn.reason is not None:
                 del self._running[output.request_id]
-                yield trajectory_of(drawn, request.row, one.versions)
+                num_tokens = len(request.prompt_tokens) + len(drawn.tokens)
+                routes = None
+                if self._routes is not None:
+                    routes = self._routes.taken(one.engine_id, num_tokens)
+                yield trajectory_of(drawn, request.row, one.versions, routes)
 
     def abort(self) -> None:
         """Takes whatever is left out of the engine."""
         if self._running:
             ids = [one.engine_id for one in self._running.values()]
             self._engine.abort_request(ids, internal=True)
+        if self._routes is not None:
+            self._routes.forget()

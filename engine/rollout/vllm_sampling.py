@@ -6,7 +6,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from rolemesh.engine.rollout.vllm_adapters import ServedAdapter
 from rolemesh.engine.rollout.vllm_process import own_random_state
 from rolemesh.engine.rollout.vllm_running import RunningRequests
 from rolemesh.engine.specs import SamplingSpec
+
+if TYPE_CHECKING:
+    from rolemesh.engine.rollout.vllm_routes import EngineRoutes
 
 _MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this one."""
@@ -35,6 +38,8 @@ class VllmSampling(RolloutBackend):
     _request_numbers: itertools.count[int]
     _served: ServedAdapter | None = None
     """How the adapter is served; None where there is none."""
+    _routes: EngineRoutes | None = None
+    """Keeps the routes of a mixture's tokens, where that is wanted."""
 
     @abstractmethod
     def _take_engine(self) -> None:
@@ -76,6 +81,7 @@ class VllmSampling(RolloutBackend):
             sampling,
             max_model_len=self._spec.max_model_len,
             stop_tokens=self._folder.stop_tokens,
+            routes=self._routes,
         )
         try:
             more: Sequence[RolloutRequest] | None = requests

@@ -57,6 +57,8 @@ COLUMNS: Final[Mapping[str, ColumnType]] = {
     # The first two have K elements a token.
     "target_ids": ColumnType("completion", "int32"),
     "token_weights": ColumnType("completion", "float32"),
+    # It has a number for each layer with experts and each expert of a token.
+    "routes": ColumnType("sequence", "uint8"),
     "sequence_ratio_mask": ColumnType("completion", "float32"),
 }
 
@@ -131,6 +133,12 @@ TOKEN_WEIGHTS: Final = "token_weights"
 
 RATIO_MASK: Final = "sequence_ratio_mask"
 """What a token counts for in the ratio of its row, float32, >= 0."""
+
+ROUTES: Final = "routes"
+"""The experts that each token went through when it was sampled, by layer."""
+
+NO_ROUTE: Final = 255
+"""Stands there for each expert of a token whose route is not known: it goes its own way."""
 
 IS_JUDGED: Final = "is_judged"
 """False in the rows that no reward could be had for, which the step leaves out. A batch without the

@@ -20,6 +20,15 @@ Numerics = Literal["exact", "fast"]
 end to end, and importance weights against the difference."""
 
 
+class BiasBalancingSpec(Spec):
+    """Evens the loads of experts out by a bias, without a term in the loss (arXiv 2408.15664)."""
+
+    type: Literal["bias"] = "bias"
+    rate: float = Field(default=1e-3, gt=0)
+    """What the bias of an expert grows by after an optimizer step in which fewer completion tokens
+    than the mean chose it; it falls by as much where more did."""
+
+
 class ModelSpec(Spec):
     """A Hugging Face model folder and how to compute with it."""
 
@@ -39,6 +48,9 @@ class ModelSpec(Spec):
     adapter: AdapterSpec | None = None
     """Small tensors that are trained in place of the model, which stays as it is. None trains all
     of it."""
+    balancing: BiasBalancingSpec | None = None
+    """How a mixture whose router has a bias of experts (GLM4-MoE) keeps their loads even while it
+    is trained. None leaves the bias as it is."""
     num_layers: int | None = Field(default=None, ge=1)
     """Keep only the first layers (a cheaper critic). None keeps all."""
     recompute: Literal["none", "selective", "full"] | None = None

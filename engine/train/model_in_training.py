@@ -53,6 +53,23 @@ def kind_of(model: TrainedModel) -> TrainerKind:
     return "critic" if model.head_spec.per == "token" else "reward"
 
 
+def check_balancing(model: TrainedModel) -> None:
+    """Raises ValueError where a model is to be balanced that has no bias of experts to move."""
+    if model.spec.balancing is None:
+        return
+    shape = model.shape
+    if shape is None or not any(part.is_buffer for part in shape.record.parts):
+        raise ValueError(
+            "model.balancing is given, but the router of this model has no bias of experts (that "
+            "of glm4_moe has): leave it out"
+        )
+    if model.spec.adapter is not None:
+        raise ValueError(
+            "model.balancing is given beside model.adapter, but the bias of experts belongs to the "
+            "base, which an adapter leaves as it is: leave one of the two out"
+        )
+
+
 class GradientPendingError(RuntimeError):
     """A checkpoint was asked for between forward_backward and optim_step."""
 
@@ -78,7 +95,11 @@ class ModelInTraining:
             optimizer: Of its weights.
             average: Part of the moving average of its weights that a step leaves; None: no
                 average is kept.
+
+        Raises:
+            ValueError: Loads of experts are to be balanced, which the model's router does not let.
         """
+        check_balancing(model)
         self.kind = kind_of(model)
         self.model = model
         self.rank_model = RankModel(model)
@@ -102,9 +123,11 @@ class ModelInTraining:
         return self.rank_model.mesh
 
     def drop_gradients(self) -> None:
-        """Forgets accumulated gradients."""
+        """Forgets accumulated gradients, and what was counted with them."""
         self._gradients.drop()
         self._has_gradient = False
+        if self.model.routers is not None:
+            self.model.routers.forget()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Trained weights by Hugging Face name, float32, detached, tied ones once. Not copies.

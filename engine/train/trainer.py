@@ -6,6 +6,7 @@ loss divides by counts over the whole mini-batch, and shares add up in float32.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ from rolemesh.engine.algorithms.losses import Loss, make_loss
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.routing import load_metrics
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.own_functions import OwnFunctions
-from rolemesh.engine.parallel.agreement import prepare_together
+from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import (
     AdamwStepSpec,
@@ -205,7 +207,8 @@ class Trainer(ModelInTraining):
             adamw: AdamW's other numbers, for this step alone; None takes the spec's.
 
         Returns:
-            grad_norm (before clipping) and learning_rate.
+            grad_norm (before clipping) and learning_rate; of a mixture, how even the loads of its
+            experts were.
 
         Raises:
             NoGradientError: Nothing was accumulated.
@@ -217,7 +220,7 @@ class Trainer(ModelInTraining):
         self._optimizer.check(adamw)
         self._has_gradient = False
         self._settle_cut()
-        metrics = self._optimizer.step(learning_rate, adamw)
+        metrics = self._optimizer.step(learning_rate, adamw) | self._balanced()
         if self._average is not None:
             self._average.step()
         self.policy_version += 1
@@ -311,6 +314,25 @@ class Trainer(ModelInTraining):
         return {**means.result(), "optimizer_steps": float(num_steps)}
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _balanced(self) -> dict[str, float]:
+        """Moves the biases of experts, where that is wanted; how even their loads were."""
+        routers = self.model.routers
+        if routers is None:
+            return {}
+        loads = routers.loads(self.mesh.dp)
+        if self.model.spec.balancing is not None:
+            routers.balance(loads, self.model.spec.balancing.rate)
+        stages = gather_facts(load_metrics(loads), self.mesh.pp, self.model.device)
+        found = [facts for stage in stages for facts in stage]
+        if not found:
+            return {}
+        ratios, entropies = zip(*found, strict=True)
+        return {
+            "experts/load_ratio": statistics.fmean(ratios),
+            "experts/load_ratio_max": max(ratios),
+            "experts/load_entropy": statistics.fmean(entropies),
+        }
 
     def _loss_of(self, spec: LossSpec) -> tuple[Loss[Any], float]:
         """A loss that this model can be trained on, and the temperature of its softmax."""

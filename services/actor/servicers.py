@@ -61,6 +61,7 @@ class ActorRole(ModelRole, EndpointRole):
 
     name = "actor"
     spec_class = ActorSpec
+    replays_routes = True
 
     def __init__(self) -> None:
         super().__init__()

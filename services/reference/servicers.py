@@ -32,6 +32,8 @@ from rolemesh.services.runtime.servicers.model_role import num_parameters
 class FrozenPolicyRole(Role):
     """Holds a policy that is never trained."""
 
+    replays_routes = False
+
     def __init__(self) -> None:
         self._policy: RankModel | None = None
         self._prompts: TeacherPrompts | None = None

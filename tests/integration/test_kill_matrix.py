@@ -24,6 +24,7 @@ from support.kill_plans import (
 from support.killed_runs import killed_run, kills_of, left_of
 from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
 from support.run_results import learnt, written
+from support.tiny_mixtures import write_tiny_mixture
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +74,15 @@ CASES = {
         ("rollout-0", "rollout-1", "actor", STORE, COORDINATOR),
         WITH_ROLLOUT,
     ),
+    # Experts shared out over two ranks, which replay the routes of their sampler.
+    "experts": Case(
+        {
+            "actor__train": {"dp": 2, "fsdp": 2, "ep": 2},
+            "actor__rollout__replay_routes": True,
+            "actor__model__balancing": {"rate": 0.01},
+        },
+        ("actor rank 0", "actor rank 1", "actor rank 1", "actor", "critic", COORDINATOR),
+    ),
     # The KL is taken to the actor's own moving average, which cuts and checkpoints hold.
     "own average": Case(
         {"teacher": {"of": "actor", "average": 0.9}},
@@ -95,6 +105,10 @@ def recipe_of(name: str, model: Path) -> dict[str, Any]:
         del recipe["services"]["reference"]
     if name == "own average":
         del recipe["reference"]
+    if name == "experts":
+        # The critic is a dense model of the same tokens.
+        mixture = str(model.parent / "mixture")
+        recipe["actor"]["model"]["path"] = recipe["reference"]["model"]["path"] = mixture
     if name == "rollout":
         actor = recipe["actor"]
         recipe["rollout"] |= {"model": {"path": str(model)}, "data": actor["data"]}
@@ -104,7 +118,9 @@ def recipe_of(name: str, model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    folder = tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    write_tiny_mixture(folder.parent / "mixture")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,8 @@ def test_a_matrix_of_zeros_stays_one() -> None:
     assert torch.equal(orthogonalised(torch.zeros(3, 4), steps=5), torch.zeros(3, 4))
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+INNER = 16
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     "qwen3": (
         {},
@@ -82,7 +83,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         EXPERTS,
         {
             **{f"self_attn.{name}_proj.weight": [...] for name in "qkvo"},
-            **{f"mlp.experts.{name}_proj": [0, 1, 2, 3] for name in ("gate_up", "down")},
+            # Of each expert gate and up.
+            "mlp.experts.gate_up_proj": [
+                (expert, slice(first, first + INNER)) for expert in range(4) for first in (0, INNER)
+            ],
+            "mlp.experts.down_proj": [0, 1, 2, 3],
         },
     ),
 }

@@ -231,7 +231,10 @@ def test_whole_weights_come_to_a_rollout_service_of_one_rank(make: Make) -> None
         rank=0,
         world=both,
         **dict.fromkeys(
-            ("tp", "pp", "dp", "fsdp", "replicate", "model", "stage", "generate_tp", "micro_dp"),
+            (
+                *("tp", "pp", "dp", "fsdp", "replicate", "model", "stage", "generate_tp"),
+                *("micro_dp", "experts", "expert_fsdp", "expert_replicate"),
+            ),
             alone,
         ),
     )

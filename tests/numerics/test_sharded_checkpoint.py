@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.family_cases import case_config
 from support.parallel_training import Job, Trained, joined, near_policy
 from support.rank_processes import RankPool
 from support.sharded_checkpoints import (
@@ -25,10 +26,12 @@ from support.sharded_checkpoints import (
     save,
 )
 from support.slow_cases import mostly_slow
+from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.export import export_policy
@@ -43,6 +46,8 @@ UNEVEN_FSDP = TrainLayout(dp=3, fsdp=3)
 ONE = TrainLayout()
 TWO = TrainLayout(tp=2)
 EIGHT = TrainLayout(pp=2, tp=2, dp=2, fsdp=2)
+SHARED_EXPERTS = TrainLayout(dp=4, fsdp=4, ep=2)
+MORE_SHARED = TrainLayout(tp=2, dp=4, fsdp=2, ep=4)
 FILE_BYTES = 100_000
 """Of an export's files: a fraction of the models, and less than their embedding."""
 
@@ -65,8 +70,18 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
         "policy": policy,
         "muon": replace(policy, optimizer={"type": "muon"}),
         "critic": Job(folder(5, tied=False), batch, PpoValueLossSpec(), kind="critic"),
+        "mixture": _mixture(tmp_path_factory.mktemp("mixture"), batch),
         "other": Job(folder(6, tied=True, num_layers=3), scored, PpoPolicyLossSpec()),
     }
+
+
+def _mixture(folder: Path, batch: Experience) -> Job:
+    """Experts, and a bias of them, which no gradient reaches."""
+    config = {**case_config("glm4_moe"), "n_routed_experts": 8, "vocab_size": 512}
+    write_tiny_decoder(folder, "glm4_moe", **config)
+    trainer = Trainer.policy(ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec())
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    return Job(folder, near_policy(batch, scored), PpoPolicyLossSpec())
 
 
 def _run(pool: RankPool, function: Callable[..., Any], job: Job, *args: Any) -> list[Any]:
@@ -91,7 +106,7 @@ def _assert_same(found: Trained, expected: Trained) -> None:
     ("kind", "before", "targets"),
     mostly_slow(
         # Each layout once, as what is read or as what reads.
-        (0, 4, 5, 6),
+        (0, 4, 5, 6, 7),
         [
             ("policy", TENSOR_FSDP, (ONE, TWO, EIGHT)),
             ("policy", PIPELINE_TENSOR, (ONE, TWO, EIGHT)),
@@ -100,6 +115,8 @@ def _assert_same(found: Trained, expected: Trained) -> None:
             ("critic", ONE, (UNEVEN_FSDP, EIGHT)),
             ("policy", EIGHT, (PIPELINE_TENSOR, ONE)),
             ("muon", TENSOR_FSDP, (ONE, EIGHT)),
+            ("mixture", SHARED_EXPERTS, (ONE, MORE_SHARED, TENSOR_FSDP)),
+            ("mixture", ONE, (SHARED_EXPERTS, MORE_SHARED)),
         ],
     ),
 )

@@ -18,9 +18,9 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.specs import TeacherPromptSpec
-from rolemesh.engine.specs.columns import INPUT_COLUMNS
+from rolemesh.engine.specs.columns import INPUT_COLUMNS, ROUTES
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.references import row_tokens
+from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer
 from rolemesh.services.runtime.servicers.routed_rows import RoutedRows
 from rolemesh.v1 import experience_pb2, logprob_pb2, logprob_pb2_grpc
@@ -42,6 +42,9 @@ STUDENT = Teaching()
 
 class PolicyHolder(Protocol):
     """A role that holds a language model."""
+
+    replays_routes: bool
+    """Whether it scores rows by the experts that they were sampled with."""
 
     @property
     def policy(self) -> RankModel:
@@ -66,6 +69,14 @@ def load_teacher_prompts(
     """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return TeacherPrompts(tokenizer, spec, longest)
+
+
+def _columns(role: PolicyHolder, request: logprob_pb2.ComputeLogprobsRequest) -> tuple[str, ...]:
+    """What a policy reads of rows; its base, or as a teacher it, chooses experts by itself."""
+    is_other = request.without_adapter or request.as_teacher
+    if role.replays_routes and not is_other and ROUTES in names_of(request.experience):
+        return (*INPUT_COLUMNS, ROUTES)
+    return INPUT_COLUMNS
 
 
 class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServiceServicer):
@@ -116,7 +127,7 @@ class LogprobServicer(RoleServicer[PolicyHolder], logprob_pb2_grpc.LogprobServic
             share = share.among(every.rows, every.num_rows)
             batch = await self._runtime.pull(
                 request.experience,
-                INPUT_COLUMNS if prompts is None else prompts.columns,
+                _columns(self._role, request) if prompts is None else prompts.columns,
                 call,
                 rows=share.rows,
             )

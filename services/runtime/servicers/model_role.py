@@ -70,6 +70,9 @@ class ModelRole(Role):
             num_parameters=num_parameters(model),
         )
 
+    replays_routes = False
+    """Whether a mixture scores and trains rows by the experts that they were sampled with."""
+
     @property
     def manifest(self) -> Manifest:
         """All parameters that the trainer changes, whatever part of them this rank holds."""

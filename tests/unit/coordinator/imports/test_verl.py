@@ -174,6 +174,36 @@ def test_slices_and_stages_of_megatron() -> None:
         of_verl("trainer.n_gpus_per_node=8", f"{megatron}.tensor_model_parallel_size=3")
 
 
+def test_experts_are_shared_out_as_by_megatron() -> None:
+    megatron = f"{ACTOR}.megatron"
+    given = ("trainer.n_gpus_per_node=8", f"{megatron}.tensor_model_parallel_size=2")
+    reference = (
+        f"{ACTOR}.use_kl_loss=True",
+        *(f"{PREFIX}.ref.megatron.{kind}_model_parallel_size=2" for kind in ("tensor", "expert")),
+    )
+    made = of_verl(*given, f"{megatron}.expert_model_parallel_size=4", *reference)
+    tree = tree_of(made)
+    assert tree["actor"]["train"] == {"tp": 2, "dp": 4, "ep": 4}
+    assert tree["reference"]["layout"] == {"tp": 2, "dp": 4, "ep": 2}
+    assert not [name for name in made.lost if "expert" in name]
+    same = of_verl(*given, f"{megatron}.expert_model_parallel_size=4", f"{ACTOR}.use_kl_loss=True")
+    assert tree_of(same)["reference"]["layout"] == {"tp": 2, "dp": 4, "ep": 4}
+
+
+def test_experts_over_more_ranks_than_the_data_axis_has_are_said_to_be_lost() -> None:
+    megatron = f"{ACTOR}.megatron"
+    made = of_verl(
+        *("trainer.n_gpus_per_node=8", f"{megatron}.tensor_model_parallel_size=4"),
+        *(f"{megatron}.expert_model_parallel_size=8", f"{megatron}.expert_tensor_parallel_size=1"),
+        f"{PREFIX}.rollout.expert_parallel_size=8",
+    )
+    assert tree_of(made)["actor"]["train"] == {"tp": 4, "dp": 2, "ep": 2}
+    reasons = made.lost
+    assert "data axis (2): 2 is taken" in reasons[f"{megatron}.expert_model_parallel_size"]
+    assert "cut all else: 4" in reasons[f"{megatron}.expert_tensor_parallel_size"]
+    assert "not shared out" in " ".join(reasons[f"{PREFIX}.rollout.expert_parallel_size"].split())
+
+
 def test_several_hosts_are_services_that_the_user_starts() -> None:
     made = of_verl("trainer.n_gpus_per_node=8", "trainer.nnodes=2")
     assert "services" in made.missing

@@ -262,9 +262,9 @@ def test_a_key_that_is_missing_in_the_section_at_hand_is_suggested_first(recipe_
             "(--set actor.generate.tp=3)",
         ),
         (
-            ["reference.layout.ep=2"],
-            "reference.layout.ep: unknown key (--set reference.layout.ep=2); keys of "
-            "reference.layout are pp, tp, dp, fsdp, order",
+            ["reference.layout.zz=2"],
+            "reference.layout.zz: unknown key (--set reference.layout.zz=2); keys of "
+            "reference.layout are pp, tp, dp, fsdp, ep, order",
         ),
         (
             [

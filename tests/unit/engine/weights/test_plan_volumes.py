@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from support.planned_bytes import planned_received, planned_sent
@@ -13,7 +14,14 @@ from support.weight_shards import (
 )
 
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
-from rolemesh.engine.layout.families import EMBEDDING, LM_HEAD, NORM, DecoderShape, cut_of
+from rolemesh.engine.layout.families import (
+    EMBEDDING,
+    LM_HEAD,
+    NORM,
+    DecoderShape,
+    cut_of,
+    is_stack,
+)
 from rolemesh.engine.layout.manifest import (
     Manifest,
     num_elements,
@@ -118,6 +126,55 @@ def test_received_bytes_are_those_of_table_2(is_tied: bool, most_ranks: int) -> 
         if not is_tied:
             both = sizes["embedding"] + sizes["head"]
             assert ends * slices == layout.world_size * (layout.micro_dp - 1) * both
+
+
+def test_experts_that_ranks_share_out_are_received_once() -> None:
+    """The argument of Table 2 for experts: a rank receives what it generates with and has not.
+
+    It generates with 1 / (t_g p_g) of all experts, and holds 1 / (t p ep) of them, which is a part
+    of those. All else is held and received as without ep.
+    """
+    for layout in hybrids(8):
+        for ep in divisors(layout.train.dp)[1:]:
+            train = replace(layout.train, ep=ep)
+            shared = HybridLayout(train, layout.generate)
+            shape = DecoderShape.from_config(
+                {
+                    "model_type": "qwen3_moe",
+                    "hidden_size": 4,
+                    "intermediate_size": 3 * train.tp,
+                    "moe_intermediate_size": 2 * train.tp,
+                    "num_experts": 2 * ep,
+                    "num_hidden_layers": train.pp,
+                    "num_attention_heads": 2 * train.tp,
+                    "num_key_value_heads": train.tp,
+                    "head_dim": 2,
+                    "vocab_size": 64 * train.tp,
+                }
+            )
+            plans = [
+                make_plan(
+                    train_layout(shape, each.train, "bfloat16"),
+                    generate_layout(shape, each, "bfloat16"),
+                )
+                for each in (shared, layout)
+            ]
+            experts = sum(
+                num_elements(one.box)
+                for name, one in shape.manifest("bfloat16").items()
+                if is_stack(shape, name)
+            )
+            wanted = experts // (layout.generate.tp * layout.generate.pp)
+            slices = train.tp * train.pp
+            for rank in range(layout.world_size):
+                more = wanted - experts // (slices * ep) - (wanted - experts // slices)
+                received = [planned_received(plan, rank) for plan in plans]
+                assert received[0] - received[1] == 2 * more, (shared, rank)
+                local = sum(num_elements(copy.box) for copy in plans[0].local[rank])
+                shard = plans[0].target.ranks[rank]
+                held = sum(num_elements(piece.box) for piece in shard.pieces)
+                assert local + received[0] // 2 == held
+                assert not plans[0].duplicates[rank]
 
 
 def cut_bytes_received(shape: DecoderShape, plan: Plan) -> dict[int, dict[str, int]]:
