@@ -27,12 +27,13 @@ def alone(layout: HybridLayout, rank: int) -> Iterator[RankMesh]:
         if not mesh.pp.is_last:
             # The last stage tells the others what the loss was.
             told = {"loss": 0.0}
-            stack.enter_context(_replaced(mini_batch, "_metrics_of_all", lambda *_, **__: told))
+            stack.enter_context(replaced(mini_batch, "_metrics_of_all", lambda *_, **__: told))
         yield mesh
 
 
 @contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Has a module another function of that name, as long as the block lasts."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -14,6 +14,7 @@ from rolemesh.engine.algorithms.losses import make_loss
 from rolemesh.engine.devices import assuming
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.fit.alone import alone
+from rolemesh.engine.fit.routing import evenly_spread
 from rolemesh.engine.fit.tally import Purpose, Tally
 from rolemesh.engine.fit.valueless import Valueless
 from rolemesh.engine.layout.ranks import HybridLayout
@@ -89,7 +90,8 @@ def estimated(
     """What a rank of a service would hold, found without its weights or its device.
 
     The model, its cut, the trainer and the optimizer are those of a service; tensors have no
-    values, and collective operations do nothing. The process must not have a world of torch's.
+    values, and collective operations do nothing. Experts of a mixture are chosen equally often. The
+    process must not have a world of torch's.
 
     Args:
         work: What it does. Of the model's folder, config.json is read alone.
@@ -105,6 +107,7 @@ def estimated(
     with (
         alone(work.layout, work.rank) as mesh,
         assuming(device_kind, device_bytes),
+        evenly_spread(),
         valueless,
         tally,
     ):

@@ -63,13 +63,14 @@ class SamplerMemory:
         return max(0, free // (self.token * self.row_tokens))
 
 
-def sampler_memory(shape: DecoderShape, spec: VllmSpec, tp: int) -> SamplerMemory:
+def sampler_memory(shape: DecoderShape, spec: VllmSpec, tp: int, chosen: int = 0) -> SamplerMemory:
     """What vLLM needs on each of the tp GPUs of a replica.
 
     Args:
         shape: Sizes of the model, with the adapter that is trained, if there is one.
         spec: The sampler.
         tp: Slices of generation.
+        chosen: Experts that a token goes through; 0: the model has none.
 
     Raises:
         ValueError: The sampler cannot have the adapter as the spec says.
@@ -81,7 +82,13 @@ def sampler_memory(shape: DecoderShape, spec: VllmSpec, tp: int) -> SamplerMemor
     # A tied head is cast from the embedding, and is then a tensor of its own.
     head = 4 * vocabulary - (0 if shape.is_tied else item * vocabulary)
     weights = arriving = (parameters * item + head) // tp
-    widest = 2 * shape.intermediate_size // tp + 2 * shape.hidden_size
+    widest = 2 * shape.intermediate_size // tp
+    if shape.experts is not None:
+        # Of each chosen expert gate and up together, in the place of which its result comes, and
+        # their product (vllm/model_executor/layers/fused_moe, workspaces).
+        inner = shape.experts.inner_size // tp
+        widest = max(widest, chosen * (max(2 * inner, shape.hidden_size) + inner))
+    widest += 2 * shape.hidden_size
     choices = sampler_choices(spec, Device("cuda"), has_adapter=shape.adapter is not None)
     if shape.adapter is not None:
         factors = layer_factors(shape, range(shape.num_layers))
@@ -113,7 +120,7 @@ def slot_elements(shape: DecoderShape, tp: int) -> int:
     held = [rank for rank in SLOT_RANKS if rank >= shape.adapter.rank]
     rank = min(held, default=shape.adapter.rank)  # a larger one vLLM refuses when it starts
     wide = replace(shape, adapter=AdapterShape(rank, shape.adapter.targets))
-    layer = sum(
-        math.prod(slice_sizes(wide, name, tp=0, size=tp)) for name in layer_factors(wide, range(1))
+    return sum(
+        math.prod(slice_sizes(wide, name, tp=0, size=tp))
+        for name in layer_factors(wide, range(shape.num_layers))
     )
-    return shape.num_layers * layer

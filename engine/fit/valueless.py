@@ -71,10 +71,15 @@ class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return kwargs["out"]
         if func is _aten.index.Tensor:
             args = (args[0], [self._positions(index) for index in args[1]])
+        if func is _aten.bincount.default and args[0] in self._known:
+            # Numbers of rows, by which others are made: they are needed themselves.
+            return torch.bincount(self._known[args[0]], *args[1:], **kwargs)
         if func is _aten.repeat_interleave.Tensor and args[0] in self._known:
             return self._without_values(torch.repeat_interleave(self._known[args[0]]))
         with self._mode:
             result = func(*args, **kwargs)
+        if func is _aten.topk.default:
+            self._spread(result[1], args[0].shape[-1])
         self._know(func, args, kwargs, result)
         return result
 
@@ -103,6 +108,14 @@ class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is None:
             raise RuntimeError("a mask came of no value that is known: estimate without it")
         return self._without_values(known.nonzero().flatten())
+
+    def _spread(self, chosen: torch.Tensor, number: int) -> None:
+        """Says which of so many were chosen where nothing says it: each as often as the others.
+
+        So do the rows of a pass choose experts, in the mean.
+        """
+        if chosen.numel() <= _MOST_KNOWN:
+            self._known[chosen] = torch.arange(chosen.numel()).remainder(number).view(chosen.shape)
 
     def _know(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keeps the values of integers and masks that follow from known ones."""

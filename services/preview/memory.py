@@ -134,7 +134,8 @@ def _sampler(asked: SamplerQuestion) -> dict[str, Any]:
     shape = DecoderShape.from_config(config.to_dict())
     if asked.adapter is not None:
         shape = with_adapter(shape, asked.adapter)
-    found = sampler_memory(shape, asked.sampler, asked.tp)
+    chosen = getattr(config, "num_experts_per_tok", 0) if shape.experts else 0
+    found = sampler_memory(shape, asked.sampler, asked.tp, chosen)
     return {**asdict(found), "least": found.least}
 
 

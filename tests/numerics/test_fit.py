@@ -9,20 +9,18 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from support.allocations import allocator_peak
+from support.fitted_work import TOLERANCE, measure, really, work_of
 from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, counted, estimated, work_rows
+from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, counted, estimated
 from rolemesh.engine.fit.tally import Tally
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import (
     AnyOptimizerSpec,
     BradleyTerryLossSpec,
-    ModelSpec,
     MuonSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
@@ -34,52 +32,11 @@ from rolemesh.engine.specs.activations import (
     adapted_layer_bytes,
     layer_bytes,
 )
-from rolemesh.engine.train.trainer import Trainer
-
-TOLERANCE = 0.1
-"""What was promised. Found is less: what kernels take for themselves, and the batch."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-def work_of(folder: Path, **changes: Any) -> RankWork:
-    model = {"path": folder, "micro_batch_tokens": 512, "logprob_chunk_tokens": 128}
-    model |= changes.pop("model", {})
-    return RankWork(
-        **{
-            "kind": "policy",
-            "model": ModelSpec.model_validate(model),
-            "layout": HybridLayout(TrainLayout()),
-            "optimizer": OptimizerSpec(),
-            "loss": PpoPolicyLossSpec(),
-            "row_tokens": 128,
-            "prompt_tokens": 32,
-            **changes,
-        }
-    )
-
-
-def really(work: RankWork, mesh: RankMesh) -> int:
-    """The allocator's peak while a trainer is made and makes two updates."""
-    batch, plan = work_rows(work)
-    assert work.optimizer is not None
-    optimizer = work.optimizer
-
-    def train() -> None:
-        model = None if work.kind == "policy" else ScoringModel(work.model, VALUE_HEAD, mesh=mesh)
-        trainer = (
-            Trainer.policy(work.model, optimizer, mesh=mesh)
-            if model is None
-            else Trainer(model, optimizer)
-        )
-        assert work.loss is not None
-        for _ in range(2):
-            trainer.update(batch, work.loss, plan)
-
-    return allocator_peak(train)
 
 
 ADAPTER: dict[str, Any] = {"adapter": {"rank": 8}}
@@ -112,12 +69,6 @@ def test_the_estimate_is_the_peak_of_the_allocator(folder: Path, changes: dict[s
     assert estimated(work, "cpu").peak == pytest.approx(
         really(work, RankMesh.single()), rel=TOLERANCE
     )
-
-
-def measure(at: RankContext, work: RankWork) -> int:
-    with at.connect(work.layout) as mesh:
-        # Gloo keeps a message until a thread of its own lets go of it: now and then into the peak.
-        return min(really(work, mesh) for _ in range(4))
 
 
 LAYOUTS: dict[str, tuple[TrainLayout, int, dict[str, Any]]] = {

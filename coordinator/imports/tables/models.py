@@ -277,8 +277,9 @@ MODELS = Topic(
                 *("trainer.nnodes", "trainer.n_gpus_per_node"),
                 f"{_ACTOR}megatron.tensor_model_parallel_size",
                 f"{_ACTOR}megatron.pipeline_model_parallel_size",
+                f"{_ACTOR}megatron.expert_model_parallel_size",
                 f"{_ACTOR}fsdp_config.fsdp_size",
-                text="{0} x {1}, {2}, {3}, {4}",
+                text="{0} x {1}, {2}, {3}, {4}, {5}",
             ),
         ),
         Fact(
@@ -289,6 +290,7 @@ MODELS = Topic(
                 f"{_REF}megatron.pipeline_model_parallel_size",
                 *("critic.megatron.tensor_model_parallel_size",),
                 "critic.megatron.pipeline_model_parallel_size",
+                *(f"{one}megatron.expert_model_parallel_size" for one in (_REF, "critic.")),
             ),
             is_shown=False,
         ),

@@ -13,6 +13,8 @@ from rolemesh.coordinator.imports.values.teachers import verl_gpus
 from rolemesh.coordinator.recipe.role_names import field_of, teacher_role
 
 _FIRST_PORT = 50051
+_OWNERS = "expert_model_parallel_size"
+"""How verl's sections of Megatron call the ranks that share experts out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +27,7 @@ class Placing:
     tp: int = 1
     pp: int = 1
     fsdp: int | None = None
+    ep: int = 1
     generate_tp: int = 1
     apart: int = 0
     """Rollout services of their own; 0: the actor samples."""
@@ -35,8 +38,8 @@ class Placing:
     """Whether these are always one step ahead."""
     others: dict[str, int] = field(default_factory=dict)
     """GPUs of roles that have a pool of their own."""
-    cuts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Slices and stages of roles that differ from the actor's."""
+    cuts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Slices, stages and ranks that share experts out, of roles that differ from the actor's."""
     said: str = ""
 
 
@@ -54,6 +57,24 @@ def _fitting(source: Source, gpus: int, tp: int, pp: int, names: tuple[str, ...]
             f"{shown}: {gpus} GPUs are no multiple of tp {tp} x pp {pp}: give numbers that fit"
         )
     return gpus // (tp * pp)
+
+
+def _owners(source: Source, megatron: str, tp: int, dp: int) -> int:
+    """Ranks that share experts out, by a section of verl's: they divide the data axis here."""
+    wanted = source.whole(f"{megatron}{_OWNERS}") or 1
+    made = math.gcd(wanted, dp)
+    if made != wanted:
+        source.lose(
+            f"{megatron}{_OWNERS}",
+            f"ep of a layout divides its data axis ({dp}): {made} is taken",
+        )
+    sliced = source.whole(f"{megatron}expert_tensor_parallel_size")
+    if sliced not in (None, tp):
+        source.lose(
+            f"{megatron}expert_tensor_parallel_size",
+            f"tensor slices cut experts as they cut all else: {tp}",
+        )
+    return made
 
 
 def _of_verl(source: Source) -> Placing:
@@ -89,13 +110,13 @@ def _of_verl(source: Source) -> Placing:
     cuts = {}
     for role, prefix in (("reference", "actor_rollout_ref.ref."), ("critic", "critic.")):
         own = [f"{prefix}megatron.{name}" for name in names]
-        if any(source.given(name) for name in own):
+        if any(source.given(name) for name in (*own, f"{prefix}megatron.{_OWNERS}")):
             own_tp, own_pp = (source.whole(name) or 1 for name in own)
-            _fitting(source, gpus, own_tp, own_pp, tuple(own))
-            cuts[role] = (own_tp, own_pp)
+            own_dp = _fitting(source, gpus, own_tp, own_pp, tuple(own))
+            cuts[role] = (own_tp, own_pp, _owners(source, f"{prefix}megatron.", own_tp, own_dp))
     teachers = verl_gpus(source)
     for role, (held, sliced) in teachers.items():
-        cuts[role] = (math.gcd(sliced, held), 1)
+        cuts[role] = (math.gcd(sliced, held), 1, 1)
     fsdp = cut if cut is not None and 0 < cut < dp and dp % cut == 0 else None
     if cut is not None and cut > 0 and fsdp is None and cut != dp:
         source.lose(f"{VERL['actor']}fsdp_config.fsdp_size", f"all {dp} replicas share the cut")
@@ -105,6 +126,7 @@ def _of_verl(source: Source) -> Placing:
         tp=tp,
         pp=pp,
         fsdp=fsdp,
+        ep=_owners(source, megatron, tp, dp),
         cuts=cuts,
         others={role: own for role, (own, _) in teachers.items()},
         generate_tp=made,
@@ -195,8 +217,8 @@ def _of_trl(source: Source) -> Placing:
 
 
 def _layout(made: Placing, role: str = "actor") -> dict[str, int]:
-    tp, pp = made.cuts.get(role, (made.tp, made.pp))
-    sizes = {"pp": pp, "tp": tp, "dp": made.gpus // (tp * pp)}
+    tp, pp, ep = made.cuts.get(role, (made.tp, made.pp, made.ep))
+    sizes = {"pp": pp, "tp": tp, "dp": made.gpus // (tp * pp), "ep": ep}
     layout = {name: size for name, size in sizes.items() if size > 1}
     return layout if made.fsdp is None else {**layout, "fsdp": made.fsdp}
 
@@ -244,7 +266,7 @@ def put_pools(draft: Draft, made: Placing) -> None:
                 pools["gpus"]["roles"].append(role)
         else:
             pools[role] = {"devices": _devices(used, own), "roles": [role]}
-            tp, _ = made.cuts.get(role, (1, 1))
+            tp, *_ = made.cuts.get(role, (1, 1, 1))
             sizes = {"tp": tp, "dp": own // tp}
             used, spread = used + own, {name: size for name, size in sizes.items() if size > 1}
         if spread:

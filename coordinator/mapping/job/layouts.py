@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +27,8 @@ class Layout:
     dp: int = 1
     fsdp: int = 1
     """Neighbours on the data axis that cut each parameter: 1 or dp."""
+    ep: int = 1
+    """Neighbours on the data axis that share the experts of each layer out."""
     generate_pp: int = 1
     generate_tp: int = 1
     micro_batch_tokens: int = 4096
@@ -45,7 +49,22 @@ class Layout:
 
     def described(self) -> str:
         """Its training as `TrainLayout.described`."""
-        return TrainLayout(pp=self.pp, tp=self.tp, dp=self.dp, fsdp=self.fsdp).described()
+        return self.train.described()
+
+    @property
+    def train(self) -> TrainLayout:
+        """That of training or scoring."""
+        return TrainLayout(pp=self.pp, tp=self.tp, dp=self.dp, fsdp=self.fsdp, ep=self.ep)
+
+    @property
+    def expert_fsdp(self) -> int:
+        """Neighbours that cut a rank's experts."""
+        return max(1, self.fsdp // self.ep)
+
+    @property
+    def replicas_of_experts(self) -> int:
+        """Ranks that hold the very same parts of experts."""
+        return self.dp // max(self.fsdp, self.ep)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +75,8 @@ class Freedom:
     """Tensor slices, and those of sampling: the devices of a machine, as the paper's U."""
     cuts_over_data: tuple[bool, ...] = (True,)
     """Whether parameters may be cut over the data axis (FSDP), or lie whole on each replica."""
+    shares_experts: bool = True
+    """Whether the experts of a mixture may be shared out over the data axis."""
     generate_stages: bool = False
     """Whether sampling may have stages; vLLM's external launcher has none."""
     generate_slices: bool = True
@@ -74,7 +95,7 @@ def layouts(
 
     Sizes of the data axis are all up to 16, then multiples of 8, and of 64 above 128: an axis
     between them gains less than a twentieth. Of stage numbers that give the longest stage equally
-    many layers, the smallest.
+    many layers, the smallest. Experts are shared out over divisors of the data axis.
 
     Args:
         model: What is cut.
@@ -85,22 +106,26 @@ def layouts(
     """
     for pp, tp, dp in _train_sizes(model, most_ranks, freedom):
         cuts = sorted({dp if cuts_over_data else 1 for cuts_over_data in freedom.cuts_over_data})
-        for generate_pp, generate_tp in _generate_sizes(pp, tp, freedom, samples):
-            for fsdp in cuts:
-                for tokens in freedom.micro_batch_tokens:
-                    for recompute in freedom.recompute if trains else ("none",):
-                        for offload in freedom.offload if trains else (False,):
-                            yield Layout(
-                                pp=pp,
-                                tp=tp,
-                                dp=dp,
-                                fsdp=fsdp,
-                                generate_pp=generate_pp,
-                                generate_tp=generate_tp,
-                                micro_batch_tokens=tokens,
-                                recompute=recompute,
-                                offload=offload,
-                            )
+        for (generate_pp, generate_tp), fsdp, ep, tokens, recompute, offload in itertools.product(
+            _generate_sizes(pp, tp, freedom, samples),
+            cuts,
+            _expert_sizes(model, dp, freedom),
+            freedom.micro_batch_tokens,
+            freedom.recompute if trains else ("none",),
+            freedom.offload if trains else (False,),
+        ):
+            yield Layout(
+                pp=pp,
+                tp=tp,
+                dp=dp,
+                fsdp=fsdp,
+                ep=ep,
+                generate_pp=generate_pp,
+                generate_tp=generate_tp,
+                micro_batch_tokens=tokens,
+                recompute=recompute,
+                offload=offload,
+            )
 
 
 def data_sizes(most: int) -> Iterator[int]:
@@ -111,9 +136,6 @@ def data_sizes(most: int) -> Iterator[int]:
 
 
 def _train_sizes(model: Model, most_ranks: int, freedom: Freedom) -> Iterator[tuple[int, int, int]]:
-    if not model.can_be_cut:
-        yield 1, 1, 1
-        return
     for tp in range(1, min(freedom.most_slices, most_ranks) + 1):
         try:
             check_slices(model.shape, tp)
@@ -125,6 +147,14 @@ def _train_sizes(model: Model, most_ranks: int, freedom: Freedom) -> Iterator[tu
                 continue
             for dp in data_sizes(most_ranks // (tp * pp)):
                 yield pp, tp, dp
+
+
+def _expert_sizes(model: Model, dp: int, freedom: Freedom) -> list[int]:
+    """Numbers of ranks that may share the experts out."""
+    experts = model.shape.experts
+    if experts is None or not freedom.shares_experts:
+        return [1]
+    return _divisors(math.gcd(dp, experts.number))
 
 
 def _generate_sizes(pp: int, tp: int, freedom: Freedom, samples: bool) -> Iterator[tuple[int, int]]:

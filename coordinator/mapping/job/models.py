@@ -1,8 +1,8 @@
 """Sizes of decoders from config.json: parameters, products and bytes of keys and values.
 
-Families that ranks can share (`engine/layout/families.py`) and mixtures of experts that run on one
-rank today. Embeddings are looked up, so that they have parameters and no products. The factors of
-an adapter are counted apart: its base is a model as any other.
+Of families that ranks can share (`engine/layout/families.py`), mixtures of experts among them.
+Embeddings are looked up, so that they have parameters and no products. The factors of an adapter
+are counted apart: its base is a model as any other.
 """
 
 from __future__ import annotations
@@ -16,27 +16,58 @@ from pathlib import Path
 from typing import Any, Self
 
 from rolemesh.coordinator.mapping.errors import PlanError
-from rolemesh.engine.layout.families import DecoderShape, Head, cut_of
+from rolemesh.engine.layout.families import (
+    DecoderShape,
+    Head,
+    cut_of,
+    is_stack,
+    layer_factors,
+    layer_parameters,
+    parameter_shape,
+)
 from rolemesh.engine.layout.family_records import known_families
 from rolemesh.engine.specs import AdapterSpec
 
-_EXPERT_FAMILIES = {"mixtral": "llama", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
-"""Mixtures of experts, and the dense family whose attention they have."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
-    """The mixture in each layer."""
+class LayerSizes:
+    """Parameters of a layer, or of several together. Buffers are left out."""
 
-    number: int
-    chosen: int
-    """Experts that a token goes through."""
-    inner_size: int
-    """Inner width of an expert."""
-    shared_size: int = 0
-    """Inner width of what every token goes through; 0: there is no such."""
-    is_gated: bool = False
-    """The shared part is weighed by a gate."""
+    whole: int = 0
+    """Those that every tensor slice holds all of."""
+    cut: int = 0
+    """Those that tensor slices divide, but for the experts'."""
+    experts: int = 0
+    """Those of all experts, which tensor slices divide too."""
+    active: int = 0
+    """Those of matrices that a token is multiplied with: of the experts, the chosen ones."""
+    factors: int = 0
+    """Those of an adapter."""
+    whole_factors: int = 0
+    """Of these, what every tensor slice holds all of."""
+
+    @property
+    def total(self) -> int:
+        """All but an adapter's."""
+        return self.whole + self.cut + self.experts
+
+    def on_slice(self, tp: int) -> float:
+        """What one of tp tensor slices holds, without experts and adapter."""
+        return self.cut / tp + self.whole
+
+    def factors_on_slice(self, tp: int) -> float:
+        """What one of tp tensor slices holds of an adapter."""
+        return (self.factors - self.whole_factors) / tp + self.whole_factors
+
+    def __add__(self, other: LayerSizes) -> LayerSizes:
+        return LayerSizes(
+            whole=self.whole + other.whole,
+            cut=self.cut + other.cut,
+            experts=self.experts + other.experts,
+            active=self.active + other.active,
+            factors=self.factors + other.factors,
+            whole_factors=self.whole_factors + other.whole_factors,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +75,9 @@ class Model:
     """A decoder, as far as seconds and bytes follow from it."""
 
     shape: DecoderShape
-    """Its sizes, and those of its adapter; of a mixture, those of a dense model with the same
-    attention."""
-    experts: Experts | None = None
-    dense_layers: tuple[int, ...] = ()
-    """Layers of a mixture that have a plain MLP."""
+    """Its sizes, and those of its adapter."""
+    chosen: int = 0
+    """Experts that a token goes through; 0: it has none."""
 
     @classmethod
     def from_config(
@@ -65,35 +94,24 @@ class Model:
             config: config.json as a dict.
             head: What stands on top: the projection to the vocabulary, or one to a score.
             num_layers: Layers that are kept; None for all.
-            adapter: That is trained beside it. Of a mixture, beside its attention alone.
+            adapter: That is trained beside it. Of a mixture, beside all but its experts.
 
         Raises:
             PlanError: No such family is known here, a size is missing, or the adapter does not fit.
         """
-        family = str(config.get("model_type"))
         sizes = dict(config)
         if num_layers is not None:
             sizes["num_hidden_layers"] = num_layers
         try:
-            if family not in _EXPERT_FAMILIES:
-                shape = DecoderShape.from_config(sizes, head=head)
-                return cls(shape=_adapted(shape, adapter))
-            experts = _experts(family, config)
-            sizes["model_type"] = _EXPERT_FAMILIES[family]
-            sizes.setdefault("intermediate_size", experts.inner_size)
-            shape = _adapted(DecoderShape.from_config(sizes, head=head), adapter)
+            shape = DecoderShape.from_config(sizes, head=head)
+            if adapter is not None:
+                shape = shape.with_adapter(adapter.rank, adapter.targets)
+            return cls(shape=shape, chosen=_chosen(shape, config))
         except (ValueError, KeyError) as error:
-            known = (known_families(), *_EXPERT_FAMILIES)
             raise PlanError(
-                f"config.json of model_type {family!r} cannot be planned with ({error}): families "
-                f"are {', '.join(known)}"
+                f"config.json of model_type {str(config.get('model_type'))!r} cannot be planned "
+                f"with ({error}): families are {known_families()}"
             ) from error
-        every = int(config.get("decoder_sparse_step") or 1)
-        given = tuple(config.get("mlp_only_layers") or ())
-        dense = [
-            layer for layer in range(shape.num_layers) if layer in given or (layer + 1) % every != 0
-        ]
-        return cls(shape=shape, experts=experts, dense_layers=tuple(dense))
 
     @classmethod
     def from_folder(
@@ -120,29 +138,34 @@ class Model:
             config.get("text_config", config), head=head, num_layers=num_layers, adapter=adapter
         )
 
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether ranks can share it: a mixture of experts runs on one rank."""
-        return self.experts is None
+    @cached_property
+    def layers(self) -> tuple[LayerSizes, ...]:
+        """Parameters of each layer."""
+        shape = self.shape
+        kinds = [shape.kind(layer) for layer in range(shape.num_layers)]
+        sizes = {kind: self._layer(kinds.index(kind)) for kind in set(kinds)}
+        return tuple(sizes[kind] for kind in kinds)
 
     @cached_property
-    def layer_parameters(self) -> float:
-        """Of one layer; of a mixture, the mean over layers."""
-        return sum(self._layer(layer)[0] for layer in range(self.shape.num_layers)) / (
-            self.shape.num_layers
-        )
+    def in_layers(self) -> LayerSizes:
+        """Parameters of all layers together."""
+        return sum(self.layers, LayerSizes())
 
     @cached_property
     def num_parameters(self) -> int:
         """All parameters, a tied embedding once; none of an adapter."""
-        layers = sum(self._layer(layer)[0] for layer in range(self.shape.num_layers))
-        return layers + self.outer_parameters
+        return self.in_layers.total + self.outer_parameters
 
     @cached_property
     def outer_parameters(self) -> int:
         """Those outside the layers: embedding, last norm, head."""
-        manifest = _one_layer(self.shape)
-        return sum(math.prod(sizes) for name, sizes in manifest if not _is_of_layer(name))
+        return sum(_outer(self.shape).values())
+
+    @cached_property
+    def outer_whole(self) -> int:
+        """Of these, what every tensor slice holds all of."""
+        outer = _outer(self.shape)
+        return sum(number for name, number in outer.items() if cut_of(self.shape, name) == "whole")
 
     @property
     def layers_share(self) -> float:
@@ -152,8 +175,22 @@ class Model:
     @cached_property
     def active_parameters(self) -> int:
         """Parameters of matrices that a token is multiplied with: no embedding, chosen experts."""
-        layers = sum(self._layer(layer)[1] for layer in range(self.shape.num_layers))
-        return layers + self.head_parameters
+        return self.in_layers.active + self.head_parameters
+
+    def read_parameters(self, tokens: float, ep: int = 1) -> float:
+        """Parameters of matrices that a pass reads, of experts only those that some token chose.
+
+        Args:
+            tokens: Of the pass.
+            ep: Ranks that share the experts out; a pass on each of them reads its own part.
+        """
+        experts = self.shape.experts
+        if experts is None:
+            return self.active_parameters
+        one = len(experts.layers) * 3 * self.shape.hidden_size * experts.inner_size
+        # Chosen equally often: an owner has as many rows for its experts as each rank sends out.
+        read = min(experts.number / ep, max(self.chosen, tokens * self.chosen))
+        return self.active_parameters + (read - self.chosen) * one
 
     @cached_property
     def head_parameters(self) -> int:
@@ -164,7 +201,7 @@ class Model:
     @cached_property
     def factor_parameters(self) -> int:
         """Those of an adapter's factors; 0 without one."""
-        return sum(self._layer_factors(layer) for layer in range(self.shape.num_layers))
+        return self.in_layers.factors
 
     @cached_property
     def trained_parameters(self) -> int:
@@ -214,80 +251,56 @@ class Model:
         width = self.shape.num_heads * self.shape.head_dim
         return 4 * self.shape.num_layers * width * context
 
-    def _layer_factors(self, layer: int) -> int:
-        """Parameters of an adapter's factors in a layer."""
-        is_mixed = self.experts is not None and layer not in self.dense_layers
-        return sum(
-            number for name, number in _factors(self.shape) if not (is_mixed and ".mlp." in name)
+    def _layer(self, layer: int) -> LayerSizes:
+        """Counts the parameters of a layer."""
+        shape, at = self.shape, range(layer, layer + 1)
+        whole = cut = experts = active = 0
+        for name in layer_parameters(shape, at):
+            sizes = parameter_shape(shape, name)
+            number = math.prod(sizes)
+            if shape.is_buffer(name):
+                continue
+            if is_stack(shape, name):
+                experts += number
+                active += number // sizes[0] * self.chosen
+                continue
+            active += number if len(sizes) == 2 else 0
+            if cut_of(shape, name) == "whole":
+                whole += number
+            else:
+                cut += number
+        factors = {
+            name: math.prod(parameter_shape(shape, name)) for name in layer_factors(shape, at)
+        }
+        return LayerSizes(
+            whole=whole,
+            cut=cut,
+            experts=experts,
+            active=active,
+            factors=sum(factors.values()),
+            whole_factors=sum(
+                number for name, number in factors.items() if cut_of(shape, name) == "whole"
+            ),
         )
 
-    def _layer(self, layer: int) -> tuple[int, int]:
-        """Parameters of a layer: all, and those of matrices that a token is multiplied with."""
-        shape = self.shape
-        total = active = 0
-        for name, parameter in _one_layer(shape):
-            if not _is_of_layer(name):
-                continue
-            if self.experts is not None and layer not in self.dense_layers and ".mlp." in name:
-                continue
-            total += math.prod(parameter)
-            active += math.prod(parameter) if len(parameter) == 2 else 0
-        if self.experts is None or layer in self.dense_layers:
-            return total, active
-        experts, hidden = self.experts, shape.hidden_size
-        one = 3 * hidden * experts.inner_size
-        beside = 3 * hidden * experts.shared_size + hidden * experts.number
-        beside += hidden if experts.is_gated else 0
-        return total + experts.number * one + beside, active + experts.chosen * one + beside
 
-
-def _adapted(shape: DecoderShape, adapter: AdapterSpec | None) -> DecoderShape:
-    return shape if adapter is None else shape.with_adapter(adapter.rank, adapter.targets)
-
-
-def _one_layer(shape: DecoderShape) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and sizes of the parameters of a decoder that has one layer, without an adapter's."""
+def _outer(shape: DecoderShape) -> dict[str, int]:
+    """Parameters outside the layers, by their names."""
     one = replace(shape, num_layers=1, adapter=None)
-    return [(name, parameter.shape) for name, parameter in one.manifest("float32").items()]
+    return {
+        name: math.prod(parameter.shape)
+        for name, parameter in one.manifest("float32").items()
+        if not name.startswith("model.layers.")
+    }
 
 
-def _is_of_layer(name: str) -> bool:
-    return name.startswith("model.layers.")
-
-
-def whole_parameters(shape: DecoderShape) -> tuple[int, int]:
-    """Parameters that every tensor slice holds all of: of a layer, and outside the layers."""
-    sizes = {name: math.prod(sizes) for name, sizes in _one_layer(shape)}
-    whole = [(name, number) for name, number in sizes.items() if cut_of(shape, name) == "whole"]
-    inside = sum(number for name, number in whole if _is_of_layer(name))
-    return inside, sum(number for _, number in whole) - inside
-
-
-def whole_factors(shape: DecoderShape) -> int:
-    """Parameters of an adapter in a layer that every tensor slice holds all of."""
-    return sum(number for name, number in _factors(shape) if cut_of(shape, name) == "whole")
-
-
-def _factors(shape: DecoderShape) -> list[tuple[str, int]]:
-    """Names of the factors in a layer, and their parameters."""
-    if shape.adapter is None:
-        return []
-    trained = replace(shape, num_layers=1).trained_manifest("float32")
-    return [(name, math.prod(one.shape)) for name, one in trained.items() if _is_of_layer(name)]
-
-
-def _experts(family: str, config: Mapping[str, Any]) -> Experts:
-    if family == "mixtral":
-        return Experts(
-            number=config["num_local_experts"],
-            chosen=config["num_experts_per_tok"],
-            inner_size=config["intermediate_size"],
+def _chosen(shape: DecoderShape, config: Mapping[str, Any]) -> int:
+    if shape.experts is None:
+        return 0
+    chosen = config.get("num_experts_per_tok")
+    if not isinstance(chosen, int) or not 1 <= chosen <= shape.experts.number:
+        raise ValueError(
+            f"num_experts_per_tok is {chosen!r}: give how many of the {shape.experts.number} "
+            "experts a token goes through"
         )
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    return Experts(
-        number=config["num_experts"],
-        chosen=config["num_experts_per_tok"],
-        inner_size=config["moe_intermediate_size"],
-        shared_size=shared if family == "qwen2_moe" else 0,
-        is_gated=family == "qwen2_moe" and shared > 0,
-    )
+    return chosen

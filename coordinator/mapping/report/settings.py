@@ -72,6 +72,8 @@ def _role_settings(recipe: Recipe, pool: PlannedPool, role: PlannedRole) -> list
     name, layout = role.role, role.option.layout
     section = recipe.section(name)
     cut = {"pp": layout.pp, "tp": layout.tp, "dp": layout.dp, "fsdp": layout.fsdp}
+    if layout.ep > 1:
+        cut["ep"] = layout.ep
     if name == "rollout":
         del cut["fsdp"]
     values = ", ".join(f"{key}: {value}" for key, value in cut.items())

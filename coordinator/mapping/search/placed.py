@@ -41,6 +41,7 @@ def own_layouts(recipe: Recipe, job: Job) -> dict[str, Layout]:
             tp=ranks.train.tp,
             dp=ranks.train.dp,
             fsdp=ranks.train.fsdp,
+            ep=ranks.train.ep,
             generate_pp=ranks.generate.pp if role.samples else 1,
             generate_tp=ranks.generate.tp if role.samples else 1,
             micro_batch_tokens=tokens,

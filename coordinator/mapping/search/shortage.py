@@ -83,9 +83,8 @@ def _role_lacks(search: Search, role: Role) -> str | None:
         offload = " or offload" if more <= 0 else f" or offload and {more} more"
     if wanted is None:
         needed = f"{role.name} fits on no number of {name} up to {_MOST_DEVICES}"
-        reason = "" if role.model.can_be_cut else ", since a mixture of experts runs on one device"
         remedy = f"{offload.removeprefix(' or ')}, " if offload else ""
-        return f"{needed}{reason}: give {remedy}devices with more memory, or shorter rows"
+        return f"{needed}: give {remedy}devices with more memory, or shorter rows"
     number = wanted - most
     return f"{role.name} needs {number} more {name} GPU{'s' if number > 1 else ''}{offload}"
 

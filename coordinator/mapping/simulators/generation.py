@@ -87,8 +87,12 @@ def sampler_bytes(model: Model, layout: Layout, system: System, most_rows: int) 
     slot = 0.0
     if shape.adapter is not None:
         as_it_samples = Layout(pp=layout.generate_pp, tp=layout.generate_tp)
-        slot = item * rank_trained(model, as_it_samples)
-    widest = 2 * shape.intermediate_size // layout.generate_tp + 2 * shape.hidden_size
+        slot = item * rank_trained(model, as_it_samples)[0]
+    widest = 2 * shape.intermediate_size // layout.generate_tp
+    if shape.experts is not None:
+        inner = shape.experts.inner_size // layout.generate_tp
+        widest = max(widest, model.chosen * (max(2 * inner, shape.hidden_size) + inner))
+    widest += 2 * shape.hidden_size
     kv_heads = max(1, shape.num_kv_heads // layout.generate_tp)
     layers = math.ceil(shape.num_layers / layout.generate_pp)
     return SamplerBytes(
@@ -181,12 +185,12 @@ class Sampling:
         batch = running / stages
         if system.has_kv_cache:
             computed = batch
-            read = sampler_weights(model, system) / ranks
+            read = sampler_weights(model, system, computed) / ranks
             read += batch * context * token_bytes
         else:
             # Without keys and values a step computes every row from its first token.
             computed = batch * context
-            read = sampler_weights(model, system) / ranks
+            read = sampler_weights(model, system, computed) / ranks
         flops = model.forward_flops(computed, context) / ranks
         reads = stages * max(group.read_s(read), group.compute_s(flops))
         hidden = computed * shape.hidden_size * system.sampled_bytes
@@ -221,13 +225,17 @@ class Sampling:
         )
 
 
-def sampler_weights(model: Model, system: System) -> float:
-    """Bytes of weights that a decoding step reads on all ranks of a replica together."""
-    parameters = model.num_parameters + model.factor_parameters
-    if model.experts is None:
-        return (parameters - _looked_up(model)) * system.sampled_bytes
-    # With many rows, nearly all experts are chosen by some token.
-    return parameters * system.sampled_bytes
+def sampler_weights(model: Model, system: System, rows: float) -> float:
+    """Bytes of weights that a decoding step reads on all ranks of a replica together.
+
+    Args:
+        model: That samples.
+        system: Its kinds of tensors.
+        rows: Tokens of the step; with many, nearly all experts of a mixture are chosen by some.
+    """
+    parameters = model.num_parameters + model.factor_parameters - _looked_up(model)
+    left_out = model.read_parameters(math.inf) - model.read_parameters(rows)
+    return (parameters - left_out) * system.sampled_bytes
 
 
 def _looked_up(model: Model) -> int:

@@ -7,7 +7,7 @@ each rank, since they are small.
 from __future__ import annotations
 
 from rolemesh.coordinator.mapping.job.layouts import Layout
-from rolemesh.coordinator.mapping.job.models import Model, whole_parameters
+from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import System
 from rolemesh.coordinator.mapping.job.work import Work
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
@@ -36,21 +36,20 @@ def received_bytes(model: Model, layout: Layout, item_bytes: int = 2) -> float:
     everything cut evenly this is Table 2's (d_g - 1) / (t p) M of arXiv 2409.19256.
     """
     if model.shape.adapter is not None:
-        own = rank_trained(model, layout) / layout.fsdp
+        own = rank_trained(model, layout)[0] / layout.fsdp
         return max(0.0, model.factor_parameters - own) * _FACTOR_BYTES
-    inside, outside = whole_parameters(model.shape)
-    layers = model.shape.num_layers
-    cut_layers = layers * (model.layer_parameters - inside)
-    cut_outer = model.outer_parameters - outside
+    layers = model.in_layers
+    cut_outer = model.outer_parameters - model.outer_whole
     ranks = layout.tp * layout.pp
     sampled_ranks = layout.generate_tp * layout.generate_pp
     # A tied embedding lies on the last stage too, as its projection.
-    held = cut_layers + cut_outer * (2 if model.shape.is_tied and layout.pp > 1 else 1)
-    cut = cut_layers + cut_outer * (2 if model.shape.is_tied and layout.generate_pp > 1 else 1)
-    whole_held = (layers * inside + outside) / layout.pp
-    whole_sampled = (layers * inside + outside) / layout.generate_pp
-    sampled = cut / sampled_ranks + whole_sampled
-    return max(0.0, sampled - (held / ranks + whole_held) / layout.fsdp) * item_bytes
+    held = layers.cut + cut_outer * (2 if model.shape.is_tied and layout.pp > 1 else 1)
+    cut = layers.cut + cut_outer * (2 if model.shape.is_tied and layout.generate_pp > 1 else 1)
+    whole = layers.whole + model.outer_whole
+    sampled = (cut + layers.experts) / sampled_ranks + whole / layout.generate_pp
+    own = (held / ranks + whole / layout.pp) / layout.fsdp
+    own += layers.experts / ranks / layout.ep / layout.expert_fsdp
+    return max(0.0, sampled - own) * item_bytes
 
 
 def reshard_seconds(model: Model, layout: Layout, group: DeviceGroup, system: System) -> float:
@@ -71,17 +70,19 @@ def reshard_seconds(model: Model, layout: Layout, group: DeviceGroup, system: Sy
         return group.fetch_s(lacks, members, reach) + group.read_s(2 * whole)
     slices = layout.tp // layout.generate_tp
     stages = layout.pp // layout.generate_pp
-    members = slices * stages * layout.fsdp
+    spread = max(layout.fsdp, layout.ep)
+    members = slices * stages * spread
     # Neighbours on the slice axis stand next to each other; those of stages and of the data axis
     # at greater distances, so that the group reaches that much further.
-    reach = 1 if stages == 1 and layout.fsdp == 1 else max(1, _reach(layout) // members)
+    reach = 1 if stages == 1 and spread == 1 else max(1, _reach(layout) // members)
     local = group.read_s(2 * whole / (layout.generate_tp * layout.generate_pp))
     return group.fetch_s(lacks, members, reach) + local
 
 
 def _reach(layout: Layout) -> int:
     """Ranks from the first to the last member of the group that shares a generation shard."""
-    return layout.world_size if layout.fsdp > 1 else layout.tp * layout.pp
+    is_spread = layout.fsdp > 1 or layout.ep > 1
+    return layout.world_size if is_spread else layout.tp * layout.pp
 
 
 def publish_seconds(model: Model, layout: Layout, group: DeviceGroup, system: System) -> float:
@@ -95,7 +96,7 @@ def publish_seconds(model: Model, layout: Layout, group: DeviceGroup, system: Sy
         gathered = group.gather_s(whole / ranks, layout.fsdp, ranks)
         network = group.network_bandwidth * group.coefficients.network
         return gathered + whole / network + group.coefficients.call_s
-    own = updated_bytes(model, system) / (layout.tp * layout.pp * layout.fsdp)
+    own = updated_bytes(model, system) / (layout.tp * layout.pp * max(layout.fsdp, layout.ep))
     return group.host_s(own) + group.coefficients.call_s
 
 

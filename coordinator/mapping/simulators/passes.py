@@ -1,10 +1,10 @@
 """Simulators of training and of scoring: seconds of passes over a batch on a layout.
 
 Roofline: a pass takes what its products take, or reading its weights where that is longer. To that
-come all-reduces of tensor slices, the pipeline's fill and drain, gathers of weights that are cut
-over the data axis, the sum of gradients, and the optimizer, which reads and writes memory. Of a
-model with an adapter, gradients and optimizer are those of its factors, and a backward pass
-multiplies with the frozen weights once.
+come all-reduces of tensor slices, rows that travel to their experts, the pipeline's fill and drain,
+gathers of weights that are cut over the data axis, the sum of gradients, and the optimizer, which
+reads and writes memory. Of a model with an adapter, gradients and optimizer are those of its
+factors, and a backward pass multiplies with the frozen weights once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import System
 from rolemesh.coordinator.mapping.job.work import Work
 from rolemesh.coordinator.mapping.machines.cluster import DeviceGroup
-from rolemesh.coordinator.mapping.simulators.memory import rank_parameters, rank_trained
+from rolemesh.coordinator.mapping.simulators.memory import (
+    EXPERT_ROW_BYTES,
+    rank_parameters,
+    rank_trained,
+)
 
 _OPTIMIZER_BYTES = 28
 """Memory that AdamW reads and writes for a parameter: gradient, weight and two moments are read,
@@ -36,6 +40,8 @@ class PassSeconds:
     """Products, or reading weights where that is longer."""
     slices: float = 0.0
     """All-reduces of tensor slices, and what stages send each other."""
+    experts: float = 0.0
+    """Rows on their way to the ranks of their experts, and back."""
     bubble: float = 0.0
     """Filling and draining the pipeline."""
     gathers: float = 0.0
@@ -50,6 +56,7 @@ class PassSeconds:
         return (
             self.compute
             + self.slices
+            + self.experts
             + self.bubble
             + self.gathers
             + self.gradients
@@ -63,13 +70,19 @@ def update_seconds(
     """An update: all optimizer steps that a step of the run makes of its rows."""
     rows = min(work.rows, work.mini_batch_rows)
     one = _batch(model, layout, work, group, system, rows, trains=True)
-    trained = rank_trained(model, layout)
-    own = trained / layout.fsdp
-    gradients = 0.0
-    if layout.fsdp == 1 and layout.dp > 1:
-        gradients = group.reduce_s(
-            trained * system.gradient_bytes, layout.dp, layout.tp * layout.pp
+    trained, experts = rank_trained(model, layout)
+    own, own_experts = trained / layout.fsdp, experts / layout.expert_fsdp
+    stride = layout.tp * layout.pp
+    gradients = group.reduce_s(
+        own * system.gradient_bytes, layout.dp // layout.fsdp, stride * layout.fsdp
+    )
+    if own_experts:
+        gradients += group.reduce_s(
+            own_experts * system.gradient_bytes,
+            layout.replicas_of_experts,
+            stride * max(layout.fsdp, layout.ep),
         )
+    own += own_experts
     optimizer = group.read_s(own * _OPTIMIZER_BYTES)
     if layout.offload:
         # Moments come and go, both ways at the same time.
@@ -79,6 +92,7 @@ def update_seconds(
     return PassSeconds(
         compute=one.compute * steps,
         slices=one.slices * steps,
+        experts=one.experts * steps,
         bubble=one.bubble * steps,
         gathers=one.gathers * steps,
         gradients=gradients * steps,
@@ -114,7 +128,7 @@ def _batch(
     recomputes = trains and layout.recompute == "full"
     has_adapter = model.shape.adapter is not None
     item = system.frozen_bytes if has_adapter else system.gathered_bytes
-    weights = model.active_parameters / ranks * item
+    weights = model.read_parameters(micro_tokens, layout.ep) / ranks * item
     layers = math.ceil(model.shape.num_layers / layout.pp)
     beside = group.layers_s(layers, micro_tokens * model.shape.hidden_size / layout.tp)
     beside += group.coefficients.pass_s
@@ -132,14 +146,30 @@ def _batch(
         crosses = layout.pp * layout.tp > group.per_machine
         stride = group.per_machine if crosses else layout.tp
         slices += (2 if trains else 1) * group.send_s(hidden, stride, layout.tp)
+    experts = turns * _exchange_s(model, layout, group, micro_tokens)
     gathers = _gathers(model, layout, group, system, trains=trains)
     exposed = max(0.0, gathers - group.coefficients.hidden * compute)
     return PassSeconds(
         compute=passes * compute,
         slices=passes * slices,
-        bubble=(layout.pp - 1) * (compute + slices + exposed),
+        experts=passes * experts,
+        bubble=(layout.pp - 1) * (compute + slices + experts + exposed),
         gathers=passes * exposed,
     )
+
+
+def _exchange_s(model: Model, layout: Layout, group: DeviceGroup, tokens: float) -> float:
+    """Rows of a pass to the ranks of their experts and back, in one direction of the pass.
+
+    A rank sends as many rows as it gets: experts are taken to be chosen equally often.
+    """
+    experts = model.shape.experts
+    if experts is None or layout.ep == 1:
+        return 0.0
+    rows = tokens * model.chosen * model.shape.hidden_size * EXPERT_ROW_BYTES
+    layers = math.ceil(len(experts.layers) / layout.pp)
+    others = rows * (layout.ep - 1) / layout.ep
+    return 2 * layers * group.fetch_s(others, layout.ep, layout.tp * layout.pp)
 
 
 def _gathers(
@@ -148,16 +178,23 @@ def _gathers(
     """Weights made whole for a pass, and the sum of its gradients (FSDP2, ZeRO-3)."""
     if layout.fsdp == 1:
         return 0.0
-    parameters, _, _ = rank_parameters(model, layout)
-    stride = layout.tp * layout.pp
+    parameters = rank_parameters(model, layout)
     has_adapter = model.shape.adapter is not None
     is_frozen = has_adapter or not trains
-    whole = parameters * (system.frozen_bytes if is_frozen else system.gathered_bytes)
-    if has_adapter:
-        whole += rank_trained(model, layout) * system.gathered_bytes
-    seconds = group.gather_s(whole, layout.fsdp, stride)
+    item = system.frozen_bytes if is_frozen else system.gathered_bytes
+    trained, trained_experts = rank_trained(model, layout)
+    added = trained * system.gathered_bytes if has_adapter else 0.0
+
+    def seconds(rest: float, experts: float) -> float:
+        """Of so many bytes; experts are cut over other ranks."""
+        stride = layout.tp * layout.pp
+        if layout.ep == 1:
+            return group.gather_s(rest + experts, layout.fsdp, stride)
+        apart = group.gather_s(experts, layout.expert_fsdp, stride * layout.ep)
+        return group.gather_s(rest, layout.fsdp, stride) + apart
+
+    gathered = seconds(parameters.rest * item + added, parameters.experts * item)
     if not trains:
-        return seconds
+        return gathered
     # Gathered for the forward and for the backward pass, which sums gradients in float32.
-    summed = 4 * rank_trained(model, layout)
-    return 2 * seconds + group.gather_s(summed, layout.fsdp, stride)
+    return 2 * gathered + seconds(4 * trained, 4 * trained_experts)

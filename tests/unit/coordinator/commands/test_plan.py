@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer.testing
 from support.mapping_jobs import LLAMAS
+from support.public_models import CONFIGS, config_folder
 from support.recorded_folders import CALLS, run_folder
 
 from rolemesh.coordinator.commands.plan import app
@@ -119,6 +120,44 @@ def test_adapters_fit_where_whole_models_do_not(recipe: Path) -> None:
     assert "actor.compute_reference_logprobs" in {task["name"] for task in told["tasks"]}
     assert load_recipe([path]).served_by_actor == {"reference"}
     plan(recipe, "--gpus", "1", "--gpu", "l40s", code=1)
+
+
+SFT = """
+run: {{name: planned, steps: 1, prompts_per_step: 64, numerics: fast}}
+algorithm: {{type: sft, mini_batch_rows: 64}}
+actor: {{model: {{path: {model}}}, data: {{type: jsonl, path: data.jsonl}}}}
+"""
+
+
+def test_experts_are_shared_out_where_their_gathers_take_longer_than_rows(tmp_path: Path) -> None:
+    """Few tokens and many experts: rows travel, and the written recipe says so."""
+    recipe, path = recipe_of(tmp_path, CONFIGS["Qwen3-30B-A3B"], SFT), tmp_path / "planned.yaml"
+    lengths = ("--prompt-tokens=64", "--completion-tokens=64")
+    told = planned(recipe, "--gpus=8", "--gpu=h100", *lengths, "--write", path)
+    (role,) = told["pools"][0]["roles"]
+    assert role["layout"] == "1-1-8 fsdp 8 ep 8"
+    assert load_recipe([path]).layout("actor").ep == role["cut"]["ep"] == 8
+    # Of a model without experts nothing is said.
+    dense = recipe_of(tmp_path, QWEN, SFT)
+    assert "ep:" not in plan(dense, "--gpus=8", "--gpu=h100", *lengths, "--explain")
+
+
+def test_the_recipe_of_a_mixture_for_8_gpus_has_the_layout_of_its_plan(tmp_path: Path) -> None:
+    model = config_folder(tmp_path, "Qwen3-30B-A3B")
+    path = REPOSITORY / "recipes" / "gpu" / "grpo-30b-a3b-8-gpus.yaml"
+    settings = [f"--set={role}.model.path={model}" for role in ("actor", "reference")]
+    told = planned(path, "--gpus=8", "--gpu=h100", *settings)
+    (pool,) = told["pools"]
+    loaded = load_recipe([path])
+    for role in pool["roles"]:
+        own, found = loaded.layout(role["role"]), role["cut"]
+        assert {name: getattr(own, name) for name in ("pp", "tp", "dp", "fsdp", "ep")} == {
+            name: found[name] for name in ("pp", "tp", "dp", "fsdp", "ep")
+        }
+    actor = pool["roles"][0]["cut"]
+    assert loaded.actor is not None
+    assert loaded.actor.model.micro_batch_tokens == actor["micro_batch_tokens"]
+    assert (actor["generate_tp"], actor["recompute"], actor["offload"]) == (4, "full", True)
 
 
 @pytest.mark.parametrize("gpus", [4, 8, 16])

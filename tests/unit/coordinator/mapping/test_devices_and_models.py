@@ -7,9 +7,10 @@ import math
 from typing import Any
 
 import pytest
+from support.public_models import CONFIGS
 
 from rolemesh.coordinator.mapping.errors import PlanError
-from rolemesh.coordinator.mapping.job.models import Model, whole_factors, whole_parameters
+from rolemesh.coordinator.mapping.job.models import LayerSizes, Model
 from rolemesh.coordinator.mapping.machines.devices import DEVICES, device_of
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES
 from rolemesh.engine.specs import AdapterSpec
@@ -49,34 +50,34 @@ MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-QWEN3_30B = {
-    "model_type": "qwen3_moe",
+QWEN3_30B = CONFIGS["Qwen3-30B-A3B"]
+OLMOE = {
+    "model_type": "olmoe",
     "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-QWEN15_MOE = {
-    "model_type": "qwen2_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_hidden_layers": 24,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "vocab_size": 151936,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
+    "vocab_size": 50304,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
 }
+GLM = {
+    "model_type": "glm4_moe",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+QWEN15_MOE = {**QWEN3_30B, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 5632}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ QWEN15_MOE = {
         pytest.param(QWEN_7B, 7_615_616_512, id="Qwen2.5-7B"),
         pytest.param(MIXTRAL, 46_702_792_704, id="Mixtral-8x7B"),
         pytest.param(QWEN3_30B, 30_532_122_624, id="Qwen3-30B-A3B"),
-        pytest.param(QWEN15_MOE, 14_315_784_192, id="Qwen1.5-MoE-A2.7B"),
+        pytest.param(OLMOE, 6_919_161_856, id="OLMoE-1B-7B"),
     ],
 )
 def test_a_model_has_the_parameters_of_its_published_weights(
@@ -117,6 +118,34 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
     assert mixed.num_parameters == 30_532_122_624 - 2 * (one_expert_layer - one_dense_layer)
 
 
+def test_each_layer_of_a_mixture_is_counted_by_its_kind() -> None:
+    """Of GLM the first layer has one MLP; the others experts, a router, and an MLP for all."""
+    model = Model.from_config(GLM)
+    attention, norms, router = 2 * 64 * 64 + 2 * 64 * 32, 2 * 64, 8 * 64
+    one, shared = 3 * 64 * 32, 3 * 64 * 64
+    dense = LayerSizes(whole=norms, cut=attention + 3 * 64 * 128, active=attention + 3 * 64 * 128)
+    sparse = LayerSizes(
+        whole=norms + router,
+        cut=attention + shared,
+        experts=8 * one,
+        active=attention + shared + router + 2 * one,
+    )
+    assert model.layers == (dense, sparse, sparse)
+    assert model.num_parameters == dense.total + 2 * sparse.total + 2 * 6400 + 64
+    assert model.active_parameters == dense.active + 2 * sparse.active + 6400
+
+
+def test_a_pass_reads_the_experts_that_some_token_chose() -> None:
+    model = Model.from_config(GLM)
+    one = 2 * 3 * 64 * 32
+    assert model.read_parameters(1) == model.active_parameters
+    assert model.read_parameters(3) == model.active_parameters + 4 * one
+    assert model.read_parameters(100) == model.active_parameters + 6 * one
+    assert model.read_parameters(100, ep=4) == model.active_parameters
+    dense = Model.from_config(llama(64, 128, 2, 4, 2, 100))
+    assert dense.read_parameters(100) == dense.active_parameters
+
+
 def test_flops_are_two_for_each_weight_and_four_for_each_score() -> None:
     model = Model.from_config(llama(64, 128, 2, 4, 2, 100))
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128
@@ -134,8 +163,9 @@ def test_a_critic_has_a_score_head_and_fewer_layers() -> None:
 
 
 def test_what_slices_do_not_cut_is_counted() -> None:
-    shape = Model.from_config(llama(64, 128, 4, 4, 2, 100)).shape
-    assert whole_parameters(shape) == (2 * 64, 64)
+    model = Model.from_config(llama(64, 128, 4, 4, 2, 100))
+    assert [one.whole for one in model.layers] == 4 * [2 * 64]
+    assert model.outer_whole == 64
 
 
 def test_an_adapter_is_counted_apart_from_its_base() -> None:
@@ -152,7 +182,7 @@ def test_an_adapter_is_counted_apart_from_its_base() -> None:
     critic = Model.from_config(config, head="score", adapter=adapter)
     assert critic.trained_parameters == factors + 64
     # Two slices hold half of what is cut, and all of A before a matrix that is cut by rows.
-    assert whole_factors(few.shape) == 4 * 64 + 4 * 64
+    assert [one.whole_factors for one in few.layers] == 2 * [4 * 64 + 4 * 64]
     with pytest.raises(PlanError, match="k_projection"):
         Model.from_config(config, adapter=AdapterSpec(targets=("k_projection",)))
 
@@ -160,6 +190,12 @@ def test_an_adapter_is_counted_apart_from_its_base() -> None:
 def test_the_experts_of_a_mixture_have_no_adapter() -> None:
     mixed = Model.from_config(MIXTRAL, adapter=AdapterSpec(rank=8))
     assert mixed.trained_parameters == 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+    # What every token goes through has one, in layers of either kind.
+    glm = Model.from_config(GLM, adapter=AdapterSpec(rank=8))
+    attention = 8 * (2 * (64 + 64) + 2 * (64 + 32))
+    assert [one.factors for one in glm.layers] == [
+        attention + 8 * 3 * (64 + inner) for inner in (128, 64, 64)
+    ]
 
 
 def test_frozen_matrices_are_multiplied_once_in_a_backward_pass() -> None:
@@ -176,8 +212,14 @@ def test_frozen_matrices_are_multiplied_once_in_a_backward_pass() -> None:
 def test_an_unknown_family_is_named() -> None:
     with pytest.raises(PlanError, match=r"model_type 'mamba'.*llama.*qwen3_moe"):
         Model.from_config({"model_type": "mamba"})
-    with pytest.raises(PlanError, match="num_experts"):
-        Model.from_config({k: v for k, v in QWEN3_30B.items() if k != "num_experts"})
+    with pytest.raises(PlanError, match=r"model_type 'qwen2_moe'.*mixtral"):
+        Model.from_config(QWEN15_MOE)
+
+
+@pytest.mark.parametrize("chosen", [None, 0, 9, "2"])
+def test_a_mixture_says_how_many_experts_a_token_goes_through(chosen: Any) -> None:
+    with pytest.raises(PlanError, match=rf"num_experts_per_tok is {chosen!r}.*of the 8 experts"):
+        Model.from_config({**MIXTRAL, "num_experts_per_tok": chosen})
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -1,0 +1,43 @@
+"""Experts that tensors without values choose: each as often as the others.
+
+What a rank holds depends on which experts its own rows and those of its neighbours choose, which
+only a run knows. Rows of a pass that spread evenly are the mean: a rank whose experts are chosen
+more often holds more.
+
+Shape letters: R ranks that share experts out, L experts of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from rolemesh.engine.fit.alone import replaced
+from rolemesh.engine.models import experts
+from rolemesh.engine.parallel import expert_exchange
+from rolemesh.engine.parallel.mesh import RankGroup
+
+
+@contextmanager
+def evenly_spread() -> Iterator[None]:
+    """Neighbours have as many rows for this rank's experts as it has; one product is for all.
+
+    Which experts the rows of this rank choose, `Valueless` says.
+    """
+    with (
+        replaced(expert_exchange, "_told", _as_this_one),
+        replaced(experts, "_rows_of", _all_at_once),
+    ):
+        yield
+
+
+def _as_this_one(asked_RL: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Rows that each rank has for this one's experts."""
+    return asked_RL[group.index].expand_as(asked_RL)
+
+
+def _all_at_once(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """All rows as those of one expert, so that no time goes by over products without values."""
+    return [(0, slice(0, sum(counts)))]
