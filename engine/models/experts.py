@@ -12,6 +12,7 @@ outputs, C inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +42,27 @@ def group_experts(model: nn.Module, owners: RankGroup | None = None) -> None:
         patched.owners = None if owners is None or owners.size == 1 else owners
 
 
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """In which types experts are multiplied. What comes out has the type of what goes in."""
+
+    rounds: bool = False
+    """Whether weights are rounded to bfloat16 before, whatever they are multiplied as."""
+    products: torch.dtype | None = None
+    """Of factors in the forward pass; None: that of the rows."""
+    gradients: torch.dtype | None = None
+    """Of factors in the backward pass; None: the same."""
+
+
+PLAIN = Arithmetic()
+
+
+def set_arithmetic(experts: nn.Module, arithmetic: Arithmetic) -> None:
+    """Says how a module of experts multiplies."""
+    patched: Any = experts
+    patched.arithmetic = arithmetic
+
+
 def grouped_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -57,86 +79,126 @@ def grouped_experts(
     Returns:
         [S, D], in the type of hidden_states.
     """
-    x_SD = _narrowed(hidden_states)
-    gate_up_EOD, down_EDI = _narrowed(self.gate_up_proj), _narrowed(self.down_proj)
-    num_tokens, num_chosen = top_k_index.shape
+    kind = hidden_states.device.type
+    # Autocast sees products of torch's alone.
+    is_cast = torch.is_autocast_enabled(kind)
+    x_SD = hidden_states.to(torch.get_autocast_dtype(kind)) if is_cast else hidden_states
+    gate_up_EOD, down_EDI = self.gate_up_proj, self.down_proj
+    owners: RankGroup | None = getattr(self, "owners", None)
+    arithmetic: Arithmetic = getattr(self, "arithmetic", PLAIN)
+    num_experts = len(down_EDI) * (1 if owners is None else owners.size)
     order_N = top_k_index.flatten().argsort(stable=True)
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    owners: RankGroup | None = getattr(self, "owners", None)
-    num_experts = len(down_EDI) * (1 if owners is None else owners.size)
+    place_SK = place_N.view_as(top_k_index)
     counts = torch.bincount(top_k_index.flatten(), minlength=num_experts).tolist()
-    x_ND = _ToExperts.apply(x_SD, order_N, place_N, num_chosen)  # type: ignore[no-untyped-call]
+    weights_N1 = permuted(top_k_weights.reshape(-1, 1), order_N, place_N).to(x_SD.dtype)
 
-    def made_of(x_MD: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        inner_MI = self._apply_gate(grouped_linear(x_MD, gate_up_EOD, rows))
-        return grouped_linear(inner_MI, down_EDI, rows)
+    def made_of(
+        x_MD: torch.Tensor, rows: Sequence[int], weights_M1: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        inner_MI = self._apply_gate(grouped_linear(x_MD, gate_up_EOD, rows, arithmetic))
+        # Here, where rows are narrow: what is weighed is the same.
+        inner_MI = inner_MI if weights_M1 is None else inner_MI * weights_M1
+        return grouped_linear(inner_MI, down_EDI, rows, arithmetic)
 
-    made_ND = (
-        made_of(x_ND, counts)
-        if owners is None
-        else computed_by_owners(x_ND, counts, owners, made_of)
+    x_ND = _ToExperts.apply(x_SD, order_N, place_SK)  # type: ignore[no-untyped-call]
+    if owners is None:
+        made_ND = made_of(x_ND, counts, weights_N1)
+    else:
+        made_ND = computed_by_owners(x_ND, counts, owners, made_of) * weights_N1
+    summed_SD: torch.Tensor = _FromExperts.apply(  # type: ignore[no-untyped-call]
+        made_ND, order_N, place_SK
     )
-    back_SKD = permuted(made_ND, place_N, order_N).view(num_tokens, num_chosen, -1)
-    summed_SD: torch.Tensor = (back_SKD * top_k_weights[..., None]).sum(1)
     return summed_SD.to(hidden_states.dtype)
 
 
 def grouped_linear(
-    x_NC: torch.Tensor, weight_EOC: torch.Tensor, counts: Sequence[int]
+    x_NC: torch.Tensor,
+    weight_EOC: torch.Tensor,
+    counts: Sequence[int],
+    arithmetic: Arithmetic = PLAIN,
 ) -> torch.Tensor:
     """Each expert's linear map of its rows.
 
     Args:
         x_NC: Floating, the rows of expert 0 first.
-        weight_EOC: In the same type.
+        weight_EOC: Floating. It is cast to the type of the products expert by expert, and only
+            where there are rows.
         counts: Rows of each expert, which sum to N.
+        arithmetic: In which types. Numbers of bfloat16 are multiplied as float32 all the same where
+            the machine is fast in that alone.
 
     Returns:
-        [N, O] in that type. Numbers of bfloat16 are multiplied as float32 where the machine is fast
-        in that alone, and rounded after.
+        [N, O] in the type of x_NC.
     """
-    is_narrow = x_NC.dtype == torch.bfloat16
-    if is_narrow and not device_of(kind_of(x_NC.device)).multiplies_bfloat16:
-        return grouped_linear(x_NC.float(), weight_EOC.float(), counts).to(x_NC.dtype)
-    if is_narrow and x_NC.is_cuda:
+    products = arithmetic.products or x_NC.dtype
+    if products == torch.bfloat16 and not device_of(kind_of(x_NC.device)).multiplies_bfloat16:
+        arithmetic = Arithmetic(rounds=True, products=torch.float32)
+    elif products == torch.bfloat16 and x_NC.is_cuda:
         # One kernel for all experts. Not tried on a GPU.
         ends = torch.tensor(counts, device=x_NC.device).cumsum(0).to(torch.int32)
-        return functional.grouped_mm(x_NC, weight_EOC.transpose(1, 2), offs=ends)
-    made: torch.Tensor = _GroupedLinear.apply(x_NC, weight_EOC, counts)  # type: ignore[no-untyped-call]
+        weight_ECO = weight_EOC.bfloat16().transpose(1, 2)
+        return functional.grouped_mm(x_NC.bfloat16(), weight_ECO, offs=ends).to(x_NC.dtype)
+    made: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        x_NC, weight_EOC, counts, arithmetic
+    )
     return made
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NC: torch.Tensor, weight_EOC: torch.Tensor, counts: Sequence[int]
+        ctx: Any,
+        x_NC: torch.Tensor,
+        weight_EOC: torch.Tensor,
+        counts: Sequence[int],
+        arithmetic: Arithmetic,
     ) -> torch.Tensor:
-        ctx.counts = counts
-        ctx.save_for_backward(x_NC if ctx.needs_input_grad[1] else None, weight_EOC)
+        products = arithmetic.products or x_NC.dtype
+        ctx.counts, ctx.rounds = counts, arithmetic.rounds
+        ctx.factors = arithmetic.gradients or products
+        # The weight itself: what gathers cut weights for a pass frees it in between.
+        ctx.save_for_backward(x_NC.to(ctx.factors) if ctx.needs_input_grad[1] else None, weight_EOC)
+        factor_NC = x_NC.to(products)
         made_NO = x_NC.new_empty(len(x_NC), weight_EOC.shape[1])
         for expert, rows in _rows_of(counts):
-            torch.mm(x_NC[rows], weight_EOC[expert].t(), out=made_NO[rows])
+            weight_OC = _seen(weight_EOC[expert], products, rounds=arithmetic.rounds)
+            _multiply(factor_NC[rows], weight_OC.t(), into=made_NO[rows])
         return made_NO
 
     @staticmethod
     def backward(
         ctx: Any, grad_NO: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x_NC, weight_EOC = ctx.saved_tensors
-        need_x, need_weight, _ = ctx.needs_input_grad
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        factor_NO = grad_NO.to(ctx.factors)
         grad_x = grad_NO.new_empty(len(grad_NO), weight_EOC.shape[2]) if need_x else None
         grad_weight = torch.empty_like(weight_EOC) if need_weight else None
         for expert, rows in _rows_of(ctx.counts):
             if grad_x is not None:
-                torch.mm(grad_NO[rows], weight_EOC[expert], out=grad_x[rows])
+                weight_OC = _seen(weight_EOC[expert], ctx.factors, rounds=ctx.rounds)
+                _multiply(factor_NO[rows], weight_OC, into=grad_x[rows])
             if grad_weight is not None:
-                torch.mm(grad_NO[rows].t(), x_NC[rows], out=grad_weight[expert])
+                _multiply(factor_NO[rows].t(), x_NC[rows], into=grad_weight[expert])
         if grad_weight is not None:
             for expert, count in enumerate(ctx.counts):
                 if not count:
                     grad_weight[expert] = 0
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
+
+
+def _seen(weight_OC: torch.Tensor, dtype: torch.dtype, *, rounds: bool) -> torch.Tensor:
+    """One expert's weight as a factor."""
+    return (weight_OC.bfloat16() if rounds else weight_OC).to(dtype)
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, *, into: torch.Tensor) -> None:
+    if left.dtype == into.dtype:
+        torch.mm(left, right, out=into)
+    else:
+        into.copy_(left @ right)
 
 
 def _rows_of(counts: Sequence[int]) -> list[tuple[int, slice]]:
@@ -150,29 +212,41 @@ def _rows_of(counts: Sequence[int]) -> list[tuple[int, slice]]:
 
 
 class _ToExperts(torch.autograd.Function):
-    """Rows of tokens in the order of their experts; gradients of a token are summed in its own."""
+    """Rows of tokens in the order of their experts; the gradients of a token's are summed."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_SD: torch.Tensor, order_N: torch.Tensor, place_N: torch.Tensor, num_chosen: int
+        ctx: Any, x_SD: torch.Tensor, order_N: torch.Tensor, place_SK: torch.Tensor
     ) -> torch.Tensor:
-        ctx.num_chosen = num_chosen
-        ctx.save_for_backward(place_N)
-        return x_SD[order_N // num_chosen]
+        ctx.save_for_backward(place_SK)
+        return x_SD[order_N // place_SK.shape[1]]
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (place_N,) = ctx.saved_tensors
-        grad_SD = grad_ND[place_N].view(-1, ctx.num_chosen, grad_ND.shape[1]).sum(1)
-        return grad_SD, None, None, None
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place_SK,) = ctx.saved_tensors
+        return _summed(grad_ND, place_SK), None, None
 
 
-def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """As autocast would cast it: it sees products of torch's alone."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+class _FromExperts(torch.autograd.Function):
+    """The sum of what a token's experts made; the other way round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made_ND: torch.Tensor, order_N: torch.Tensor, place_SK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.num_chosen = place_SK.shape[1]
+        return _summed(made_ND, place_SK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order_N,) = ctx.saved_tensors
+        return grad_SD[order_N // ctx.num_chosen], None, None
+
+
+def _summed(rows_ND: torch.Tensor, place_SK: torch.Tensor) -> torch.Tensor:
+    """For each token the sum of its rows, in the order of places: [S, D]."""
+    return functional.embedding_bag(place_SK, rows_ND.contiguous(), mode="sum")
 
 
 ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)

@@ -27,7 +27,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rolemesh.engine.models.experts import Arithmetic, set_arithmetic
 from rolemesh.engine.models.scaled_ends import unscaled
+from rolemesh.engine.parallel.data_parallel import experts_of
 from rolemesh.engine.parallel.low_rank import Factor, adapted, has_adapter
 from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear
 
@@ -48,7 +50,9 @@ def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
     Raises:
         ValueError: A module has a forward of its own that is no method; names the module.
     """
-    _see_weights(model, rounded, lambda module: _linear(module, narrow_gradients))
+    gradients = torch.bfloat16 if narrow_gradients else torch.float32
+    arithmetic = Arithmetic(rounds=True, products=torch.float32, gradients=gradients)
+    _see_weights(model, rounded, lambda module: _linear(module, narrow_gradients), arithmetic)
 
 
 def round_for_good(model: nn.Module) -> None:
@@ -75,7 +79,10 @@ def narrow_layers(model: nn.Module, *, narrow_products: bool = True) -> None:
             multiplied as float32, and the product is rounded.
     """
     products = torch.bfloat16 if narrow_products else torch.float32
-    _see_weights(model, torch.Tensor.bfloat16, lambda module: _narrow_linear(module, products))
+    arithmetic = Arithmetic(rounds=True, products=products)
+    _see_weights(
+        model, torch.Tensor.bfloat16, lambda module: _narrow_linear(module, products), arithmetic
+    )
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -143,11 +150,20 @@ class _RoundedProduct(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _see_weights(model: nn.Module, view: _Map, linear: Callable[[nn.Linear], _Map]) -> None:
-    """Makes the modules of a model compute with a view of their weights, in place."""
+def _see_weights(
+    model: nn.Module, view: _Map, linear: Callable[[nn.Linear], _Map], arithmetic: Arithmetic
+) -> None:
+    """Makes the modules of a model compute with a view of their weights, in place.
+
+    Experts, of which a pass may need few, see each one's as they multiply.
+    """
+    experts = set(experts_of(model))
     for name, module in model.named_modules():
         patched: Any = module
         if isinstance(module, Factor):
+            continue
+        if module in experts:
+            set_arithmetic(module, arithmetic)
             continue
         has_own_weights = next(module.parameters(recurse=False), None) is not None
         if isinstance(module, nn.Embedding):

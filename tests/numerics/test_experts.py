@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rolemesh.engine.layout.families import DecoderShape, check_layout
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.models.experts import group_experts, grouped_linear
+from rolemesh.engine.models.rounding import round_weights, rounded_product
 from rolemesh.engine.parallel.data_parallel import experts_of
 from rolemesh.engine.parallel.expert_exchange import computed_by_owners
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
@@ -135,6 +136,36 @@ def test_numbers_of_bfloat16_are_multiplied_as_the_machine_is_fast(
     )
     # A step of bfloat16.
     torch.testing.assert_close(made_NO.float(), expected, rtol=2**-7, atol=1e-2)
+
+
+def test_gradients_of_rounded_weights_are_narrow_where_those_of_a_linear_layer_are() -> None:
+    model = _model("qwen3_moe").float()
+    group_experts(model)
+    round_weights(model.base_model, narrow_gradients=True)
+    experts: Any = experts_of(model)[0]
+    wide = copy.deepcopy(experts.gate_up_proj.detach())
+    x_NC = torch.randn(10, wide.shape[2], requires_grad=True)
+    weight_EOC = wide.clone().requires_grad_()
+    counts = [4, 0, 3, 1, 2]
+    made_NO = grouped_linear(x_NC, weight_EOC, counts, experts.arithmetic)
+    upstream = torch.randn_like(made_NO)
+    made_NO.backward(upstream)
+    for expert, (rows, grad_rows) in enumerate(
+        zip(x_NC.split(counts), upstream.split(counts), strict=True)
+    ):
+        own = wide[expert].clone().requires_grad_()
+        x_MC = rows.detach().clone().requires_grad_()
+        product = rounded_product(x_MC, own)
+        product.backward(grad_rows)
+        first = sum(counts[:expert])
+        assert x_NC.grad is not None
+        assert weight_EOC.grad is not None
+        assert own.grad is not None
+        torch.testing.assert_close(weight_EOC.grad[expert], own.grad, rtol=2**-7, atol=1e-2)
+        torch.testing.assert_close(
+            x_NC.grad[first : first + len(rows)], x_MC.grad, rtol=2**-7, atol=1e-2
+        )
+        assert torch.equal(weight_EOC.grad, weight_EOC.grad.bfloat16().float())
 
 
 # --- experts shared out over ranks ----------------------------------------------------------
