@@ -11,13 +11,9 @@ import math
 from dataclasses import dataclass, replace
 
 from rolemesh.engine.layout.adapters import AdapterShape
-from rolemesh.engine.layout.families import (
-    DecoderShape,
-    layer_factors,
-    parameter_shape,
-    slice_sizes,
-)
+from rolemesh.engine.layout.families import DecoderShape, layer_factors, parameter_shape
 from rolemesh.engine.layout.manifest import ITEM_BYTES
+from rolemesh.engine.layout.slices import slice_sizes
 from rolemesh.engine.specs import VllmSpec
 from rolemesh.engine.specs.by_device import Device, sampler_choices
 

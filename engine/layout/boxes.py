@@ -16,13 +16,8 @@ from rolemesh.engine.layout.families import (
     NORM,
     DecoderShape,
     UnsupportedFamilyError,
-    check_layout,
     cut_of,
-    is_stack,
     layer_parameters,
-    slice_boxes,
-    slice_sizes,
-    stacked_dimension,
     stage_layers,
     stage_tensors,
 )
@@ -37,6 +32,13 @@ from rolemesh.engine.layout.manifest import (
     intersection,
 )
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout, check_rank
+from rolemesh.engine.layout.slices import (
+    check_layout,
+    is_stack,
+    slice_boxes,
+    slice_sizes,
+    stacked_dimension,
+)
 
 _FUSED = {
     "self_attn.q_proj": "self_attn.qkv_proj",

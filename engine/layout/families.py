@@ -1,8 +1,7 @@
-"""Decoder families that can be spread over ranks: their parameters, and how each is cut.
+"""Decoder families that can be spread over ranks: their parameters, and which stage has which.
 
 Pure: no torch. `family_records.py` says what parameters a family has, under their Hugging Face
-names. Tensor slices cut attention by heads and the MLP by its inner width (arXiv 1909.08053,
-section 3), the vocabulary in padded blocks as vLLM does; stages are runs of layers.
+names, and `slices.py` how slices cut them. Stages are runs of layers.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from rolemesh.engine.layout.family_records import (
     Part,
     known_families,
 )
-from rolemesh.engine.layout.manifest import Box, DtypeName, Manifest, Parameter
-from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.layout.manifest import DtypeName, Manifest, Parameter
+from rolemesh.engine.layout.ranks import LayoutError
 
 Head: TypeAlias = Literal["lm_head", "score"]
 """What stands on top: the projection to the vocabulary, or that to labels."""
@@ -275,56 +274,6 @@ def known_shape(config: Mapping[str, Any]) -> DecoderShape | None:
         return None
 
 
-def check_layout(shape: DecoderShape, layout: TrainLayout | HybridLayout) -> None:
-    """Raises LayoutError unless the model can be cut so: heads, widths, vocabulary and layers.
-
-    Of a HybridLayout, both sides are checked.
-    """
-    train = layout.train if isinstance(layout, HybridLayout) else layout
-    if train.pp > shape.num_layers:
-        raise LayoutError(
-            f"pp {train.pp} is more than the model's {shape.num_layers} layers: give a stage at "
-            "least one layer"
-        )
-    check_slices(shape, train.tp, field="tp")
-    number = shape.experts.number if shape.experts else 1
-    if number % train.ep:
-        raise LayoutError(
-            f"ep {train.ep} does not divide the {number} experts of the {shape.family} model's "
-            "layers: give a divisor"
-            if shape.experts
-            else f"ep is {train.ep}, but the {shape.family} model has no experts: give 1"
-        )
-    if isinstance(layout, HybridLayout):
-        check_slices(shape, layout.generate.tp, field="generate.tp")
-
-
-def check_slices(shape: DecoderShape, size: int, *, field: str = "tp") -> None:
-    """Raises LayoutError, naming `field`, unless the model can be cut into `size` slices."""
-    for name, number in (
-        ("num_attention_heads", shape.num_heads),
-        ("intermediate_size", shape.intermediate_size),
-        ("the experts' inner width", shape.experts.inner_size if shape.experts else 0),
-        ("the vocabulary, padded,", shape.padded_vocab_size),
-    ):
-        if number % size:
-            raise LayoutError(
-                f"{field} {size} does not divide {name} {number} of the {shape.family} model: "
-                "give a divisor"
-            )
-    if shape.num_kv_heads % size and size % shape.num_kv_heads:
-        raise LayoutError(
-            f"{field} {size} neither divides num_key_value_heads {shape.num_kv_heads} of the "
-            f"{shape.family} model nor is a multiple: give a divisor or a multiple"
-        )
-    if size > shape.num_kv_heads and any(part.cut == "qkv" for part in shape.record.parts):
-        raise LayoutError(
-            f"{field} {size} is more than num_key_value_heads {shape.num_kv_heads} of the "
-            f"{shape.family} model, whose keys lie in one tensor with its queries: give at most "
-            f"{shape.num_kv_heads}"
-        )
-
-
 def layer_parts(shape: DecoderShape, layer: int) -> tuple[Part, ...]:
     """The parameters that a layer has, in model order, without factors of adapters.
 
@@ -429,92 +378,6 @@ def _inner_size(shape: DecoderShape, part: Part) -> int:
     if shape.experts is not None and part.suffix.startswith("mlp.shared_experts."):
         return shape.experts.shared_size
     return shape.intermediate_size
-
-
-def slice_boxes(
-    shape: DecoderShape, name: str, *, tp: int, size: int, experts: tuple[int, int] = (0, 1)
-) -> tuple[Box, ...]:
-    """The parts of a parameter that slice `tp` of `size` holds, in global coordinates.
-
-    The slice has them stacked by rows (of experts: by rows of each), in this order: one box, but of
-    projections that one tensor holds, one of each. Real rows only: the last slices of a padded
-    vocabulary hold fewer rows, or none (an empty range). With more slices than key-value heads,
-    neighbours hold the same head.
-
-    Args:
-        shape: The model.
-        name: Of the parameter.
-        tp: The slice.
-        size: How many there are.
-        experts: Of a stack of experts, which of how many equal parts.
-
-    Example: a vocabulary of 100 is padded to 128; slices 0..3 of 4 hold rows 0 to 32, 32 to 64,
-    64 to 96 and 96 to 100.
-
-    Raises:
-        LayoutError: `size` does not fit the model (see `check_slices`), or `tp` is not below it.
-    """
-    check_slices(shape, size)
-    if not 0 <= tp < size:
-        raise LayoutError(f"slice is {tp}: give 0 to {size - 1}")
-    sizes = parameter_shape(shape, name)
-    if is_stack(shape, name) and experts != (0, 1):
-        number = sizes[0] // experts[1]
-        owned = (experts[0] * number, (experts[0] + 1) * number)
-        return tuple((owned, *others) for _, *others in slice_boxes(shape, name, tp=tp, size=size))
-    cut = cut_of(shape, name)
-    others = tuple((0, number) for number in sizes[1:])
-    if cut == "whole" or size == 1:
-        return (((0, sizes[0]), *others),)
-    if cut in ("columns", "experts_columns"):
-        width = sizes[-1] // size
-        columns = (tp * width, (tp + 1) * width)
-        return ((*((0, number) for number in sizes[:-1]), columns),)
-    if cut == "vocab":
-        block = shape.padded_vocab_size // size
-        rows = (min(tp * block, sizes[0]), min((tp + 1) * block, sizes[0]))
-        return ((rows, *others),)
-    split = split_factor(name)
-    part = part_of_layer(shape, name if split is None else f"{split[0]}.weight")
-    assert part is not None  # all that is outside of layers is whole, or cut as the vocabulary
-    boxes: list[Box] = []
-    start = 0
-    for one, number in zip(FUSED_CUTS.get(cut, (cut,)), projection_rows(shape, part), strict=True):
-        sharing = replica_ranks_of_kv(shape, size) if one == "kv_heads" else 1
-        held = number * sharing // size
-        first = start + tp // sharing * held
-        cut_rows = (first, first + held)
-        stack: Box = ((0, sizes[0]), cut_rows, *others[1:])
-        boxes.append(stack if cut == "experts_gate_up" else (cut_rows, *others))
-        start += number
-    return tuple(boxes)
-
-
-def is_stack(shape: DecoderShape, name: str) -> bool:
-    """Whether a parameter is a stack of experts [experts, rows, columns]."""
-    return len(parameter_shape(shape, name)) == 3
-
-
-def stacked_dimension(shape: DecoderShape, name: str) -> int:
-    """Along which dimension a tensor stacks the boxes of `slice_boxes`: that of the rows."""
-    return 1 if is_stack(shape, name) else 0
-
-
-def slice_sizes(
-    shape: DecoderShape, name: str, *, tp: int, size: int, experts: tuple[int, int] = (0, 1)
-) -> tuple[int, ...]:
-    """Shape of what slice `tp` of `size` holds of a parameter; see `slice_boxes`."""
-    boxes = slice_boxes(shape, name, tp=tp, size=size, experts=experts)
-    sizes = [stop - start for start, stop in boxes[0]]
-    stacked = stacked_dimension(shape, name)
-    sizes[stacked] = sum(box[stacked][1] - box[stacked][0] for box in boxes)
-    return tuple(sizes)
-
-
-def replica_ranks_of_kv(shape: DecoderShape, size: int) -> int:
-    """How many neighbouring slices of `size` hold the same key-value head: 1 when none does."""
-    check_slices(shape, size)
-    return max(1, size // shape.num_kv_heads)
 
 
 def stage_layers(shape: DecoderShape, *, pp: int, size: int) -> range:

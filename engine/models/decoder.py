@@ -23,8 +23,8 @@ from rolemesh.engine.layout.families import (
     DecoderShape,
     RefusedSettingError,
     UnsupportedFamilyError,
-    check_layout,
 )
+from rolemesh.engine.layout.slices import check_layout
 from rolemesh.engine.models.adapters import attach, module_in_layer, with_adapter
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.experts import group_experts

@@ -1,7 +1,7 @@
 """Tensor parallelism: a transformers decoder that computes on one slice of its weights.
 
 Attention is cut by heads and the MLP by its inner width (arXiv 1909.08053, section 3), the
-embedding by rows of the vocabulary. Parameters stay plain local tensors; `families.slice_boxes`
+embedding by rows of the vocabulary. Parameters stay plain local tensors; `slices.slice_boxes`
 says which boxes of the whole each one is. What does not divide by ranks (norms, biases after a sum,
 a score head) every rank holds whole and computes alike, or, where slices share the tokens between
 attention and MLP, on its own ones (`token_shares`).
@@ -26,10 +26,8 @@ from rolemesh.engine.layout.families import (
     DecoderShape,
     cut_of,
     part_of_layer,
-    replica_ranks_of_kv,
-    slice_boxes,
-    slice_sizes,
 )
+from rolemesh.engine.layout.slices import replica_ranks_of_kv, slice_boxes, slice_sizes
 from rolemesh.engine.parallel.low_rank import adapted
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.parallel.stages import global_name

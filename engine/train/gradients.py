@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from rolemesh.engine.layout.families import cut_of, is_stack, replica_ranks_of_kv
+from rolemesh.engine.layout.families import cut_of
+from rolemesh.engine.layout.slices import is_stack, replica_ranks_of_kv
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.buckets import BUCKET_BYTES, sum_over

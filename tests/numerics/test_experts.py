@@ -23,8 +23,9 @@ from support.tiny_families import write_tiny_decoder
 from support.token_batches import token_batch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rolemesh.engine.layout.families import DecoderShape, check_layout
+from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.layout.slices import check_layout
 from rolemesh.engine.models.experts import group_experts, grouped_linear
 from rolemesh.engine.models.rounding import round_weights, rounded_product
 from rolemesh.engine.parallel.data_parallel import experts_of

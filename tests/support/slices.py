@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rolemesh.engine.layout.families import DecoderShape, slice_boxes
+from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import Box
+from rolemesh.engine.layout.slices import slice_boxes
 
 
 def slice_box(shape: DecoderShape, name: str, *, tp: int, size: int) -> Box:

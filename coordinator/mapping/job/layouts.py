@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rolemesh.coordinator.mapping.job.models import Model
-from rolemesh.engine.layout.families import check_slices
 from rolemesh.engine.layout.ranks import LayoutError, TrainLayout
+from rolemesh.engine.layout.slices import check_slices
 
 Recompute = Literal["none", "full"]
 

@@ -20,12 +20,12 @@ from rolemesh.engine.layout.families import (
     DecoderShape,
     Head,
     cut_of,
-    is_stack,
     layer_factors,
     layer_parameters,
     parameter_shape,
 )
 from rolemesh.engine.layout.family_records import known_families
+from rolemesh.engine.layout.slices import is_stack
 from rolemesh.engine.specs import AdapterSpec
 
 

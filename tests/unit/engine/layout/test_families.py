@@ -19,13 +19,12 @@ from rolemesh.engine.layout.families import (
     LM_HEAD,
     DecoderShape,
     UnsupportedFamilyError,
-    check_layout,
     cut_of,
-    replica_ranks_of_kv,
     stage_layers,
     stage_tensors,
 )
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.layout.slices import check_layout, replica_ranks_of_kv
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,

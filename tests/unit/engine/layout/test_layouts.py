@@ -22,10 +22,10 @@ from rolemesh.engine.layout.families import (
     LM_HEAD,
     DecoderShape,
     UnsupportedFamilyError,
-    check_layout,
 )
 from rolemesh.engine.layout.manifest import ManifestError, WeightLayout, num_elements
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.layout.slices import check_layout
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 

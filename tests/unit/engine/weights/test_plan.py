@@ -23,7 +23,12 @@ from support.weight_shards import (
 )
 
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
-from rolemesh.engine.layout.families import EMBEDDING, LM_HEAD, NORM, DecoderShape
+from rolemesh.engine.layout.families import (
+    EMBEDDING,
+    LM_HEAD,
+    NORM,
+    DecoderShape,
+)
 from rolemesh.engine.layout.manifest import (
     Box,
     DtypeName,

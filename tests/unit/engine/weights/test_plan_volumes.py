@@ -20,7 +20,6 @@ from rolemesh.engine.layout.families import (
     NORM,
     DecoderShape,
     cut_of,
-    is_stack,
 )
 from rolemesh.engine.layout.manifest import (
     Manifest,
@@ -31,6 +30,7 @@ from rolemesh.engine.layout.ranks import (
     HybridLayout,
     TrainLayout,
 )
+from rolemesh.engine.layout.slices import is_stack
 from rolemesh.engine.weights.plan import Plan, make_plan
 
 SENDER_SLACK = 1.05

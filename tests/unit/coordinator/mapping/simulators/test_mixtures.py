@@ -24,8 +24,8 @@ from rolemesh.coordinator.mapping.simulators.moves import received_bytes
 from rolemesh.coordinator.mapping.simulators.passes import scoring_seconds, update_seconds
 from rolemesh.engine.fit.sampler import sampler_memory
 from rolemesh.engine.layout.boxes import generate_layout, train_layout
-from rolemesh.engine.layout.families import check_layout
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout
+from rolemesh.engine.layout.slices import check_layout
 from rolemesh.engine.specs import AdapterSpec, VllmSpec
 from rolemesh.engine.weights.plan import make_plan
 
