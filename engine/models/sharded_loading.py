@@ -161,7 +161,7 @@ def load_shard(
             tp, size = mesh.tp.index, mesh.tp.size
             owned = (mesh.experts.index, mesh.experts.size)
             if key is None:
-                value = torch.zeros(slice_sizes(shape, parameter, tp=tp, size=size))
+                value = torch.zeros(slice_sizes(shape, parameter, tp=tp, size=size, experts=owned))
             else:
                 boxes = slice_boxes(shape, parameter, tp=tp, size=size, experts=owned)
                 parts = [tensors.read(key, box) for box in boxes]

@@ -168,6 +168,11 @@ class RolloutRoleSpec(RoleSpec):
                 f"layout.fsdp is {self.layout.fsdp}: a sampler holds whole slices on each of its "
                 "dp replicas; leave fsdp out"
             )
+        if self.layout.ep != 1:
+            raise ValueError(
+                f"layout.ep is {self.layout.ep}: a sampler holds all experts on each of its dp "
+                "replicas; leave ep out"
+            )
         return self
 
     @model_validator(mode="after")

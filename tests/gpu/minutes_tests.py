@@ -14,7 +14,9 @@ from minutes_tools import IS_REHEARSAL, REPOSITORY, Found, Skip, needs, scratch
 
 def tests_trainer(found: Found) -> None:
     """Devices, memory and the trainer."""
-    run_tests(found, "test_devices_cuda", "test_memory_cuda", "test_trainer_cuda")
+    run_tests(
+        found, "test_devices_cuda", "test_memory_cuda", "test_trainer_cuda", "test_experts_cuda"
+    )
 
 
 def tests_ranks(found: Found) -> None:

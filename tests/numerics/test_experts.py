@@ -30,7 +30,7 @@ from rolemesh.engine.models.experts import group_experts, grouped_linear
 from rolemesh.engine.models.rounding import round_weights, rounded_product
 from rolemesh.engine.parallel.data_parallel import experts_of
 from rolemesh.engine.parallel.expert_exchange import computed_by_owners
-from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
+from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, RolloutRoleSpec
 from rolemesh.engine.train.trainer import Trainer
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "glm4_moe")
@@ -328,3 +328,15 @@ def test_a_model_whose_experts_cannot_be_shared_out_is_refused(family: str, word
     config = AutoConfig.for_model(family, **case_config(family)).to_dict()
     with pytest.raises(LayoutError, match=words):
         check_layout(DecoderShape.from_config(config), TrainLayout(dp=2, ep=2))
+
+
+def test_a_sampler_holds_all_experts() -> None:
+    model = {"path": "model"}
+    rollout = {
+        "model": model,
+        "rollout": {"type": "hf"},
+        "data": {"type": "jsonl", "path": "rows.jsonl"},
+        "layout": {"dp": 2, "ep": 2},
+    }
+    with pytest.raises(ValueError, match=r"layout\.ep is 2: .*; leave ep out"):
+        RolloutRoleSpec.model_validate(rollout)

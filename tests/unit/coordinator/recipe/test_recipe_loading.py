@@ -257,6 +257,11 @@ def test_a_key_that_is_missing_in_the_section_at_hand_is_suggested_first(recipe_
             "(--set critic.train.fsdp=3)",
         ),
         (
+            ["actor.train.dp=6", "actor.train.ep=4"],
+            "actor.train: ep 4 does not divide dp 6: give one of [1, 2, 3, 6] "
+            "(--set actor.train.ep=4)",
+        ),
+        (
             ["actor.train.tp=4", "actor.generate.tp=3"],
             "actor: generate.tp 3 does not divide train.tp 4: give one of [1, 2, 4] "
             "(--set actor.generate.tp=3)",
@@ -276,7 +281,7 @@ def test_a_key_that_is_missing_in_the_section_at_hand_is_suggested_first(recipe_
             "GPU of its own: give the pool more devices, or the role a smaller layout",
         ),
     ],
-    ids=["size", "fsdp", "generate", "name", "devices"],
+    ids=["size", "fsdp", "ep", "generate", "name", "devices"],
 )
 def test_a_layout_that_cannot_be_is_explained(
     recipe_file: Path, overrides: list[str], message: str
