@@ -50,6 +50,17 @@ class KeptRoutes:
             self._routes = np.concatenate([self._routes, more])
         self._routes[positions] = routes
 
+    def borrow(self, num_tokens: int, other: KeptRoutes) -> None:
+        """Takes from a row that begins alike the routes of the first tokens that it knows none of.
+
+        Args:
+            num_tokens: How many first tokens both have.
+            other: Of that row.
+        """
+        own, theirs = self.of(num_tokens), other.of(num_tokens)
+        is_unknown = (own == NO_ROUTE).all(1)
+        self.put(np.flatnonzero(is_unknown), theirs[is_unknown])
+
     def of(self, num_tokens: int) -> np.ndarray:
         """uint8 [tokens, W] of the first so many; the last one that was drawn has none."""
         found = np.full((num_tokens, self._routes.shape[1]), NO_ROUTE, dtype=np.uint8)

@@ -302,6 +302,8 @@ class VllmBackend(VllmSampling):
         puts_back = self._is_generating or self._has_calls
         if not self.engine.reset_prefix_cache(reset_running_requests=puts_back):
             raise RuntimeError(f"vLLM kept keys and values {whose}: its cache is in use")
+        if self._routes is not None:
+            self._routes.forget_cached()
 
     def weight_checksums(self) -> Mapping[str, str]:
         """SHA-256 (hex) of each weight as the kernels read it, by Hugging Face name.

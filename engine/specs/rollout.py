@@ -77,21 +77,10 @@ class VllmSpec(Spec):
     generation."""
     replay_routes: bool = False
     """Whether each sampled token keeps the experts that it went through, by which the trainer then
-    scores and trains it (arXiv 2510.11370). Of a mixture, on a CPU; without prefix_caching,
-    which skips tokens of a prompt, whose routes would be missing."""
+    scores and trains it (arXiv 2510.11370). Of a mixture, on a CPU."""
     async_scheduling: bool | None = None
     """Schedule the next step while one runs. None: on a GPU, where one rank samples and no weights
     come between two tokens. It cannot be true where they may."""
-
-    @model_validator(mode="after")
-    def _check_routes(self) -> Self:
-        if self.replay_routes and self.prefix_caching:
-            raise ValueError(
-                "replay_routes is true, but prefix_caching is too: tokens whose keys come of the "
-                "cache go through no expert, so that their routes are not known; set "
-                "prefix_caching to false"
-            )
-        return self
 
 
 class HfSpec(Spec):

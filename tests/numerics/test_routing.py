@@ -30,6 +30,7 @@ from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.rollout.episode import routes_so_far
 from rolemesh.engine.rollout.factory import make_backend
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
     HfSpec,
     ModelSpec,
@@ -311,15 +312,25 @@ def _replay_gaps(folder: Path, sampled: list[Any], requests: list[Any]) -> dict[
     return found
 
 
+def _of_one_prompt(first_row: int) -> list[RolloutRequest]:
+    """Samples of a prompt of more than one of vLLM's blocks, and of one that begins like it."""
+    prompt = [3 + 7 * place % (VOCABULARY - 3) for place in range(50)]
+    prompts = [prompt, prompt, [*prompt[:40], 5, 6], prompt]
+    return [
+        RolloutRequest(row=first_row + number, prompt_tokens=one, seed=number)
+        for number, one in enumerate(prompts)
+    ]
+
+
 def sample_with_routes(at: RankContext, folder: Path, kind: str) -> tuple[dict[str, float], float]:
     """Gaps, and the share of known routes that transformers' model makes itself."""
-    requests = short_requests(VOCABULARY)
-    fields: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
+    requests = [*short_requests(VOCABULARY), *_of_one_prompt(10)]
+    fields: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 4}
     spec: HfSpec | VllmSpec
     if kind == "hf":
         spec = HfSpec(replay_routes=True, **fields)
     else:
-        spec = VllmSpec(replay_routes=True, prefix_caching=False, **fields)
+        spec = VllmSpec(replay_routes=True, **fields)
     backend = make_backend(spec, folder)
     trainer = _trainer(folder)
     backend.update_weights(trainer.named_weights(), 0)
@@ -358,7 +369,7 @@ def _check_sampler(found: tuple[dict[str, float], float]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_sampler_hf_keeps_routes(rank_pool: RankPool, tmp_path: Path, family: str) -> None:
-    folder = _folder(tmp_path, family, eos_token_id=2)
+    folder = _folder(tmp_path, family, eos_token_id=2, max_position_embeddings=128)
     (found,) = rank_pool.run(sample_with_routes, 1, folder, "hf")
     _check_sampler(found)
 
@@ -368,6 +379,7 @@ def test_the_sampler_hf_keeps_routes(rank_pool: RankPool, tmp_path: Path, family
 )
 def test_the_sampler_vllm_keeps_routes(tmp_path: Path, family: str) -> None:
     sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96}
+    sizes["max_position_embeddings"] = 128
     if "moe_intermediate_size" in CASES[family][1]:
         sizes["moe_intermediate_size"] = 64
     folder = _folder(tmp_path, family, eos_token_id=2, initializer_range=0.08, **sizes)
@@ -390,5 +402,3 @@ def test_routes_are_refused_where_none_can_be_kept(tmp_path: Path) -> None:
     folder = _folder(tmp_path, "qwen3", eos_token_id=2)
     with pytest.raises(ValueError, match="replay_routes is true, but the model has no experts"):
         make_backend(HfSpec(replay_routes=True, max_model_len=32), folder)
-    with pytest.raises(ValueError, match="set prefix_caching to false"):
-        VllmSpec(replay_routes=True)
