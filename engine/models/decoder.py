@@ -320,7 +320,9 @@ class Decoder(nn.Module):
         # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
         # context ends, so each weight is cast once a pass and never stale after an optimizer step.
         counts = self.routers is not None and torch.is_grad_enabled()
-        routes = None if self.routers is None else routes_of(rows, counts=counts)
+        routes = (
+            None if self.routers is None else routes_of(rows, counts=counts, rectangle=rectangle)
+        )
         with (
             Routed(routes),
             torch.autocast(rows.tokens_1S.device.type, torch.bfloat16, enabled=self.autocasts),

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rolemesh.engine.layout.families import DecoderShape, stage_layers
-from rolemesh.engine.packing.packed_rows import PackedRows
+from rolemesh.engine.packing.packed_rows import PackedRows, Rectangle
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.specs.columns import NO_ROUTE
 
@@ -67,17 +67,25 @@ def routed_again() -> Routed:
     return Routed(None if now is None else replace(now, is_again=True))
 
 
-def routes_of(rows: PackedRows, *, counts: bool) -> Routes:
+def routes_of(rows: PackedRows, *, counts: bool, rectangle: Rectangle | None = None) -> Routes:
     """Those of a pass over rows.
 
     Args:
         rows: With the routes that are replayed, if any are.
+        rectangle: The same rows padded, where the model takes them so: S is then of all of it.
         counts: Whether the choices for completion tokens are counted, each row's by itself: so what
             rows share, and with which others they are packed, changes no count.
     """
     layout = rows.layout
     places_N = layout.states_U.index_M[layout.rows_N.index_M] if counts else None
-    return Routes(given_SW=rows.routes_SW, counted_N=places_N)
+    given_SW = rows.routes_SW
+    if rectangle is not None:
+        places_N = None if places_N is None else rectangle.index_S[places_N]
+        if given_SW is not None:
+            padded_SW = given_SW.new_full((rectangle.tokens_BT.numel(), len(given_SW[0])), NO_ROUTE)
+            padded_SW[rectangle.index_S] = given_SW
+            given_SW = padded_SW
+    return Routes(given_SW=given_SW, counted_N=places_N)
 
 
 class Routers:

@@ -103,11 +103,16 @@ def test_weights_of_given_experts_are_those_that_the_router_itself_gives(
             assert torch.equal(model.routers.weights_of(logits, chosen), weights)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_choices_for_completion_tokens_are_counted_once(tmp_path: Path, recompute: str) -> None:
-    """Whatever rows share, and whatever is recomputed."""
+@pytest.mark.parametrize(("recompute", "packs"), [("none", True), ("full", True), ("none", False)])
+def test_choices_for_completion_tokens_are_counted_once(
+    tmp_path: Path, recompute: str, packs: bool
+) -> None:
+    """Whatever rows share, whatever is recomputed, and in padded rows as in packed ones."""
     folder = _folder(tmp_path, "qwen3_moe")
     trainer = _trainer(folder, recompute=recompute)
+    if not packs:
+        trainer.model.packing = None
+        trainer.model.lm.set_attn_implementation("sdpa")
     batch = _batch(trainer)
     routers = trainer.model.routers
     assert routers is not None
@@ -203,10 +208,15 @@ def _add_noise(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shares", ["auto", "never"])
+@pytest.mark.parametrize("shares", ["auto", "never", "padded"])
 def test_own_routes_change_nothing(tmp_path: Path, family: str, shares: str) -> None:
     folder = _folder(tmp_path, family)
-    trainer = _trainer(folder, share_prefixes=shares)
+    if shares == "padded":
+        trainer = _trainer(folder)
+        trainer.model.packing = None
+        trainer.model.lm.set_attn_implementation("sdpa")
+    else:
+        trainer = _trainer(folder, share_prefixes=shares)
     batch = _batch(trainer)
     replayed = _with_routes(batch, _oracle_routes(folder, batch))
     scores = [
