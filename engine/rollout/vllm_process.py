@@ -70,8 +70,14 @@ def prepare_vllm() -> None:
 
     Called after `prepare_environment` and before the first engine.
     """
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # vLLM compiles two small functions (the mask of a vocabulary's slice, and a token's rank,
+        # which we do not use) with inductor. That needs a C++ compiler at run time; plain
+        # evaluation does not. Before the other imports, which read it.
+        type(current_platform).simple_compile_backend = "eager"
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from rolemesh.engine.rollout.vllm_loader import register_rounding_loader
 
@@ -79,10 +85,6 @@ def prepare_vllm() -> None:
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "rolemesh.engine.rollout.vllm_weights", "InProcessWeightEngine"
     )
-    if current_platform.is_cpu():
-        # vLLM compiles one small function of the log-prob path (a token's rank, which we do not
-        # use) with inductor. That needs a C++ compiler at run time; plain evaluation does not.
-        type(current_platform).simple_compile_backend = "eager"
     _leave_classes_alone()
     # It warns at each update that a tied head "failed to load". Completeness is checked by us,
     # and more strictly.

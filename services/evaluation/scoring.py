@@ -255,8 +255,14 @@ class ByEpisodes:
 
 @asynccontextmanager
 async def _first_error() -> AsyncIterator[None]:
-    """The first error of a task group in the place of the group."""
+    """The first error of a task group in the place of the group.
+
+    Not by `except*`: Python 3.11.2 puts what is raised there into a group again.
+    """
     try:
         yield
-    except* _TOLD as errors:
-        raise errors.exceptions[0] from None
+    except ExceptionGroup as errors:
+        told, others = errors.split(_TOLD)
+        if told is None or others is not None:
+            raise
+        raise told.exceptions[0] from None
