@@ -38,7 +38,8 @@ STEP_TOLERANCE = 1e-4
 """Absolute, of a weight after three steps of 1e-3: a step is the rate times a ratio of moments, and
 where the second moment is small, the last bits of a gradient are a hundredth of it. Which bits
 depends on the CPU: on one with AVX-512 and no AMX, one weight of 32,768 is off by 2.33e-5 in every
-layout with tp; of an OLMoE one of 6,080 by 5.3e-5. A gradient that is wrong is found by the tolerance of gradients before this one."""
+layout with tp; of an OLMoE one of 6,080 by 5.3e-5. A gradient that is wrong is found by the
+tolerance of gradients before this one."""
 METRIC_TOLERANCE = 1e-5
 """Relative (absolute below 1): sums of float32 numbers that differ in their last bits."""
 
