@@ -22,6 +22,8 @@ from rolemesh.engine.fit.rank_memory import RankWork, estimated
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 
+RELEASE_S = 60.0
+
 
 @contextmanager
 def chosen_equally_often() -> Iterator[None]:
@@ -37,13 +39,23 @@ def chosen_equally_often() -> Iterator[None]:
         yield
 
 
+def _holders(*tensors: torch.Tensor) -> int:
+    """How many hold the memory of tensors."""
+    storages = [one.untyped_storage() for one in tensors]
+    return sum(torch._C._storage_Use_Count(one._cdata) for one in storages)
+
+
 def measure_mixture(at: RankContext, work: RankWork) -> int:
     exchange = dist.all_to_all_single
 
-    def released(*args: Any, **kwargs: Any) -> None:
-        """Gives gloo's thread the time to let go of the messages, which are most of the peak."""
-        exchange(*args, **kwargs)
-        time.sleep(0.002)
+    def released(into: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Returns once gloo's thread has let go of the messages, which are most of the peak."""
+        before = _holders(into, given)
+        exchange(into, given, *args, **kwargs)
+        deadline = time.monotonic() + RELEASE_S
+        while _holders(into, given) > before:
+            assert time.monotonic() < deadline, "gloo still holds a message that has been sent"
+            time.sleep(0)
 
     with chosen_equally_often(), patch.object(dist, "all_to_all_single", released):
         return measure(at, work)

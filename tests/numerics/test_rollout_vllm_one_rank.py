@@ -1,4 +1,4 @@
-"""Families that one rank alone trains: vLLM computes with each update, and leaves the trainer be.
+"""vLLM beside a trainer in one process: computes with each update, and leaves the trainer be.
 
 Experts that vLLM packs for a CPU, and models for which it takes the class of transformers.
 """
