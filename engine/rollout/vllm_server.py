@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from rolemesh.engine.layout.ranks import LayoutError
+from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.parallel.agreement import Peers, gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
@@ -352,7 +353,11 @@ class VllmServerBackend(RolloutBackend):
             with self._update(policy_version):
                 self._halt(version)
                 self._admission.forget()
-                taken = self._held.take(self._expected.checked(weights))
+                checked = self._expected.checked(weights)
+                if self._adapter is None:
+                    # Its loaders know the names of files: of experts, those of each.
+                    checked = named_as_in_files(self._folder.shape, checked)
+                taken = self._held.take(checked)
 
                 def send() -> tuple[None, None]:
                     self._run(self._held.send(self._fleet, taken, policy_version))

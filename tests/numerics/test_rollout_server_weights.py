@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.fake_nccl import FakeQueue
 from support.fake_vllm import FakeVllm, fake_vllm
 from support.fake_workers import FakeGroup, FakeSender
+from support.rollout_checks import load_trainer_model
 from support.server_backends import when_rows_have_tokens
+from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
@@ -68,7 +71,7 @@ def sender(group: FakeGroup) -> FakeSender:
 def make(folder: Path, servers: list[FakeVllm], sender: FakeSender) -> Iterator[Make]:
     made: list[VllmServerBackend] = []
 
-    def make(**arguments: Any) -> VllmServerBackend:
+    def make(folder: Path = folder, **arguments: Any) -> VllmServerBackend:
         spec = VllmServerSpec(
             urls=tuple(one.url for one in servers),
             max_model_len=64,
@@ -131,6 +134,24 @@ def test_an_update_goes_the_way_of_the_routes_with_all_bytes_in_order(
     sampled(backend)
     assert len({body["cache_salt"] for one in servers for body in one.drawn()} - salts) == 1
     assert all("model" not in body for one in servers for body in one.drawn())
+
+
+def test_experts_are_sent_as_files_hold_them(
+    make: Make, servers: list[FakeVllm], group: FakeGroup, tmp_path: Path
+) -> None:
+    """The loaders of vLLM refuse the names of Mixtral's stacks."""
+    mixtral = write_tiny_decoder(
+        tmp_path, "mixtral", vocab_size=512, num_local_experts=3, bos_token_id=1, eos_token_id=2
+    )
+    backend = make(folder=mixtral)
+    sent = load_trainer_model(mixtral)
+    backend.update_weights(((name, one.detach()) for name, one in sent.named_parameters()), 0)
+    received = dict(group.received[servers[0].url])
+    stored = load_file(mixtral / "model.safetensors")
+    assert received.keys() == stored.keys()
+    assert any(".block_sparse_moe.experts.2.w3." in name for name in received)
+    for name, tensor in received.items():
+        assert torch.equal(tensor, stored[name].bfloat16())
 
 
 def test_nothing_runs_while_weights_come_and_what_ran_goes_on_by_the_new_ones(
