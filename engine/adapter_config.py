@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.layout.adapters import ALL_LINEAR, EXPERTS, STACKS, stored_shape
 from rolemesh.engine.layout.families import DecoderShape, Head, UnsupportedFamilyError
 from rolemesh.engine.model_files import (
     ModelFolderError,
@@ -38,7 +39,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (None,),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "use_qalora": (False, None),
     "alora_invocation_tokens": (None,),
     "use_bdlora": (None, False),
@@ -95,14 +95,27 @@ def spec_of(config: Mapping[str, Any], *, field: str, path: Path) -> AdapterSpec
             f"{of} has modules_to_save {config['modules_to_save']!r}: only a score head is "
             "trained beside an adapter"
         )
-    targets = config.get("target_modules")
+    linear = config.get("target_modules") or ()
+    targets = (ALL_LINEAR,) if linear == "all-linear" else tuple(linear)
+    parameters = tuple(config.get("target_parameters") or ())
+    # PEFT takes them by the end of their names.
+    stacks = {one.rpartition(".")[2] for one in parameters if not one.endswith(".weight")}
+    targets += tuple(one.removesuffix(".weight") for one in parameters if one.endswith(".weight"))
+    if stacks == {stack.rpartition(".")[2] for stack in STACKS.values()}:
+        targets += (EXPERTS,)
+    elif stacks:
+        raise AdapterFolderError(
+            f"{of} has target_parameters {list(parameters)} in {CONFIG_FILE}: an adapter of "
+            f"experts has factors beside {' and '.join(STACKS.values())}; give one that was made "
+            "for both"
+        )
     try:
         return AdapterSpec.model_validate(
             {
                 "rank": config["r"],
                 "alpha": config["lora_alpha"],
                 "scaling": "rslora" if config.get("use_rslora") else "standard",
-                "targets": "all_linear" if targets == "all-linear" else tuple(targets or ()),
+                "targets": ALL_LINEAR if targets == (ALL_LINEAR,) else targets,
                 "from": path,
             }
         )
@@ -225,8 +238,8 @@ def _check_weights(path: Path, shape: DecoderShape | None, of: str) -> None:
             continue  # a new one is made where the folder lacks it
         if name not in held:
             raise AdapterFolderError(lacks(of, name))
-        if held[name] != list(parameter.shape):
-            raise AdapterFolderError(has_other_shape(of, name, held[name], parameter.shape))
+        if held[name] != list(own := stored_shape(name, parameter.shape)):
+            raise AdapterFolderError(has_other_shape(of, name, held[name], own))
 
 
 def refuse_others(of: str, held: Iterable[str], expected: Iterable[str]) -> None:

@@ -31,6 +31,13 @@ def check_server_samplers(recipe: Any) -> None:
                 "--tensor-parallel-size); give 1 for both"
             )
         if recipe.actor.model.adapter is not None:
+            if recipe.actor.model.adapter.adapts_experts:
+                raise ValueError(
+                    f"{field}.type is 'vllm_server', and actor.model.adapter.targets has experts: "
+                    "vLLM 0.32 reads the rows of gate and up in turns from such a folder, which "
+                    "has them one after the other; name targets without experts, or take rollout "
+                    "type vllm or hf"
+                )
             if sampler.shared_folder is None:
                 raise ValueError(
                     f"{field}.shared_folder is not given, though the actor trains an adapter: name "

@@ -85,7 +85,12 @@ def sampler_memory(shape: DecoderShape, spec: VllmSpec, tp: int, chosen: int = 0
         inner = shape.experts.inner_size // tp
         widest = max(widest, chosen * (max(2 * inner, shape.hidden_size) + inner))
     widest += 2 * shape.hidden_size
-    choices = sampler_choices(spec, Device("cuda"), has_adapter=shape.adapter is not None)
+    choices = sampler_choices(
+        spec,
+        Device("cuda"),
+        has_adapter=shape.adapter is not None,
+        adapts_experts=shape.adapter is not None and shape.adapter.has_experts,
+    )
     if shape.adapter is not None:
         factors = layer_factors(shape, range(shape.num_layers))
         arriving = 4 * sum(math.prod(parameter_shape(shape, name)) for name in factors)

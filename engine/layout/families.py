@@ -14,9 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
 from rolemesh.engine.layout.adapters import (
+    STACKS,
     AdapterShape,
+    adapted_parameter,
     check_rank,
     chosen_targets,
+    factor_shape,
     is_factor,
     split_factor,
 )
@@ -48,7 +51,7 @@ default padding of vLLM's VocabParallelEmbedding, so that training slices lie in
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
-_STACKS, _ROUTER = "mlp.experts.", "mlp.gate."
+_IN_EXPERTS, _ROUTER = "mlp.experts.", "mlp.gate."
 """Begin the names within a layer of the stacks of experts, and of what belongs to the router."""
 
 ROUTER_WEIGHT = "mlp.gate.weight"
@@ -242,18 +245,17 @@ class DecoderShape:
         Raises:
             ValueError: It has no such matrix, or one that is too small for the rank.
         """
-        # Of a mixture, not the experts: PEFT's "all-linear" sees no stack either.
+        modules = {stack: module for module, stack in STACKS.items()}
         found = {
-            part.suffix.removesuffix(".weight"): layer
+            modules.get(part.suffix, part.suffix.removesuffix(".weight")): layer
             for layer in range(self.num_layers)
             for part in layer_parts(self, layer)
-            if part.suffix.endswith("_proj.weight")
+            if part.suffix.endswith("_proj.weight") or part.suffix in modules
         }
         chosen = chosen_targets(targets, found)
         for module in chosen:
-            name = f"model.layers.{found[module]}.{module}.weight"
-            rows, columns = parameter_shape(self, name)
-            check_rank(rank, module, (rows, columns))
+            name = adapted_parameter(f"model.layers.{found[module]}.{module}")
+            check_rank(rank, module, parameter_shape(self, name))
         return replace(self, adapter=AdapterShape(rank, chosen))
 
 
@@ -325,8 +327,9 @@ def cut_of(shape: DecoderShape, name: str) -> Cut:
     if split is None:
         part = part_of_layer(shape, name)
         return _OUTER_CUTS[name] if part is None else part.cut
-    cut = cut_of(shape, f"{split[0]}.weight")
-    return cut if (cut == "columns") == (split[1] == "A") else "whole"
+    cut = cut_of(shape, adapted_parameter(split[0]))
+    is_by_columns = cut in ("columns", "experts_columns")
+    return cut if is_by_columns == (split[1] == "A") else "whole"
 
 
 def parameter_shape(shape: DecoderShape, name: str) -> tuple[int, ...]:
@@ -335,8 +338,8 @@ def parameter_shape(shape: DecoderShape, name: str) -> tuple[int, ...]:
     if split is not None:
         if shape.adapter is None:
             raise ValueError(f"parameter {name!r} is a factor, but the shape has no adapter")
-        height, width = parameter_shape(shape, f"{split[0]}.weight")
-        return (shape.adapter.rank, width) if split[1] == "A" else (height, shape.adapter.rank)
+        beside = parameter_shape(shape, adapted_parameter(split[0]))
+        return factor_shape(beside, split[1], shape.adapter.rank)
     part = part_of_layer(shape, name)
     hidden = shape.hidden_size
     if part is None:
@@ -344,7 +347,7 @@ def parameter_shape(shape: DecoderShape, name: str) -> tuple[int, ...]:
         outer = {NORM: (hidden,), "score.bias": (height,)}
         return outer.get(name, (height, hidden))
     rows = sum(projection_rows(shape, part))
-    if shape.experts is not None and part.suffix.startswith(_STACKS):
+    if shape.experts is not None and part.suffix.startswith(_IN_EXPERTS):
         inner = shape.experts.inner_size
         is_down = part.cut == "experts_columns"
         return (shape.experts.number, rows, inner if is_down else hidden)
@@ -373,7 +376,7 @@ def projection_rows(shape: DecoderShape, part: Part) -> tuple[int, ...]:
 
 def _inner_size(shape: DecoderShape, part: Part) -> int:
     """Inner width of the MLP, or of the experts, that a parameter of a layer belongs to."""
-    if shape.experts is not None and part.suffix.startswith(_STACKS):
+    if shape.experts is not None and part.suffix.startswith(_IN_EXPERTS):
         return shape.experts.inner_size
     if shape.experts is not None and part.suffix.startswith("mlp.shared_experts."):
         return shape.experts.shared_size
@@ -440,7 +443,7 @@ def layer_factors(shape: DecoderShape, layers: range) -> tuple[str, ...]:
 
 def _has_module(shape: DecoderShape, layer: int, module: str) -> bool:
     parts = _parts_by_suffix(shape.family, shape.switched_on, shape.kind(layer))
-    return f"{module}.weight" in parts
+    return adapted_parameter(module) in parts
 
 
 def _head_names(shape: DecoderShape) -> tuple[str, ...]:

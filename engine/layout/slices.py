@@ -7,7 +7,7 @@ within each expert, and shared out whole among ranks.
 
 from __future__ import annotations
 
-from rolemesh.engine.layout.adapters import split_factor
+from rolemesh.engine.layout.adapters import adapted_parameter, split_factor
 from rolemesh.engine.layout.families import (
     DecoderShape,
     cut_of,
@@ -114,7 +114,7 @@ def slice_boxes(
         rows = (min(tp * block, sizes[0]), min((tp + 1) * block, sizes[0]))
         return ((rows, *others),)
     split = split_factor(name)
-    part = part_of_layer(shape, name if split is None else f"{split[0]}.weight")
+    part = part_of_layer(shape, name if split is None else adapted_parameter(split[0]))
     assert part is not None  # all that is outside of layers is whole, or cut as the vocabulary
     boxes: list[Box] = []
     start = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,10 @@ from rolemesh.engine.adapter_config import (
     lacks,
     refuse_others,
 )
-from rolemesh.engine.layout.manifest import Box
+from rolemesh.engine.layout.adapters import adapted_parameter, factor_name, stored_shape
+from rolemesh.engine.layout.families import known_shape
+from rolemesh.engine.layout.manifest import Box, Manifest
+from rolemesh.engine.model_files import read_config_file
 from rolemesh.engine.specs import AdapterSpec
 
 TaskType = Literal["CAUSAL_LM", "TOKEN_CLS", "SEQ_CLS"]
@@ -69,9 +73,12 @@ class AdapterFolder:
         if name not in self._names:
             raise AdapterFolderError(lacks(self._of, name))
         stored = self._file.get_slice(self._names[name])
-        if tuple(stored.get_shape()) != shape:
-            raise AdapterFolderError(has_other_shape(self._of, name, stored.get_shape(), shape))
-        values: torch.Tensor = stored[tuple(slice(start, stop) for start, stop in box)]
+        if (found := tuple(stored.get_shape())) != (own := stored_shape(name, shape)):
+            raise AdapterFolderError(has_other_shape(self._of, name, found, own))
+        place = tuple(slice(start, stop) for start, stop in box)
+        values: torch.Tensor = (
+            _stacked(stored[:], name, shape)[place] if len(shape) > len(own) else stored[place]
+        )
         return values.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     def refuse_others(self, expected: Iterable[str]) -> None:
@@ -90,6 +97,15 @@ def adapter_config(
         base: Folder of the base.
         task: What stands on top of the model.
     """
+    shape = known_shape(read_config_file(base, field="model.path"))
+    # PEFT 0.21 takes the modules gate_proj, up_proj and down_proj of a mixture for its experts, and
+    # would leave dense MLPs and shared experts without factors. Parameters it takes as they are.
+    parameters = [
+        adapted_parameter(one)
+        for one in targets
+        if shape is not None and shape.experts is not None and one.startswith("mlp.")
+    ]
+    modules = [one for one in targets if adapted_parameter(one) not in parameters]
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -99,7 +115,8 @@ def adapter_config(
         "lora_dropout": 0.0,
         "use_rslora": spec.scaling == "rslora",
         "use_dora": False,
-        "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
+        "target_modules": sorted({one.rpartition(".")[2] for one in modules}),
+        "target_parameters": parameters or None,
         "modules_to_save": None if task == "CAUSAL_LM" else ["score"],
         "bias": "none",
         "fan_in_fan_out": False,
@@ -108,6 +125,30 @@ def adapter_config(
     }
 
 
-def stored_name(name: str) -> str:
-    """Key of a factor or of a score head in adapter_model.safetensors."""
-    return PREFIX + name
+def stored_manifest(manifest: Manifest) -> Manifest:
+    """Keys and shapes in adapter_model.safetensors of factors and of a score head."""
+    return {
+        PREFIX + name: replace(one, shape=stored_shape(name, one.shape))
+        for name, one in manifest.items()
+    }
+
+
+def as_stored(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Factors and a score head by their keys in adapter_model.safetensors, as it lays them."""
+    for name, tensor in parameters:
+        is_b_of_experts = tensor.ndim == 3 and _is_b(name)
+        laid = tensor.permute(1, 2, 0) if is_b_of_experts else tensor
+        yield PREFIX + name, laid.reshape(stored_shape(name, tensor.shape))
+
+
+def _stacked(stored: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A factor of experts that a file lays side by side, as the stack of this shape; a view."""
+    if _is_b(name):
+        return stored.view(*shape[1:], shape[0]).permute(2, 0, 1)
+    return stored.view(shape)
+
+
+def _is_b(name: str) -> bool:
+    return name.endswith(factor_name("", "B"))

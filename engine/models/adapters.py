@@ -8,24 +8,31 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from rolemesh.engine.layout.adapters import (
+    FACTORS,
+    STACKS,
     check_rank,
     chosen_targets,
     factor_name,
+    factor_shape,
     is_factor,
     split_factor,
 )
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import Box
 from rolemesh.engine.models.adapter_files import AdapterFolder
-from rolemesh.engine.parallel.low_rank import give_adapter
+from rolemesh.engine.parallel.data_parallel import experts_of
+from rolemesh.engine.parallel.low_rank import give_adapter, give_experts_adapter
 from rolemesh.engine.specs import AdapterSpec
+
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A and B."""
 
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.(.+)")
 
@@ -98,15 +105,12 @@ def attach_empty(lm: Any, spec: AdapterSpec, shape: DecoderShape) -> None:
         shape: Of the whole model, with the adapter.
     """
     assert shape.adapter is not None
-    for name, linear in linears_of(lm):
-        if module_in_layer(name) in shape.adapter.targets:
-            rows, columns = linear.weight.shape
-            give_adapter(
-                linear,
-                linear.weight.new_empty(spec.rank, columns),
-                linear.weight.new_empty(rows, spec.rank),
-                spec.scale,
-            )
+
+    def empty(module: str, parameter: torch.Tensor) -> _Pair:
+        a, b = factor_shapes(module, parameter, spec.rank).values()
+        return parameter.new_empty(a), parameter.new_empty(b)
+
+    _give(lm, shape.adapter.targets, spec.scale, empty)
 
 
 def attach(lm: Any, spec: AdapterSpec) -> frozenset[str]:
@@ -124,16 +128,16 @@ def attach(lm: Any, spec: AdapterSpec) -> frozenset[str]:
         AdapterFolderError: As `AdapterValues`.
     """
     values = AdapterValues(spec)
-    for name, linear in adapted_linears(lm, spec).items():
-        rows, columns = linear.weight.shape
-        a_name, b_name = factor_name(name, "A"), factor_name(name, "B")
-        a_shape, b_shape = (spec.rank, columns), (rows, spec.rank)
-        give_adapter(
-            linear,
-            values.read(a_name, a_shape, tuple((0, size) for size in a_shape)),
-            values.read(b_name, b_shape, tuple((0, size) for size in b_shape)),
-            spec.scale,
+
+    def read(module: str, parameter: torch.Tensor) -> _Pair:
+        a, b = (
+            values.read(name, shape, tuple((0, size) for size in shape))
+            for name, shape in factor_shapes(module, parameter, spec.rank).items()
         )
+        return a, b
+
+    targets = set(map(module_in_layer, adapted_parameters(lm, spec)))
+    _give(lm, targets, spec.scale, read)
     own = dict(lm.named_parameters())
     values.refuse_others(name for name in own if is_factor(name) or name.startswith("score."))
     with torch.no_grad():
@@ -144,19 +148,31 @@ def attach(lm: Any, spec: AdapterSpec) -> frozenset[str]:
     return frozenset(name for name in own if values.has(name))
 
 
-def adapted_linears(lm: Any, spec: AdapterSpec) -> dict[str, nn.Linear]:
-    """The layers of a whole model that an adapter stands beside, by their names in the model.
+def adapted_parameters(lm: Any, spec: AdapterSpec) -> dict[str, torch.Tensor]:
+    """The matrices and stacks of a whole model that an adapter stands beside.
+
+    Returns:
+        By the modules that their factors are named after.
 
     Raises:
         ValueError: The model has no such matrix, or one that is too small for the rank.
     """
-    linears = dict(linears_of(lm))
-    targets = chosen_targets(spec.targets, map(module_in_layer, linears))
-    found = {name: one for name, one in linears.items() if module_in_layer(name) in targets}
-    for name, linear in found.items():
-        rows, columns = linear.weight.shape
-        check_rank(spec.rank, module_in_layer(name), (rows, columns))
+    present = {name: linear.weight for name, linear in linears_of(lm)}
+    for _, stacks in _experts_of_layers(lm):
+        present.update(stacks.values())
+    targets = chosen_targets(spec.targets, map(module_in_layer, present))
+    found = {name: one for name, one in present.items() if module_in_layer(name) in targets}
+    for name, parameter in found.items():
+        check_rank(spec.rank, module_in_layer(name), parameter.shape)
     return found
+
+
+def factor_shapes(module: str, parameter: torch.Tensor, rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of A and B beside a parameter, by their names."""
+    return {
+        factor_name(module, factor): factor_shape(parameter.shape, factor, rank)
+        for factor in FACTORS
+    }
 
 
 def linears_of(lm: Any) -> Iterator[tuple[str, nn.Linear]]:
@@ -172,3 +188,36 @@ def module_in_layer(name: str) -> str:
     """Name within its layer, e.g. "self_attn.q_proj" of "model.layers.3.self_attn.q_proj"."""
     match = _IN_LAYER.fullmatch(name)
     return match[1] if match else name
+
+
+def _give(
+    lm: Any,
+    targets: Collection[str],
+    scale: float,
+    make: Callable[[str, torch.Tensor], _Pair],
+) -> None:
+    """Puts factors beside the layers and the experts that are targets."""
+    for name, linear in linears_of(lm):
+        if module_in_layer(name) in targets:
+            give_adapter(linear, *make(name, linear.weight), scale)
+    for experts, stacks in _experts_of_layers(lm):
+        if set(stacks) <= set(targets):
+            factors = {module: make(*named) for module, named in stacks.items()}
+            give_experts_adapter(experts, factors, scale)
+
+
+def _experts_of_layers(
+    lm: nn.Module,
+) -> Iterator[tuple[nn.Module, dict[str, tuple[str, torch.Tensor]]]]:
+    """Modules of experts, and by the modules of STACKS their full names and the stacks."""
+    experts = set(experts_of(lm))
+    for name, module in lm.named_modules():
+        if module in experts and module_in_layer(name) in STACKS:
+            layer = name.removesuffix(module_in_layer(name))
+            yield (
+                module,
+                {
+                    own: (layer + own, lm.get_parameter(layer + stack))
+                    for own, stack in STACKS.items()
+                },
+            )

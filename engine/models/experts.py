@@ -23,6 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from rolemesh.engine.devices import device_of, kind_of
 from rolemesh.engine.parallel.data_parallel import experts_of
 from rolemesh.engine.parallel.expert_exchange import computed_by_owners, permuted
+from rolemesh.engine.parallel.low_rank import StackAdapter, stack_adapters
 from rolemesh.engine.parallel.mesh import RankGroup
 
 GROUPED = "rolemesh_grouped"
@@ -94,13 +95,17 @@ def grouped_experts(
     counts = torch.bincount(top_k_index.flatten(), minlength=num_experts).tolist()
     weights_N1 = permuted(top_k_weights.reshape(-1, 1), order_N, place_N).to(x_SD.dtype)
 
+    beside_gate_up, beside_down = stack_adapters(self)
+
     def made_of(
         x_MD: torch.Tensor, rows: Sequence[int], weights_M1: torch.Tensor | None = None
     ) -> torch.Tensor:
-        inner_MI = self._apply_gate(grouped_linear(x_MD, gate_up_EOD, rows, arithmetic))
+        gate_up_MO = grouped_linear(x_MD, gate_up_EOD, rows, arithmetic)
+        inner_MI = self._apply_gate(_with_adapter(gate_up_MO, x_MD, beside_gate_up, rows))
         # Here, where rows are narrow: what is weighed is the same.
         inner_MI = inner_MI if weights_M1 is None else inner_MI * weights_M1
-        return grouped_linear(inner_MI, down_EDI, rows, arithmetic)
+        made_MD = grouped_linear(inner_MI, down_EDI, rows, arithmetic)
+        return _with_adapter(made_MD, inner_MI, beside_down, rows)
 
     x_ND = _ToExperts.apply(x_SD, order_N, place_SK)  # type: ignore[no-untyped-call]
     if owners is None:
@@ -111,6 +116,19 @@ def grouped_experts(
         made_ND, order_N, place_SK
     )
     return summed_SD.to(hidden_states.dtype)
+
+
+def _with_adapter(
+    product_NO: torch.Tensor,
+    x_NI: torch.Tensor,
+    adapter: StackAdapter | None,
+    counts: Sequence[int],
+) -> torch.Tensor:
+    """What experts made of their rows, and of these what their adapters make."""
+    if adapter is None:
+        return product_NO
+    narrow_NR = grouped_linear(x_NI, adapter.a_ERI, counts)
+    return product_NO.add(grouped_linear(narrow_NR, adapter.b_EOR, counts), alpha=adapter.scale)
 
 
 def grouped_linear(

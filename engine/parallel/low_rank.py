@@ -5,19 +5,21 @@ matrix cut by rows every slice has all of A and its rows of B; of one cut by col
 A and all of B, and what the adapter adds is summed with the slices' products. A factor that a slice
 has as a whole gets a part of its gradient there: `tensor_parallel.partial_gradients`.
 
-Shape letters: I inputs, O outputs, R rank.
+Shape letters: E experts, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from rolemesh.engine.layout.adapters import STACKS
 
 _is_off: ContextVar[bool] = ContextVar("adapters_off", default=False)
 
@@ -29,7 +31,7 @@ class Factor(nn.Module):
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        """Takes the values as they are: float32 [R, I] of A, [O, R] of B."""
+        """Takes the values as they are: float32 [R, I] of A, [O, R] of B; of experts a stack."""
         super().__init__()
         self.weight = nn.Parameter(values)
 
@@ -52,6 +54,48 @@ def give_adapter(linear: nn.Linear, a_RI: torch.Tensor, b_OR: torch.Tensor, scal
         adapted_layer.forward = lambda x: adapted(
             linear, x, functional.linear(x, linear.weight, linear.bias)
         )
+
+
+def give_experts_adapter(
+    experts: nn.Module, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scale: float
+) -> None:
+    """Puts an adapter beside both stacks of a layer's experts, in place.
+
+    Args:
+        experts: The module, or this rank's part of it.
+        factors: By module of `layout.adapters.STACKS`: A float32 [E, R, I] and B [E, O, R], of this
+            rank's experts and slice.
+        scale: What B (A x) is multiplied by.
+    """
+    wrapped = nn.Module()
+    for module, place in zip(STACKS, (wrapped, experts), strict=True):
+        a_ERI, b_EOR = factors[module]
+        place.add_module("lora_A", Factor(a_ERI))
+        place.add_module("lora_B", Factor(b_EOR))
+    experts.add_module("base_layer", wrapped)
+    adapted_experts: Any = experts
+    adapted_experts.adapter_scale = scale
+
+
+class StackAdapter(NamedTuple):
+    """What stands beside a stack of experts."""
+
+    a_ERI: torch.Tensor
+    b_EOR: torch.Tensor
+    scale: float
+
+
+def stack_adapters(experts: nn.Module) -> tuple[StackAdapter | None, StackAdapter | None]:
+    """The adapters beside gate_up_proj and down_proj, in use at this moment; none and none."""
+    scale: float | None = getattr(experts, "adapter_scale", None)
+    if scale is None or _is_off.get():
+        return None, None
+    outer: Any = experts
+    inner, outer = (
+        StackAdapter(module.lora_A.weight, module.lora_B.weight, scale)
+        for module in (outer.base_layer, outer)
+    )
+    return inner, outer
 
 
 def has_adapter(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from rolemesh.engine.devices import current_device, sent
 from rolemesh.engine.layout.ranks import LayoutError
 from rolemesh.engine.models.adapters import attach
 from rolemesh.engine.models.buffers import saved_buffers
+from rolemesh.engine.models.experts import group_experts
 from rolemesh.engine.models.folder import load_model
 from rolemesh.engine.models.routing import Routed, Routers, Routes
 from rolemesh.engine.models.shared_base import share_base
@@ -165,6 +166,8 @@ class HfBackend(RolloutBackend):
         model: Any
         model, _ = load_model(AutoModelForCausalLM, spec, config=self._folder.config)
         attach(model, adapter.model_copy(update={"start": None}))
+        # What transformers computes experts by knows of no adapter.
+        group_experts(model)
         return model.to(getattr(torch, self._spec.dtype))
 
     def generate(

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.layout.adapters import factor_name
 from rolemesh.engine.layout.families import DecoderShape, known_shape
-from rolemesh.engine.models.adapters import adapted_linears
+from rolemesh.engine.models.adapters import adapted_parameters, factor_shapes
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import AdapterSpec
@@ -179,8 +178,6 @@ def expected_factors(folder: ModelFolder, adapter: AdapterSpec) -> ExpectedWeigh
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(folder.config, trust_remote_code=False)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, linear in adapted_linears(model, adapter).items():
-        rows, columns = linear.weight.shape
-        shapes[factor_name(name, "A")] = (adapter.rank, columns)
-        shapes[factor_name(name, "B")] = (rows, adapter.rank)
+    for module, parameter in adapted_parameters(model, adapter).items():
+        shapes.update(factor_shapes(module, parameter, adapter.rank))
     return ExpectedWeights(shapes, {})

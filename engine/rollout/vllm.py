@@ -115,6 +115,7 @@ class VllmBackend(VllmSampling):
             updates_between_steps=updates_between_steps or has_endpoint,
             num_slices=mesh.generate_tp.size,
             has_adapter=adapter is not None,
+            adapts_experts=adapter is not None and adapter.adapts_experts,
         )
         if adapter is not None and folder_version is not None:
             raise ValueError("folder_version is given with an adapter, which the folder lacks")

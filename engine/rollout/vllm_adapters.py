@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from rolemesh.engine.layout.adapters import factor_name, split_factor
+from rolemesh.engine.layout.adapters import adapted_parameter, factors_beside, split_factor
 from rolemesh.engine.models.parameter_files import ParameterFiles, named_as_in_files
 from rolemesh.engine.rollout.model_folder import ExpectedWeights, ModelFolder, expected_weights
 from rolemesh.engine.rollout.vllm_engine import FirstWeights
@@ -152,7 +152,7 @@ class MergedAdapter(ServedAdapter):
         self._path: Path = folder.path
         self._shape = folder.shape
         self._shapes = expected_weights(folder).shapes
-        self._adapted = [f"{module}.weight" for module in _modules(expected.shapes)]
+        self._adapted = list(map(adapted_parameter, _modules(expected.shapes)))
         self._matrices: list[WrittenMatrix] | None = None
         with ParameterFiles(self._path, self._shape) as tensors:
             missing = [name for name in self._shapes if tensors.stored_name(name) is None]
@@ -229,12 +229,16 @@ class MergedAdapter(ServedAdapter):
         """With the spec's values; not widened, since what reads it is float32."""
         return stored if self._dtype == torch.float32 else stored.to(self._dtype)
 
-    def _add(self, matrix_OI: torch.Tensor, name: str, factors: Mapping[str, torch.Tensor]) -> None:
-        """Adds scale * B A in place, if the matrix has an adapter. Float32."""
-        module = name.removesuffix(".weight")
-        a_RI = factors.get(factor_name(module, "A"))
-        if a_RI is not None:
-            matrix_OI.addmm_(factors[factor_name(module, "B")], a_RI, alpha=self._scale)
+    def _add(self, weight: torch.Tensor, name: str, factors: Mapping[str, torch.Tensor]) -> None:
+        """Adds scale * B A in place, of each expert by itself, if the weight has an adapter.
+
+        Float32 [O, I], or [E, O, I].
+        """
+        a_name, b_name = factors_beside(name)
+        a = factors.get(a_name)
+        if a is not None:
+            add = weight.addmm_ if weight.ndim == 2 else weight.baddbmm_
+            add(factors[b_name], a, alpha=self._scale)
 
 
 def served_adapter(

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
+from rolemesh.engine.layout.adapters import EXPERTS
 from rolemesh.engine.specs.base import Spec
 
 
@@ -24,8 +25,9 @@ class AdapterSpec(Spec):
     alpha: float = Field(default=32.0, gt=0)
     """Numerator of the scale."""
     targets: Literal["all_linear"] | tuple[str, ...] = "all_linear"
-    """Which matrices of each layer have an adapter: all, or those with these names, e.g.
-    [q_proj, v_proj]. The head of a critic or reward model is trained as a whole, beside them."""
+    """Which matrices of each layer have an adapter: all linear layers, or those with these names,
+    e.g. [q_proj, v_proj]. A mixture's experts have one where "experts" is among them, e.g.
+    [all_linear, experts]. The head of a critic or reward model is trained whole, beside them."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of inputs of A that are left out in training. Only 0 is served: with dropout the policy
     that is trained is not the one that sampled."""
@@ -63,6 +65,11 @@ class AdapterSpec(Spec):
         if not given:
             raise ValueError("targets is empty, so nothing would be trained: name some matrices")
         return given
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether the experts of a mixture are to have an adapter each."""
+        return EXPERTS in self.targets
 
     @property
     def scale(self) -> float:

@@ -135,6 +135,7 @@ def sampler_choices(
     updates_between_steps: bool = False,
     num_slices: int = 1,
     has_adapter: bool = False,
+    adapts_experts: bool = False,
 ) -> Choices:
     """How vLLM samples.
 
@@ -145,6 +146,7 @@ def sampler_choices(
         updates_between_steps: Whether new weights may come between two tokens.
         num_slices: Ranks of a generation replica.
         has_adapter: Whether the policy's trainer trains an adapter.
+        adapts_experts: Whether that adapter stands beside stacks of experts, too.
 
     Returns:
         max_num_seqs, enforce_eager, async_scheduling, activations; and adapters where there is one.
@@ -192,11 +194,26 @@ def sampler_choices(
     }
     if not has_adapter:
         return chosen
-    return chosen | {"adapters": _adapter_choice(spec, chosen["activations"], on_gpu=on_gpu)}
+    adapters = _adapter_choice(
+        spec, chosen["activations"], on_gpu=on_gpu, adapts_experts=adapts_experts
+    )
+    return chosen | {"adapters": adapters}
 
 
-def _adapter_choice(spec: VllmSpec, activations: Choice, *, on_gpu: bool) -> Choice:
+def _adapter_choice(
+    spec: VllmSpec, activations: Choice, *, on_gpu: bool, adapts_experts: bool
+) -> Choice:
     """How vLLM adds an adapter; raises ValueError where it is not served as the spec says."""
+    if adapts_experts and "slots" in (
+        spec.adapters,
+        "slots" if activations.value == "bfloat16" else None,
+    ):
+        raise ValueError(
+            f"adapter.targets has experts, and the sampler computes in {activations.value} "
+            f"({activations.reason}) with rollout.adapters {spec.adapters or 'slots'}: vLLM's "
+            "slots beside experts are not served; give rollout.activations float32 and "
+            "rollout.adapters merged, or targets without experts"
+        )
     computes = f"but the sampler computes in {activations.value} ({activations.reason})"
     if activations.value == "bfloat16":
         loses = "sums rounded to bfloat16 would lose small updates"

@@ -19,11 +19,17 @@ from typing import Any, get_args
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.layout.adapters import factor_name, split_factor
+from rolemesh.engine.layout.adapters import (
+    EXPERTS,
+    STACKS,
+    factor_name,
+    factors_beside,
+    split_factor,
+)
 from rolemesh.engine.layout.families import known_shape
 from rolemesh.engine.layout.manifest import Manifest, Parameter
 from rolemesh.engine.models.adapter_files import adapter_config
-from rolemesh.engine.models.adapters import adapted_linears, module_in_layer
+from rolemesh.engine.models.adapters import adapted_parameters, factor_shapes, module_in_layer
 from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.folder import read_config
@@ -151,10 +157,9 @@ def _checked_adapter(reader: CheckpointReader, lm: Any, model: Path) -> AdapterS
     spec = _adapter_of(reader)
     check_base(reader, BaseIdentity(model, scale=spec.scale))
     manifest = {}
-    for name, linear in adapted_linears(lm, spec).items():
-        rows, columns = linear.weight.shape
-        manifest[factor_name(name, "A")] = Parameter((spec.rank, columns), "float32")
-        manifest[factor_name(name, "B")] = Parameter((rows, spec.rank), "float32")
+    for module, parameter in adapted_parameters(lm, spec).items():
+        for name, shape in factor_shapes(module, parameter, spec.rank).items():
+            manifest[name] = Parameter(shape, "float32")
     check_fits(reader, "policy", manifest)
     return spec
 
@@ -174,8 +179,9 @@ def _adapter_of(reader: CheckpointReader) -> AdapterSpec:
             f"checkpoint {str(reader.directory)!r} has no factor of an adapter: give the one of "
             "the actor"
         )
-    rank = next(iter(found.values())).shape[0]
-    targets = {module_in_layer(name.removesuffix(factor_name("", "A"))): None for name in found}
+    rank = next(iter(found.values())).shape[-2]
+    modules = {module_in_layer(name.removesuffix(factor_name("", "A"))): None for name in found}
+    targets = dict.fromkeys(EXPERTS if one in STACKS else one for one in modules)
     alpha = float(state["base"]["scale"]) * rank
     return AdapterSpec(rank=rank, alpha=alpha, targets=tuple(targets))
 
@@ -193,7 +199,7 @@ def _merged(
         manifest: Parameters of the base.
         scale: Of the adapter.
     """
-    pairs = {name: _factors_of(name) for name in manifest}
+    pairs = {name: factors_beside(name) for name in manifest}
     held = reader.parameters("weights")
     adapted = {name: pair for name, pair in pairs.items() if pair[0] in held}
     # One walk over the checkpoint, whose files are hashed once.
@@ -207,16 +213,12 @@ def _merged(
                 f"{str(base.folder)!r} {found}: export the adapter without --merge, and merge it "
                 "with PEFT"
             )
-        weight_OI = base.read(key, tuple((0, size) for size in parameter.shape))
+        weight = base.read(key, tuple((0, size) for size in parameter.shape))
         if name in adapted:
-            (_, a_RI), (_, b_OR) = next(factors), next(factors)
-            weight_OI += (b_OR @ a_RI) * scale
-        yield name, weight_OI
-
-
-def _factors_of(name: str) -> tuple[str, str]:
-    module = name.removesuffix(".weight")
-    return factor_name(module, "A"), factor_name(module, "B")
+            (_, a), (_, b) = next(factors), next(factors)
+            # Of experts, of each by itself.
+            weight += (b @ a) * scale
+        yield name, weight
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.file_names import file_manifest
 from rolemesh.engine.layout.manifest import Manifest, ManifestError, Piece
-from rolemesh.engine.models.adapter_files import stored_name
+from rolemesh.engine.models.adapter_files import as_stored, stored_manifest
 from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -134,14 +134,14 @@ def write_adapter_folder(
         (folder / CONFIG_FILE).write_text(text)
         _copy_companions(folder, source)
 
-    stored = {stored_name(name): one for name, one in manifest.items()}
+    stored = stored_manifest(manifest)
     _write_folder(
         directory,
         # PEFT knows one file alone.
         lambda folder: _WeightFiles(
             folder, stored, "float32", stem="adapter_model", is_one_file=True
         ),
-        ((stored_name(name), tensor) for name, tensor in parameters),
+        as_stored(parameters),
         write_companions,
         peers,
     )

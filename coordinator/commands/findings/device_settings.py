@@ -59,6 +59,7 @@ def device_settings(recipe: Recipe, cpu: Device) -> Iterator[Finding]:
                 )
                 lines += [f"model.{line}" for line in described(choices)]
         sampler = section.rollout if isinstance(section, ActorSpec | RolloutRoleSpec) else None
+        adapter = None if recipe.actor is None else recipe.actor.model.adapter
         if isinstance(sampler, VllmSpec):
             choices = sampler_choices(
                 sampler,
@@ -66,7 +67,8 @@ def device_settings(recipe: Recipe, cpu: Device) -> Iterator[Finding]:
                 numerics=numerics,
                 updates_between_steps=isinstance(section, RolloutRoleSpec),
                 num_slices=section.rank_layout().generate.tp,
-                has_adapter=recipe.actor is not None and recipe.actor.model.adapter is not None,
+                has_adapter=adapter is not None,
+                adapts_experts=adapter is not None and adapter.adapts_experts,
             )
             lines += [f"rollout.{line}" for line in described(choices)]
         elif isinstance(sampler, VllmServerSpec):

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from rolemesh.engine.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 from rolemesh.engine.layout.adapters import split_factor
-from rolemesh.engine.models.adapter_files import adapter_config, stored_name
+from rolemesh.engine.models.adapter_files import adapter_config, as_stored
 from rolemesh.engine.models.adapters import module_in_layer
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.servers.client import (
@@ -129,8 +129,11 @@ class AdapterFolders:
         aside = self._shared / f".{written.name}-{uuid4().hex}"
         aside.mkdir(mode=0o755)
         try:
-            stored = {stored_name(name): tensor for name, tensor in written.factors.items()}
-            save_file(stored, aside / WEIGHTS_FILE, metadata={"format": "pt"})
+            save_file(
+                dict(as_stored(written.factors.items())),
+                aside / WEIGHTS_FILE,
+                metadata={"format": "pt"},
+            )
             config = self._config(list(written.factors))
             (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
             for file in (WEIGHTS_FILE, CONFIG_FILE):

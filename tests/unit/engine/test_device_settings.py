@@ -154,6 +154,20 @@ def test_merging_is_refused_where_sums_would_be_rounded(
     assert str(caught.value).endswith("give slots, or rollout.activations float32")
 
 
+@pytest.mark.parametrize(
+    ("device", "fields"),
+    [(GPU, {}), (CPU, {"adapters": "slots"})],
+    ids=["on a GPU", "by the recipe"],
+)
+def test_slots_are_refused_for_experts(device: Device, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"adapter\.targets has experts") as caught:
+        sampler_choices(VllmSpec(**fields), device, has_adapter=True, adapts_experts=True)
+    assert "give rollout.activations float32 and rollout.adapters merged" in str(caught.value)
+    merged = VllmSpec(dtype="float32")
+    choices = sampler_choices(merged, device, has_adapter=True, adapts_experts=True)
+    assert choices["adapters"].value == "merged"
+
+
 def test_slots_are_refused_where_a_gpu_has_no_kernel_for_them() -> None:
     with pytest.raises(ValueError, match="is slots, but the sampler computes in float32") as caught:
         sampler_choices(VllmSpec(adapters="slots", dtype="float32"), GPU, has_adapter=True)

@@ -84,6 +84,7 @@ def test_what_it_names_has_to_be_granted(model: Path, monkeypatch: pytest.Monkey
     [
         (["actor.rollout.shared_folder=null"], r"actor\.rollout\.shared_folder is not given"),
         (["actor.model.adapter=null"], "by NCCL, from a GPU alone; give actor.model.adapter"),
+        (["actor.model.adapter.targets=[q_proj, experts]"], "name targets without experts"),
         (["actor.train={tp: 2}", "actor.generate={tp: 2}"], "--tensor-parallel-size"),
     ],
 )
