@@ -9,13 +9,14 @@ Shape letters: R ranks that share experts out, L experts of this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from rolemesh.engine.fit.alone import replaced
 from rolemesh.engine.models import experts
+from rolemesh.engine.models.experts import Dealt
 from rolemesh.engine.parallel import expert_exchange
 from rolemesh.engine.parallel.mesh import RankGroup
 
@@ -28,7 +29,8 @@ def evenly_spread() -> Iterator[None]:
     """
     with (
         replaced(expert_exchange, "_told", _as_this_one),
-        replaced(experts, "_rows_of", _all_at_once),
+        replaced(experts, "_places", _all_at_once),
+        replaced(experts, "_reader", _without_copies),
     ):
         yield
 
@@ -41,3 +43,10 @@ def _as_this_one(asked_RL: torch.Tensor, group: RankGroup) -> torch.Tensor:
 def _all_at_once(counts: Sequence[int]) -> list[tuple[int, slice]]:
     """All rows as those of one expert, so that no time goes by over products without values."""
     return [(0, slice(0, sum(counts)))]
+
+
+def _without_copies(x: torch.Tensor, dealt: Dealt | None) -> Callable[[slice], torch.Tensor]:
+    """Rows of all experts, of which in truth those of one are copied at a time."""
+    if dealt is None:
+        return lambda place: x[place]
+    return lambda place: x[:1].expand(place.stop - place.start, -1)

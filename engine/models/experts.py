@@ -5,15 +5,15 @@ loop over experts writes a gradient of the whole stack for each of them: 27 s wh
 take 2 s (1024 x 384, 64 experts, 8 of a token, 1,024 tokens). Here each expert's part of the
 gradient is written once, in any floating type.
 
-Shape letters: S tokens, K experts of a token, N = S * K, E experts, D width, I inner width, O
-outputs, C inputs.
+Shape letters: S tokens, K experts of a token, N = S * K, M rows of one expert, E experts, D width,
+I inner width, O outputs, C inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from rolemesh.engine.devices import device_of, kind_of
 from rolemesh.engine.parallel.data_parallel import experts_of
 from rolemesh.engine.parallel.expert_exchange import computed_by_owners, permuted
-from rolemesh.engine.parallel.low_rank import StackAdapter, stack_adapters
+from rolemesh.engine.parallel.low_rank import stack_adapters
 from rolemesh.engine.parallel.mesh import RankGroup
 
 GROUPED = "rolemesh_grouped"
@@ -88,78 +88,143 @@ def grouped_experts(
     owners: RankGroup | None = getattr(self, "owners", None)
     arithmetic: Arithmetic = getattr(self, "arithmetic", PLAIN)
     num_experts = len(down_EDI) * (1 if owners is None else owners.size)
-    order_N = top_k_index.flatten().argsort(stable=True)
-    place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    place_SK = place_N.view_as(top_k_index)
     counts = torch.bincount(top_k_index.flatten(), minlength=num_experts).tolist()
-    weights_N1 = permuted(top_k_weights.reshape(-1, 1), order_N, place_N).to(x_SD.dtype)
-
+    dealt = Dealt.by_expert(top_k_index)
+    weights_N1 = permuted(top_k_weights.reshape(-1, 1), dealt.order_N, dealt.place_N)
+    weights_N1 = weights_N1.to(x_SD.dtype)
     beside_gate_up, beside_down = stack_adapters(self)
 
-    def made_of(
-        x_MD: torch.Tensor, rows: Sequence[int], weights_M1: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        gate_up_MO = grouped_linear(x_MD, gate_up_EOD, rows, arithmetic)
-        inner_MI = self._apply_gate(_with_adapter(gate_up_MO, x_MD, beside_gate_up, rows))
-        # Here, where rows are narrow: what is weighed is the same.
-        inner_MI = inner_MI if weights_M1 is None else inner_MI * weights_M1
-        made_MD = grouped_linear(inner_MI, down_EDI, rows, arithmetic)
-        return _with_adapter(made_MD, inner_MI, beside_down, rows)
+    def inner_of(x: torch.Tensor, rows: Sequence[int], reads: Dealt | None) -> torch.Tensor:
+        product = grouped_linear(x, gate_up_EOD, rows, arithmetic, reads=reads)
+        if beside_gate_up is not None:
+            narrow = grouped_linear(x, beside_gate_up.a_ERI, rows, reads=reads)
+            added = grouped_linear(narrow, beside_gate_up.b_EOR, rows)
+            product = product.add(added, alpha=beside_gate_up.scale)
+        inner: torch.Tensor = self._apply_gate(product)
+        return inner
 
-    x_ND = _ToExperts.apply(x_SD, order_N, place_SK)  # type: ignore[no-untyped-call]
+    def made_of(inner: torch.Tensor, rows: Sequence[int], sums: Dealt | None) -> torch.Tensor:
+        product = grouped_linear(inner, down_EDI, rows, arithmetic, sums=sums)
+        if beside_down is None:
+            return product
+        narrow = grouped_linear(inner, beside_down.a_ERI, rows)
+        added = grouped_linear(narrow, beside_down.b_EOR, rows, sums=sums)
+        return product.add(added, alpha=beside_down.scale)
+
     if owners is None:
-        made_ND = made_of(x_ND, counts, weights_N1)
+        # Weighed where rows are narrow: what comes out is the same.
+        made_SD = made_of(inner_of(x_SD, counts, dealt) * weights_N1, counts, dealt)
     else:
-        made_ND = computed_by_owners(x_ND, counts, owners, made_of) * weights_N1
-    summed_SD: torch.Tensor = _FromExperts.apply(  # type: ignore[no-untyped-call]
-        made_ND, order_N, place_SK
-    )
-    return summed_SD.to(hidden_states.dtype)
+        made_ND = computed_by_owners(
+            dealt.rows_of(x_SD),
+            counts,
+            owners,
+            lambda x_MD, rows: made_of(inner_of(x_MD, rows, None), rows, None),
+        )
+        made_SD = dealt.sums_of(made_ND * weights_N1)
+    return made_SD.to(hidden_states.dtype)
 
 
-def _with_adapter(
-    product_NO: torch.Tensor,
-    x_NI: torch.Tensor,
-    adapter: StackAdapter | None,
-    counts: Sequence[int],
-) -> torch.Tensor:
-    """What experts made of their rows, and of these what their adapters make."""
-    if adapter is None:
-        return product_NO
-    narrow_NR = grouped_linear(x_NI, adapter.a_ERI, counts)
-    return product_NO.add(grouped_linear(narrow_NR, adapter.b_EOR, counts), alpha=adapter.scale)
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """The rows that experts get: each token's for each of its experts, those of expert 0 first."""
+
+    order_N: torch.Tensor
+    """int64, numbers of pairs of a token and one of its K experts, in the order of experts."""
+    place_N: torch.Tensor
+    """int64, where each pair lies in that order."""
+    num_chosen: int
+    """K."""
+
+    @classmethod
+    def by_expert(cls, chosen_SK: torch.Tensor) -> Self:
+        """Deals tokens to the experts that they chose, int64."""
+        order_N = chosen_SK.flatten().argsort(stable=True)
+        place_N = torch.empty_like(order_N)
+        place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        return cls(order_N, place_N, chosen_SK.shape[1])
+
+    @property
+    def tokens_N(self) -> torch.Tensor:
+        """int64, the token of each row."""
+        return self.order_N // self.num_chosen
+
+    def rows_of(self, x_SD: torch.Tensor) -> torch.Tensor:
+        """Rows of tokens as experts get them, [N, D]; the gradients of a token's are summed."""
+        rows_ND: torch.Tensor = _RowsOf.apply(x_SD, self)  # type: ignore[no-untyped-call]
+        return rows_ND
+
+    def sums_of(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """For each token the sum of its rows, [S, D]."""
+        sums_SD: torch.Tensor = _SumsOf.apply(rows_ND, self)  # type: ignore[no-untyped-call]
+        return sums_SD
+
+    def summed(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """The same without a gradient: each token's rows in the order of its experts."""
+        place_SK = self.place_N.view(-1, self.num_chosen)
+        return functional.embedding_bag(place_SK, rows_ND.contiguous(), mode="sum")
+
+
+class _RowsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: torch.Tensor, dealt: Dealt) -> torch.Tensor:
+        ctx.dealt = dealt
+        return x_SD[dealt.tokens_N]
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.dealt.summed(grad_ND), None
+
+
+class _SumsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: torch.Tensor, dealt: Dealt) -> torch.Tensor:
+        ctx.dealt = dealt
+        return dealt.summed(rows_ND)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad_SD[ctx.dealt.tokens_N], None
 
 
 def grouped_linear(
-    x_NC: torch.Tensor,
+    x: torch.Tensor,
     weight_EOC: torch.Tensor,
     counts: Sequence[int],
     arithmetic: Arithmetic = PLAIN,
+    *,
+    reads: Dealt | None = None,
+    sums: Dealt | None = None,
 ) -> torch.Tensor:
     """Each expert's linear map of its rows.
 
     Args:
-        x_NC: Floating, the rows of expert 0 first.
+        x: Floating [N, C], the rows of expert 0 first; with `reads` [S, C], one of each token.
         weight_EOC: Floating. It is cast to the type of the products expert by expert, and only
             where there are rows.
         counts: Rows of each expert, which sum to N.
         arithmetic: In which types. Numbers of bfloat16 are multiplied as float32 all the same where
             the machine is fast in that alone.
+        reads: How tokens are dealt to the experts. Each reads its own, so that no copy of all rows
+            is made, and none is kept for the backward pass.
+        sums: The same, where the rows of a token are to be summed. In the backward pass each expert
+            reads its own.
 
     Returns:
-        [N, O] in the type of x_NC.
+        [N, O], or with `sums` [S, O], in the type of x.
     """
-    products = arithmetic.products or x_NC.dtype
-    if products == torch.bfloat16 and not device_of(kind_of(x_NC.device)).multiplies_bfloat16:
+    products = arithmetic.products or x.dtype
+    if products == torch.bfloat16 and not device_of(kind_of(x.device)).multiplies_bfloat16:
         arithmetic = Arithmetic(rounds=True, products=torch.float32)
-    elif products == torch.bfloat16 and x_NC.is_cuda:
+    elif products == torch.bfloat16 and x.is_cuda:
         # One kernel for all experts. Not tried on a GPU.
-        ends = torch.tensor(counts, device=x_NC.device).cumsum(0).to(torch.int32)
+        ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
         weight_ECO = weight_EOC.bfloat16().transpose(1, 2)
-        return functional.grouped_mm(x_NC.bfloat16(), weight_ECO, offs=ends).to(x_NC.dtype)
+        x_NC = x if reads is None else reads.rows_of(x)
+        made_NO = functional.grouped_mm(x_NC.bfloat16(), weight_ECO, offs=ends).to(x.dtype)
+        return made_NO if sums is None else sums.sums_of(made_NO)
     made: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        x_NC, weight_EOC, counts, arithmetic
+        x, weight_EOC, counts, arithmetic, reads, sums
     )
     return made
 
@@ -168,43 +233,57 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_NC: torch.Tensor,
+        x: torch.Tensor,
         weight_EOC: torch.Tensor,
         counts: Sequence[int],
         arithmetic: Arithmetic,
+        reads: Dealt | None,
+        sums: Dealt | None,
     ) -> torch.Tensor:
-        products = arithmetic.products or x_NC.dtype
-        ctx.counts, ctx.rounds = counts, arithmetic.rounds
+        products = arithmetic.products or x.dtype
+        ctx.counts, ctx.rounds, ctx.reads, ctx.sums = counts, arithmetic.rounds, reads, sums
         ctx.factors = arithmetic.gradients or products
         # The weight itself: what gathers cut weights for a pass frees it in between.
-        ctx.save_for_backward(x_NC.to(ctx.factors) if ctx.needs_input_grad[1] else None, weight_EOC)
-        factor_NC = x_NC.to(products)
-        made_NO = x_NC.new_empty(len(x_NC), weight_EOC.shape[1])
-        for expert, rows in _rows_of(counts):
+        ctx.save_for_backward(x.to(ctx.factors) if ctx.needs_input_grad[1] else None, weight_EOC)
+        rows_of = _reader(x.to(products), reads)
+        made_NO = x.new_empty(sum(counts), weight_EOC.shape[1])
+        for expert, place in _places(counts):
             weight_OC = _seen(weight_EOC[expert], products, rounds=arithmetic.rounds)
-            _multiply(factor_NC[rows], weight_OC.t(), into=made_NO[rows])
-        return made_NO
+            _multiply(rows_of(place), weight_OC.t(), into=made_NO[place])
+        return made_NO if sums is None else sums.summed(made_NO)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_NO: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        x_NC, weight_EOC = ctx.saved_tensors
-        need_x, need_weight, *_ = ctx.needs_input_grad
-        factor_NO = grad_NO.to(ctx.factors)
-        grad_x = grad_NO.new_empty(len(grad_NO), weight_EOC.shape[2]) if need_x else None
-        grad_weight = torch.empty_like(weight_EOC) if need_weight else None
-        for expert, rows in _rows_of(ctx.counts):
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+        x, weight_EOC = ctx.saved_tensors
+        need_x, *_ = ctx.needs_input_grad
+        grads_of = _reader(grad.to(ctx.factors), ctx.sums)
+        rows_of = None if x is None else _reader(x, ctx.reads)
+        grad_x = grad.new_empty(sum(ctx.counts), weight_EOC.shape[2]) if need_x else None
+        grad_weight = None if rows_of is None else torch.empty_like(weight_EOC)
+        for expert, place in _places(ctx.counts):
+            grad_MO = grads_of(place)
             if grad_x is not None:
                 weight_OC = _seen(weight_EOC[expert], ctx.factors, rounds=ctx.rounds)
-                _multiply(factor_NO[rows], weight_OC, into=grad_x[rows])
-            if grad_weight is not None:
-                _multiply(factor_NO[rows].t(), x_NC[rows], into=grad_weight[expert])
+                _multiply(grad_MO, weight_OC, into=grad_x[place])
+            if rows_of is not None and grad_weight is not None:
+                _multiply(grad_MO.t(), rows_of(place), into=grad_weight[expert])
         if grad_weight is not None:
             for expert, count in enumerate(ctx.counts):
                 if not count:
                     grad_weight[expert] = 0
-        return grad_x, grad_weight, None, None
+        if grad_x is not None and ctx.reads is not None:
+            grad_x = ctx.reads.summed(grad_x)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _reader(x: torch.Tensor, dealt: Dealt | None) -> Callable[[slice], torch.Tensor]:
+    """What gives an expert's rows: those of x in its place, or of the tokens that it is dealt."""
+    if dealt is None:
+        return lambda place: x[place]
+    tokens_N = dealt.tokens_N
+    return lambda place: x.index_select(0, tokens_N[place])
 
 
 def _seen(weight_OC: torch.Tensor, dtype: torch.dtype, *, rounds: bool) -> torch.Tensor:
@@ -219,7 +298,7 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, *, into: torch.Tensor) ->
         into.copy_(left @ right)
 
 
-def _rows_of(counts: Sequence[int]) -> list[tuple[int, slice]]:
+def _places(counts: Sequence[int]) -> list[tuple[int, slice]]:
     """Experts that have rows, and which."""
     found, start = [], 0
     for expert, count in enumerate(counts):
@@ -227,44 +306,6 @@ def _rows_of(counts: Sequence[int]) -> list[tuple[int, slice]]:
             found.append((expert, slice(start, start + count)))
         start += count
     return found
-
-
-class _ToExperts(torch.autograd.Function):
-    """Rows of tokens in the order of their experts; the gradients of a token's are summed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_SD: torch.Tensor, order_N: torch.Tensor, place_SK: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(place_SK)
-        return x_SD[order_N // place_SK.shape[1]]
-
-    @staticmethod
-    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (place_SK,) = ctx.saved_tensors
-        return _summed(grad_ND, place_SK), None, None
-
-
-class _FromExperts(torch.autograd.Function):
-    """The sum of what a token's experts made; the other way round."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, made_ND: torch.Tensor, order_N: torch.Tensor, place_SK: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(order_N)
-        ctx.num_chosen = place_SK.shape[1]
-        return _summed(made_ND, place_SK)
-
-    @staticmethod
-    def backward(ctx: Any, grad_SD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (order_N,) = ctx.saved_tensors
-        return grad_SD[order_N // ctx.num_chosen], None, None
-
-
-def _summed(rows_ND: torch.Tensor, place_SK: torch.Tensor) -> torch.Tensor:
-    """For each token the sum of its rows, in the order of places: [S, D]."""
-    return functional.embedding_bag(place_SK, rows_ND.contiguous(), mode="sum")
 
 
 ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)

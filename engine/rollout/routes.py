@@ -7,12 +7,38 @@ W = L * K.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.specs.columns import NO_ROUTE
+
+
+class EngineRoutes(Protocol):
+    """The routes of the requests of an engine of vLLM."""
+
+    def taken(self, output: Any, engine_id: str, num_tokens: int) -> np.ndarray:
+        """Gives out the routes of a request that has ended, or is about to be ended.
+
+        Args:
+            output: VLLM's RequestOutput.
+            engine_id: By which the engine's own parts know the request.
+            num_tokens: Of prompt and completion.
+
+        Returns:
+            uint8 [num_tokens, W].
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drops those of requests that were given up."""
+        ...
+
+    def forget_cached(self) -> None:
+        """Knows that the prefix cache is empty."""
+        ...
 
 
 def check_routes(shape: DecoderShape | None) -> DecoderShape:

@@ -23,7 +23,7 @@ from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
-from rolemesh.engine.rollout.routes import check_routes
+from rolemesh.engine.rollout.routes import EngineRoutes, check_routes
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, served_adapter
 from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine, joined, settings_of, share
@@ -38,6 +38,7 @@ from rolemesh.engine.rollout.vllm_ranks import (
     engine_start,
     leave_groups,
 )
+from rolemesh.engine.rollout.vllm_returned_routes import ENGINE_ARGUMENTS, ReturnedRoutes
 from rolemesh.engine.rollout.vllm_sampling import VllmSampling
 from rolemesh.engine.rollout.vllm_updates import load_whole, place_parts
 from rolemesh.engine.specs import AdapterSpec, Numerics, VllmSpec
@@ -159,9 +160,7 @@ class VllmBackend(VllmSampling):
                 share(held)
         self._held = held
         if spec.replay_routes:
-            from rolemesh.engine.rollout.vllm_routes import EngineRoutes
-
-            self._routes = EngineRoutes(self.engine, self.route_width)
+            self._routes = self._engine_routes()
         if self._served is not None:
             try:
                 self._served.check(self.engine)
@@ -176,11 +175,6 @@ class VllmBackend(VllmSampling):
 
     def _check_routes(self, *, shares_engine: bool) -> None:
         shape = check_routes(self._folder.shape)
-        if self._device.type != "cpu":
-            raise ValueError(
-                "rollout.replay_routes is true, but vLLM gives the routes of its tokens out on a "
-                "CPU alone here: leave it out, or sample with rollout type hf"
-            )
         if shares_engine or self.endpoint_calls is not None:
             raise ValueError(
                 "rollout.replay_routes is true, but other calls than a generation's use this "
@@ -188,6 +182,16 @@ class VllmBackend(VllmSampling):
             )
         assert shape.experts is not None  # as `check_routes` has seen
         self.route_width = len(shape.experts.layers) * self._folder.config.num_experts_per_tok
+
+    def _engine_routes(self) -> EngineRoutes:
+        if self._device.type != "cpu":
+            shape = check_routes(self._folder.shape)
+            assert shape.experts is not None  # as `check_routes` has seen
+            chosen = self._folder.config.num_experts_per_tok
+            return ReturnedRoutes(self.engine, sorted(shape.experts.layers), chosen)
+        from rolemesh.engine.rollout.vllm_routes import ListenedRoutes
+
+        return ListenedRoutes(self.engine, self.route_width)
 
     @staticmethod
     def _check_endpoint(mesh: RankMesh, *, shares_engine: bool) -> None:
@@ -212,7 +216,9 @@ class VllmBackend(VllmSampling):
         prepare_environment(spec.kv_cache_gib)
         try:
             with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
-                arguments = {**rank_arguments, **slots}
+                returns_routes = spec.replay_routes and self._device.type != "cpu"
+                routes = ENGINE_ARGUMENTS if returns_routes else {}
+                arguments = {**rank_arguments, **slots, **routes}
                 engine = make_engine(
                     spec,
                     choices,

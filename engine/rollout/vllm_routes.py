@@ -1,8 +1,8 @@
-"""The experts that a vLLM engine's tokens go through, kept while it samples on a CPU.
+"""The experts that a vLLM engine's tokens go through, heard of its routers on a CPU.
 
 Imports vLLM, so it is itself imported late. VLLM 0.32 gives routes out by its second model runner
-alone, which does not run on a CPU; its routers hand their choices to whoever asks. On a GPU, where
-graphs leave such a call out, this is refused.
+alone, which does not run on a CPU (`vllm_returned_routes`); its routers hand their choices to
+whoever asks. On a GPU graphs would leave such a call out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from rolemesh.engine.rollout.routes import KeptRoutes, flat_routes
 
 
-class EngineRoutes:
+class ListenedRoutes:
     """Routes of an engine's requests, by the ids that its parts know them by.
 
     What is computed anew, e.g. by new weights in the middle of a completion, is written over.
@@ -45,7 +45,7 @@ class EngineRoutes:
         self._execute: Callable[..., Any] = self._runner.execute_model
         self._runner.execute_model = self._executed
 
-    def taken(self, engine_id: str, num_tokens: int) -> np.ndarray:
+    def taken(self, output: Any, engine_id: str, num_tokens: int) -> np.ndarray:
         """Gives out the routes of a request that has ended, uint8 [tokens, W]."""
         return self._kept.pop(engine_id).of(num_tokens)
 

@@ -11,7 +11,7 @@ from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_o
 from rolemesh.engine.specs import SamplingSpec
 
 if TYPE_CHECKING:
-    from rolemesh.engine.rollout.vllm_routes import EngineRoutes
+    from rolemesh.engine.rollout.routes import EngineRoutes
 
 
 @dataclass(slots=True)
@@ -103,14 +103,15 @@ class RunningRequests:
             drawn = drawn_from(output, request.row, one.watched)
             if request.is_complete is not None and request.is_complete(drawn.tokens):
                 drawn.reason = "stop"
-                if not output.finished:
-                    self._engine.abort_request([one.engine_id], internal=True)
             if drawn.reason is not None:
-                del self._running[output.request_id]
                 num_tokens = len(request.prompt_tokens) + len(drawn.tokens)
                 routes = None
                 if self._routes is not None:
-                    routes = self._routes.taken(one.engine_id, num_tokens)
+                    # The engine still knows the request.
+                    routes = self._routes.taken(output, one.engine_id, num_tokens)
+                if not output.finished:
+                    self._engine.abort_request([one.engine_id], internal=True)
+                del self._running[output.request_id]
                 yield trajectory_of(drawn, request.row, one.versions, routes)
 
     def abort(self) -> None:

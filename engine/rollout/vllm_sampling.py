@@ -20,7 +20,7 @@ from rolemesh.engine.rollout.vllm_running import RunningRequests
 from rolemesh.engine.specs import SamplingSpec
 
 if TYPE_CHECKING:
-    from rolemesh.engine.rollout.vllm_routes import EngineRoutes
+    from rolemesh.engine.rollout.routes import EngineRoutes
 
 _MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this one."""

@@ -77,7 +77,7 @@ class VllmSpec(Spec):
     generation."""
     replay_routes: bool = False
     """Whether each sampled token keeps the experts that it went through, by which the trainer then
-    scores and trains it (arXiv 2510.11370). Of a mixture, on a CPU."""
+    scores and trains it (arXiv 2510.11370). Of a mixture. On a GPU it has not run."""
     async_scheduling: bool | None = None
     """Schedule the next step while one runs. None: on a GPU, where one rank samples and no weights
     come between two tokens. It cannot be true where they may."""

@@ -19,8 +19,11 @@ if importlib.util.find_spec("vllm") is None:
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.family_cases import case_config
 from support.rollout_checks import load_trainer_model, make_requests
+from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
+from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.devices import free_bytes, give_back_memory
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
@@ -80,3 +83,41 @@ def test_an_engine_sleeps_takes_weights_wakes_and_makes_room_for_the_next(
         assert CuMemAllocator.get_instance().get_current_usage() == 0
         free.append(free_bytes(DEVICE))
     assert abs(free[1] - free[0]) < SLACK
+
+
+def test_it_gives_out_the_routes_of_its_tokens(tmp_path: Path) -> None:
+    config = {**case_config("qwen3_moe"), "vocab_size": 512, "hidden_size": 128, "head_dim": 32}
+    folder = write_tiny_decoder(
+        tmp_path / "model", "qwen3_moe", **config, max_position_embeddings=128, eos_token_id=2
+    )
+    spec = VllmSpec(
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.3,
+        replay_routes=True,
+    )
+    backend = VllmBackend(spec, folder, device=DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    backend.update_weights(model.named_parameters(), 0)
+    requests = make_requests(6)
+    made = {one.row: one for one in backend.generate(requests, GREEDY)}
+    backend.close()
+    seen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.gate.register_forward_hook(lambda _, args, out: seen.append(out[2]))
+    same = total = 0
+    for request in requests:
+        tokens = [*request.prompt_tokens, *made[request.row].completion_tokens]
+        seen.clear()
+        with torch.no_grad():
+            model(torch.tensor([tokens]))
+        routes = made[request.row].routes
+        assert routes is not None
+        found = torch.from_numpy(routes)[:-1].view(len(tokens) - 1, len(seen), -1).long()
+        expected = torch.stack(seen, dim=1)[:-1]
+        equal = (found.sort(-1).values == expected.sort(-1).values).all(-1)
+        same, total = same + int(equal.sum()), total + equal.numel()
+    # A router whose two best scores are nearly equal may choose otherwise.
+    assert same / total > 0.99
