@@ -30,9 +30,7 @@ def learnt(directory: Path) -> list[dict[str, Any]]:
     return with_loads([learnt_of(json.loads(line)) for line in lines], directory)
 
 
-def with_loads(
-    records: Iterable[Mapping[str, float]], directory: Path
-) -> list[dict[str, Any]]:
+def with_loads(records: Iterable[Mapping[str, float]], directory: Path) -> list[dict[str, Any]]:
     """Records with the loads of experts of their steps; those of a run without a mixture as is."""
     path = directory / "experts.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
