@@ -20,7 +20,7 @@ export class Experts {
     this.tableButton = el("button", {
       type: "button", class: "small", "aria-expanded": "false", "aria-label": "Loads of experts as a table", onclick: () => this.toggleTable(),
     }, "table");
-    const scale = el("span", { class: "load-scale", "aria-hidden": "true" }, "none", el("i"), `${FULL} times the mean`);
+    const scale = el("span", { class: "load-scale", "aria-hidden": "true" }, `1/${FULL}`, el("i"), `${FULL} times the mean`);
     byId("experts-tools").append(scale, this.role, this.step, this.tableButton);
     this.told = el("p", { class: "quiet" });
     this.names = el("div", { class: "heat-names" });

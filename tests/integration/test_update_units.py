@@ -131,7 +131,9 @@ async def test_an_update_with_units_and_a_further_loss_is_the_trainers(critic: C
 
 async def test_a_mixture_tells_how_often_its_experts_were_chosen(tmp_path: Path) -> None:
     """Of an update of two optimizer steps, and of a step that was asked for by itself."""
-    folder = write_tiny_decoder(tmp_path / "mixture", "qwen3_moe", **case_config("qwen3_moe"))
+    folder = write_tiny_decoder(
+        tmp_path / "mixture", "qwen3_moe", vocab_size=512, **case_config("qwen3_moe")
+    )
     async with serving_critic(folder) as critic:
         result = await critic.update()
         await critic.forward_backward()

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.run.results.expert_loads import (
@@ -127,6 +129,42 @@ def test_loads_are_no_part_of_the_graph() -> None:
     node = update("actor", loads(1))
     assert "expert_loads" not in node.to_dict()
     assert Node.from_dict(json.loads(json.dumps(node.to_dict()))).expert_loads == {}
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def rolemesh_experts(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["experts", *arguments])
+    return done.exit_code, done.output
+
+
+def test_people_are_shown_the_most_and_the_least_loaded(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    code, output = rolemesh_experts(str(tmp_path))
+    assert code == 2
+    assert "has no loads of experts" in output
+    file = ExpertsFile(tmp_path)
+    file.write(1, {"actor": {1: [6, 2, 4]}})
+    file.write(3, {"actor": {1: [6, 2, 4], 3: [0, 0, 9]}, "critic": {0: [1, 1]}})
+    file.close()
+    code, output = rolemesh_experts(str(tmp_path))
+    assert code == 0, output
+    assert "step 3, actor: 3 experts a layer; a load of 1 is even" in output
+    assert "step 3, critic: 2 experts a layer" in output
+    rows = [line.replace("\u2502", " ").split() for line in output.splitlines()]
+    assert ["1", "1.500", "0", "0.500", "1"] in rows
+    assert ["3", "3.000", "2", "0.000", "0"] in rows
+    code, output = rolemesh_experts(str(tmp_path), "--step", "1", "--json")
+    told = {"type": "experts", "step": 1, "role": "actor", "layers": [1], "choices": [[6, 2, 4]]}
+    assert code == 0
+    assert json.loads(output).items() >= told.items()
+    code, output = rolemesh_experts(str(tmp_path), "--step", "2")
+    assert code == 2
+    assert "has loads of steps 1 to 3" in output.replace("\n", " ")
+    code, output = rolemesh_experts(str(tmp_path / "none"))
+    assert code == 2
+    assert "holds no run" in output
 
 
 # --- the store ------------------------------------------------------------------------------
