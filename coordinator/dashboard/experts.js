@@ -26,7 +26,7 @@ export class Experts {
     this.names = el("div", { class: "heat-names" });
     this.canvas = el("canvas", { "aria-hidden": "true" });
     this.plot = el("div", {
-      class: "heat-plot", tabindex: "0", role: "img",
+      class: "heat-plot", tabindex: "0", role: "img", "aria-label": "Loads of experts",
       onpointermove: (event) => this.point(event), onpointerleave: hideTip, onblur: hideTip,
       onkeydown: (event) => this.key(event),
     }, this.canvas);

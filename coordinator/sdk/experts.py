@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rolemesh.coordinator.sdk.html import table
+from rolemesh.rpc.errors import InternalError
 from rolemesh.rpc.expert_loads import checked_loads
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
@@ -35,8 +36,10 @@ class LayerLoads:
         Example: choices [[6, 2, 4]] are loads [[1.5, 0.5, 1.0]].
         """
         load = np.full(self.choices.shape, np.nan)
-        means = self.choices.mean(axis=1, keepdims=True)
-        np.divide(self.choices, means, out=load, where=means > 0)
+        totals = self.choices.sum(axis=1, keepdims=True)
+        # In floating numbers, since the product of large counts is beyond 64 bits.
+        scaled = self.choices.astype(np.float64) * self.choices.shape[1]
+        np.divide(scaled, totals, out=load, where=totals > 0)
         return load
 
     @staticmethod
@@ -44,9 +47,14 @@ class LayerLoads:
         """From its messages; without any, L and E are 0.
 
         Raises:
-            ValueError: They are not what trainer.proto says.
+            InternalError: They are not what trainer.proto says.
         """
-        loads = checked_loads(told)
+        try:
+            loads = checked_loads(told)
+        except ValueError as error:
+            raise InternalError(
+                f"the answer breaks the contract of trainer.proto: {error}"
+            ) from error
         choices = np.array(list(loads.values()), dtype=np.int64)
         return LayerLoads(
             np.array(list(loads), dtype=np.int64), choices.reshape(len(loads), -1 if loads else 0)
