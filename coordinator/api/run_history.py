@@ -1,4 +1,4 @@
-"""Metrics and graphs of a run's steps, read from the store once and kept in memory."""
+"""What steps of a run left: metrics, graphs and loads of experts, read from the store once."""
 
 from __future__ import annotations
 
@@ -48,12 +48,15 @@ class RunHistory:
         """One value a step by name of the metric; NaN where a step has none."""
         self.graphs: dict[int, bytes] = {}
         """Graphs as the store has them, by step, ascending."""
+        self.loads: dict[int, bytes] = {}
+        """Loads of experts as the store has them, by step, ascending."""
         self._call_seconds: dict[int, dict[str, float]] = {}
         self.alerts: list[coordinator_pb2.Alert] = []
         self.alerts_of = (0, 0, 0)
         """Number of steps, newest graph and number of recoveries of which the alerts tell."""
         self._metrics_id = ""
-        self._graphs_id = ""
+        self._entry_ids: dict[RunStream, str] = {}
+        """The newest entries that were read of streams of steps."""
 
     async def _begin_after_rewind(self) -> None:
         rewind_id = await self._store.newest_rewind(self._run_id)
@@ -93,21 +96,33 @@ class RunHistory:
         """Reads the graphs that came since the last time."""
         async with self._turn:
             await self._begin_after_rewind()
-            try:
-                entries = await self._store.read_entries(
-                    self._run_id, RunStream.GRAPHS, self._graphs_id
-                )
-            except EntryExpiredError:
-                # More graphs came since than are kept.
-                entries = await self._store.read_entries(self._run_id, RunStream.GRAPHS)
-            for entry in entries:
-                assert entry.step is not None
-                self.graphs.pop(entry.step, None)
-                self._call_seconds.pop(entry.step, None)
-                self.graphs[entry.step] = entry.payload
-                self._graphs_id = entry.entry_id
-        for old in list(self.graphs)[: -RunStream.GRAPHS.keep]:
-            del self.graphs[old]
+            for step in await self._read_steps(RunStream.GRAPHS, self.graphs):
+                self._call_seconds.pop(step, None)
+
+    async def refresh_loads(self) -> None:
+        """Reads the loads of experts that came since the last time."""
+        async with self._turn:
+            await self._begin_after_rewind()
+            await self._read_steps(RunStream.EXPERTS, self.loads)
+
+    async def _read_steps(self, stream: RunStream, kept: dict[int, bytes]) -> list[int]:
+        """Takes what came since the last time into `kept`; returns of which steps it is."""
+        after = self._entry_ids.get(stream, "")
+        try:
+            entries = await self._store.read_entries(self._run_id, stream, after)
+        except EntryExpiredError:
+            # More came since than are kept.
+            entries = await self._store.read_entries(self._run_id, stream)
+        steps = []
+        for entry in entries:
+            assert entry.step is not None
+            kept.pop(entry.step, None)
+            kept[entry.step] = entry.payload
+            self._entry_ids[stream] = entry.entry_id
+            steps.append(entry.step)
+        for old in list(kept)[: -stream.keep]:
+            del kept[old]
+        return steps
 
     def call_seconds(self, steps: Sequence[int]) -> Mapping[int, Mapping[str, float]]:
         """Seconds by name of the call, of steps whose graphs are kept. Each is read once."""

@@ -163,6 +163,24 @@ class RunReads:
         answer.steps.extend(steps)
         return answer
 
+    async def get_expert_loads(
+        self, run_id: str, step: int = 0
+    ) -> coordinator_pb2.GetExpertLoadsResponse:
+        """How often each expert was chosen in a step; 0 for the newest that has any loads."""
+        _check_step(step)
+        await self._record(run_id)
+        history = self._histories.of(run_id)
+        with translated():
+            await history.refresh_loads()
+        steps = sorted(history.loads)
+        if step and step not in history.loads:
+            raise _no_step(run_id, "loads of experts", step, steps)
+        answer = coordinator_pb2.GetExpertLoadsResponse()
+        if steps:
+            answer.ParseFromString(history.loads[step or steps[-1]])
+        answer.steps.extend(steps)
+        return answer
+
     async def get_device_use(
         self, run_id: str, since: float = 0.0
     ) -> coordinator_pb2.GetDeviceUseResponse:

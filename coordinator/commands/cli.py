@@ -29,6 +29,8 @@ COMMANDS = {
     "status": "Shows runs and, for one that goes on, its services.",
     "logs": "Prints the logs of a run, by role.",
     "samples": "Shows completions of a run: of the newest step, or the best or worst of all steps.",
+    "experts": "Shows how even the loads of a mixture's experts were in a step: the most, and the "
+    "least.",
     "compare": "Puts runs side by side: curves, held-out scores, and where their recipes differ.",
     "dashboard": "Serves the dashboard over runs that have ended, from their folders.",
     "trace": "Writes a run's calls as a Chrome trace, and shows what each step had to wait for.",

@@ -87,6 +87,7 @@ export const api = {
   dataflow: (run, step) => get(`${of(run)}/dataflow`, { step }),
   plan: (run) => get(`${of(run)}/plan`),
   samples: (run, step) => get(`${of(run)}/samples`, { step }),
+  experts: (run, step) => get(`${of(run)}/experts`, { step }),
   devices: (run, since) => get(`${of(run)}/devices`, since ? { since } : {}),
   alerts: (run) => get(`${of(run)}/alerts`),
   log: (run, log, offset) => get(`${of(run)}/logs/${encodeURIComponent(log)}`, { offset }),

@@ -8,6 +8,7 @@ import { Devices } from "./devices.js";
 import { askForToken } from "./dialogs.js";
 import { byId } from "./dom.js";
 import { Events } from "./events.js";
+import { Experts } from "./experts.js";
 import { Flow } from "./flow.js";
 import { Header } from "./header.js";
 import { History } from "./history.js";
@@ -23,11 +24,12 @@ import { Samples } from "./samples.js";
 import { nextTheme, startTheme } from "./theme.js";
 
 const FLOW_DELAY_MS = 3000; // The first graph of a run is written a second after its step begins.
+const EXPERTS_METRIC = "experts/load_ratio"; // Of each step that trains a mixture.
 const EVERY_MS = { flow: 1000, run: 2000, logs: 2000, services: 3000, devices: 5000, runs: 10000, alerts: 10000 };
 
 const page = {
   runs: [], run: null, chosen: null, history: new History(), compared: new Map(),
-  step: 0, sampleStep: 0, toldStep: 0, firstStepSince: Infinity, watch: null, status: { name: "connecting" }, wantsAll: false, soon: new Set(),
+  step: 0, sampleStep: 0, expertStep: 0, toldStep: 0, firstStepSince: Infinity, watch: null, status: { name: "connecting" }, wantsAll: false, soon: new Set(),
 };
 
 startTheme(byId("theme"));
@@ -42,6 +44,7 @@ const plan = new Plan();
 const devices = new Devices();
 const curves = new Curves({ onChooseStep: showStep, onWantAll: wantAll });
 const samples = new Samples({ onStep: (step) => { page.sampleStep = step; attempt(refreshSamples); } });
+const experts = new Experts({ onStep: (step) => { page.expertStep = step; attempt(refreshExperts); } });
 const rewards = new Rewards();
 const events = new Events();
 const recoveries = new Recoveries();
@@ -98,6 +101,12 @@ const refreshDevices = () => reading((run) => api.devices(run, devices.since), (
 const refreshPlan = () => reading(api.plan, (answer) => plan.show(answer.plan));
 const refreshSamples = () => reading((run) => orNone(api.samples(run, page.sampleStep)),
   (answer) => samples.show(answer, page.sampleStep === 0));
+async function refreshExperts() {
+  const step = page.expertStep;
+  if (!experts.isKept(step)) return experts.show(null, step);
+  return reading((run) => orNone(api.experts(run, step)), (answer) => step === page.expertStep && experts.show(answer, step));
+}
+
 const refreshMetrics = () => reading((run) => api.metrics(run, page.wantsAll ? [] : WANTED), (answer) => {
   page.history.merge(answer);
   showHistory();
@@ -145,8 +154,8 @@ async function refreshRuns() {
 
 async function choose(id, comparedIds = []) {
   page.watch?.stop();
-  Object.assign(page, { chosen: id, run: null, watch: null, status: { name: "connecting" }, history: new History(), compared: new Map(), step: 0, sampleStep: 0, toldStep: 0, firstStepSince: Infinity, knowsVersions: false });
-  for (const panel of [mesh, plan, devices, events, recoveries]) panel.clear();
+  Object.assign(page, { chosen: id, run: null, watch: null, status: { name: "connecting" }, history: new History(), compared: new Map(), step: 0, sampleStep: 0, expertStep: 0, toldStep: 0, firstStepSince: Infinity, knowsVersions: false });
+  for (const panel of [mesh, plan, devices, experts, events, recoveries]) panel.clear();
   header.setRecovery(null);
   header.tell("");
   header.choose(page.runs, id, comparedIds);
@@ -154,7 +163,7 @@ async function choose(id, comparedIds = []) {
   if (first) show(first);
   // A read that fails is repeated later, and must not keep the page from watching the run.
   await Promise.all([
-    refreshMetrics, refreshFlow, refreshServices, refreshPlan, refreshDevices, refreshSamples, refreshAlerts,
+    refreshMetrics, refreshFlow, refreshServices, refreshPlan, refreshDevices, refreshSamples, refreshExperts, refreshAlerts,
     () => logs.setRun(id), () => compare(comparedIds),
   ].map(attempt));
   if (page.chosen !== id) return;
@@ -211,6 +220,7 @@ function onEvent(event) {
   soon(showHistory);
   for (const read of [refreshRun, refreshAlerts, refreshSamples, refreshFlow]) soon(read);
   if (plan.isPlanned) soon(refreshPlan);
+  if (experts.isShown || EXPERTS_METRIC in told[kind].metrics) soon(refreshExperts);
 }
 
 /** Does something within a tenth of a second, once for all events that come until then. */
@@ -261,9 +271,9 @@ async function wantAll() {
 
 /** Shows a step in all panels that show one; 0 follows the run. */
 function showStep(step) {
-  [page.step, page.sampleStep] = [step, step];
-  attempt(refreshFlow);
-  attempt(refreshSamples);
+  [page.step, page.sampleStep, page.expertStep] = [step, step, step];
+  for (const read of [refreshFlow, refreshSamples]) attempt(read);
+  if (experts.isShown) attempt(refreshExperts);
 }
 
 function every(ms, read, isWanted = () => true) {

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.rpc.expert_loads import Loads
 from rolemesh.rpc.notes import bounded
 from rolemesh.rpc.references import (
     by_column,
@@ -88,6 +89,8 @@ class Node:
     """What the service wants people to know of a call that has succeeded."""
     policy_version: int | None = None
     """Version after an update; None for other kinds."""
+    expert_loads: Loads = field(default_factory=dict)
+    """Of an update of a mixture of experts. It is no part of the record: the run keeps it apart."""
 
     @property
     def name(self) -> str:
@@ -126,10 +129,12 @@ class Node:
         self.metrics = dict(sorted(report.metrics.items()))
         self.notes = bounded(report.notes)
         self.policy_version = outcome.policy_version
+        self.expert_loads = outcome.expert_loads
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values. What it calls role is the name of the service."""
         fields = {"role" if name == "service" else name: v for name, v in self.__dict__.items()}
+        del fields["expert_loads"]
         return {**fields, "kind": self.kind.value, "state": self.state.value}
 
     @classmethod
@@ -164,6 +169,8 @@ class Outcome:
     report: experience_pb2.CallReport
     experience: experience_pb2.ExperienceRef | None = None
     policy_version: int | None = None
+    expert_loads: Loads = field(default_factory=dict)
+    """How often each expert of a mixture was chosen; empty where it has told of none."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from rolemesh.coordinator.dataflow.connection import (
     RoleConnection,
     summarize_reference,
 )
+from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import (
     CallFuture,
     ExperienceFuture,
@@ -27,6 +28,7 @@ from rolemesh.coordinator.recipe.algorithm_parts import AlgorithmParts
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.role_names import kind_of, teacher_role
 from rolemesh.engine.specs import OneTeacherSpec, SamplingSpec, TeacherSpec
+from rolemesh.rpc.expert_loads import checked_loads
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, trainer_pb2
@@ -332,8 +334,17 @@ class ServiceNodes:
     ) -> Outcome:
         context = self.context
 
+        def read(result: Message) -> Outcome:
+            try:
+                return outcome_of(result)
+            except ValueError as error:
+                raise RunError(
+                    f"step {context.step}: {self.service}.{method} has answered what it must not: "
+                    f"{error}"
+                ) from error
+
         def note(result: Message) -> dict[str, Any]:
-            outcome = outcome_of(result)
+            outcome = read(result)
             if outcome.policy_version is not None:
                 self.connection.policy_version = outcome.policy_version
             return _summarize(outcome)
@@ -341,7 +352,7 @@ class ServiceNodes:
         result = await self.connection.make(
             key, method, call, note, journal=context.journal, on_phase=context.on_phase
         )
-        return outcome_of(result)
+        return read(result)
 
 
 class RoleHandle(ServiceNodes):
@@ -367,7 +378,11 @@ class RoleHandle(ServiceNodes):
 
 
 def outcome_of(result: Any) -> Outcome:
-    """What a result message says; each has a report, and experience or a version besides."""
+    """What a result message says; each has a report, and experience or a version besides.
+
+    Raises:
+        ValueError: Its loads of experts are not what trainer.proto says.
+    """
     fields = result.DESCRIPTOR.fields_by_name
     has_experience = "experience" in fields
     if isinstance(result, trainer_pb2.SelectGroupsResult):
@@ -378,6 +393,7 @@ def outcome_of(result: Any) -> Outcome:
         report=result.report,
         experience=result.experience if has_experience else None,
         policy_version=result.policy_version if "policy_version" in fields else None,
+        expert_loads=checked_loads(result.expert_loads) if "expert_loads" in fields else {},
     )
 
 

@@ -33,6 +33,7 @@ from rolemesh.coordinator.sdk.experience import (
     Trajectory,
     Update,
 )
+from rolemesh.coordinator.sdk.experts import ExpertLoads, LayerLoads
 from rolemesh.coordinator.sdk.mesh import Mesh
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
 from rolemesh.coordinator.sdk.role import Role
@@ -86,9 +87,11 @@ __all__ = [
     "Evaluated",
     "Event",
     "Experience",
+    "ExpertLoads",
     "Gradient",
     "Identity",
     "Initialized",
+    "LayerLoads",
     "LogPiece",
     "Manifest",
     "Mesh",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
 from rolemesh.coordinator.sdk.connection import Connection
 from rolemesh.coordinator.sdk.events import Event, StateChanged
+from rolemesh.coordinator.sdk.experts import ExpertLoads
 from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.retrying import Contact, Retries, RetryPolicy, repeated
 from rolemesh.coordinator.sdk.runs import (
@@ -314,6 +315,11 @@ class AsyncClient:
         """Some trajectories of a step; 0 for the newest that has any."""
         request = pb.ListSamplesRequest(run_id=run_id, step=step)
         return Samples.of(await self._call(self._stub.ListSamples, request))
+
+    async def get_expert_loads(self, run_id: str, step: int = 0) -> ExpertLoads:
+        """How often each expert of trained mixtures was chosen in a step; 0 for the newest."""
+        request = pb.GetExpertLoadsRequest(run_id=run_id, step=step)
+        return ExpertLoads.of(await self._call(self._stub.GetExpertLoads, request))
 
     async def get_device_use(
         self, run_id: str, since: datetime.datetime | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from rolemesh.coordinator.sdk.async_client import FIRST_LOG_BYTES, AsyncClient
 from rolemesh.coordinator.sdk.events import Event
+from rolemesh.coordinator.sdk.experts import ExpertLoads
 from rolemesh.coordinator.sdk.mesh import Mesh
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
 from rolemesh.coordinator.sdk.runs import (
@@ -202,6 +203,10 @@ class Client:
     def list_samples(self, run_id: str, step: int = 0) -> Samples:
         """Some trajectories of a step; 0 for the newest that has any."""
         return self._loop.run(self._client.list_samples(run_id, step))
+
+    def get_expert_loads(self, run_id: str, step: int = 0) -> ExpertLoads:
+        """How often each expert of trained mixtures was chosen in a step; 0 for the newest."""
+        return self._loop.run(self._client.get_expert_loads(run_id, step))
 
     def get_device_use(
         self, run_id: str, since: datetime.datetime | None = None

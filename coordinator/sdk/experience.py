@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rolemesh.coordinator.sdk.experts import LayerLoads
 from rolemesh.coordinator.sdk.html import definition_list
 from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.rpc.references import concat_references, join_references, names_of, shards_of
@@ -140,6 +141,8 @@ class Update:
     policy_version: int
     """Afterwards."""
     report: Report
+    expert_loads: LayerLoads
+    """Of a mixture, how often each expert was chosen; without layers for other models."""
 
 
 @dataclass(frozen=True, slots=True)

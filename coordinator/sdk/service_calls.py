@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 from rolemesh.coordinator.sdk.experience import Report, Update
+from rolemesh.coordinator.sdk.experts import LayerLoads
 from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status
@@ -149,4 +150,5 @@ class ServiceCalls:
     def _updated(self, result: Any) -> Update:
         """What changed weights, noted."""
         self.policy_version = result.policy_version
-        return Update(result.policy_version, Report.of(result.report))
+        loads = LayerLoads.of(result.expert_loads)
+        return Update(result.policy_version, Report.of(result.report), loads)

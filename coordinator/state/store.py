@@ -1,7 +1,8 @@
 """Contract of the store, which keeps state of the coordinator outside its memory.
 
 Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
-the metric stream, and bounded streams of events, executed graphs, samples, device use and wishes.
+the metric stream, and bounded streams of events, executed graphs, samples, loads of experts, device
+use and wishes.
 All implementations behave alike: one contract suite runs over them.
 """
 
@@ -143,6 +144,9 @@ class RunStream(StrEnum):
     dataflow.jsonl. A graph has some kilobytes; the folder of the run has all of them."""
     SAMPLES = "samples"
     """Some trajectories of a step."""
+    EXPERTS = "experts"
+    """Loads of the experts of a step. Of a large mixture, an entry has some ten kilobytes; the
+    folder of the run has more of them."""
     DEVICES = "devices"
     """How busy the devices were."""
     FLOW = "flow"
@@ -160,12 +164,13 @@ _KEPT = {
     RunStream.EVENTS: 100_000,
     RunStream.GRAPHS: 256,
     RunStream.SAMPLES: 64,
+    RunStream.EXPERTS: 256,
     RunStream.DEVICES: 3_600,
     RunStream.FLOW: 1,
     RunStream.CHECKPOINT_WISHES: 256,
 }
 
-STREAMS_OF_STEPS = (RunStream.GRAPHS, RunStream.SAMPLES, RunStream.FLOW)
+STREAMS_OF_STEPS = (RunStream.GRAPHS, RunStream.SAMPLES, RunStream.EXPERTS, RunStream.FLOW)
 """Those whose entries `rewind` removes when it takes their step back."""
 
 
@@ -363,7 +368,7 @@ class StateStore(ABC):
 
     @abstractmethod
     async def rewind(self, run_id: str, step: int, *, epoch: int) -> str:
-        """Removes what steps after `step` left in metrics, graphs, samples and flow.
+        """Removes what steps after `step` left in metrics, graphs, samples, loads and flow.
 
         Journal, events and device use stay. At last an entry of operation REWIND_OPERATION is
         appended to the journal, once for each epoch and step; its id is returned.

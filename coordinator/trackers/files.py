@@ -50,8 +50,12 @@ class LinesOfSteps:
             write_atomically(self._path, text)
             self._file = self._path.open("a", encoding="utf-8")
 
-    def keep_newest(self, num_bytes: int) -> None:
-        """Leaves out the oldest lines, so that the others have at most so many bytes."""
+    def bound(self, max_bytes: int) -> None:
+        """Leaves out the older half of a file that has grown beyond so many bytes."""
+        if self._path.stat().st_size > max_bytes:
+            self._keep_newest(max_bytes // 2)
+
+    def _keep_newest(self, num_bytes: int) -> None:
         whole = self._path.read_bytes()
         # A line that the cut would go through is left out.
         start = whole.find(b"\n", max(0, len(whole) - num_bytes - 1)) + 1

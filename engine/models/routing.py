@@ -111,6 +111,8 @@ class Routers:
         layers = stage_layers(shape, pp=stages.index, size=stages.size)
         self.num_layers = len(shape.experts.layers)
         """L, of the whole model."""
+        self.layers = [layer for layer in shape.experts.layers if layer in layers]
+        """Numbers, in the model, of the layers with experts of this stage."""
         first = sum(layer < layers.start for layer in shape.experts.layers)
         self._gates = [layer.mlp.gate for layer in lm.base_model.layers if _has_experts(layer.mlp)]
         config = lm.config

@@ -28,6 +28,7 @@ from rolemesh.engine.train import state as trainer_state
 from rolemesh.engine.train.average import WeightAverage
 from rolemesh.engine.train.cut_reader import HeldCut, hold_cut
 from rolemesh.engine.train.cut_slots import CutSlots, RestoredCut
+from rolemesh.engine.train.expert_loads import ExpertLoads
 from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.host_moments import STATE_NAMES
 from rolemesh.engine.train.optimizer import Optimizer
@@ -108,6 +109,7 @@ class ModelInTraining:
         self._optimizer = Optimizer(optimizer, self._gradients)
         self._average = None if average is None else WeightAverage(average, self._changing_weights)
         self._has_gradient = False
+        self._expert_loads = None if model.routers is None else ExpertLoads(model)
         self._sleep_memory = SleepMemory()
         adapter = model.spec.adapter
         self._base: BaseIdentity | None = None
@@ -126,8 +128,8 @@ class ModelInTraining:
         """Forgets accumulated gradients, and what was counted with them."""
         self._gradients.drop()
         self._has_gradient = False
-        if self.model.routers is not None:
-            self.model.routers.forget()
+        if self._expert_loads is not None:
+            self._expert_loads.forget()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Trained weights by Hugging Face name, float32, detached, tied ones once. Not copies.

@@ -6,7 +6,6 @@ loss divides by counts over the whole mini-batch, and shares add up in float32.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +15,10 @@ from rolemesh.engine.algorithms.losses import Loss, make_loss
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.routing import load_metrics
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.own_functions import OwnFunctions
-from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
+from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import (
     AdamwStepSpec,
@@ -30,6 +28,7 @@ from rolemesh.engine.specs import (
     ModelSpec,
 )
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
+from rolemesh.engine.train.expert_loads import LayerLoads
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.model_in_training import ModelInTraining, TrainerKind
 from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError
@@ -220,7 +219,9 @@ class Trainer(ModelInTraining):
         self._optimizer.check(adamw)
         self._has_gradient = False
         self._settle_cut()
-        metrics = self._optimizer.step(learning_rate, adamw) | self._balanced()
+        metrics = self._optimizer.step(learning_rate, adamw)
+        if self._expert_loads is not None:
+            metrics |= self._expert_loads.step()
         if self._average is not None:
             self._average.step()
         self.policy_version += 1
@@ -313,26 +314,15 @@ class Trainer(ModelInTraining):
             means.add(metrics | self.optim_step())
         return {**means.result(), "optimizer_steps": float(num_steps)}
 
-    # --- inside ---------------------------------------------------------------------------
+    def take_expert_loads(self) -> list[LayerLoads]:
+        """How often the experts of each layer were chosen since they were last taken.
 
-    def _balanced(self) -> dict[str, float]:
-        """Moves the biases of experts, where that is wanted; how even their loads were."""
-        routers = self.model.routers
-        if routers is None:
-            return {}
-        loads = routers.loads(self.mesh.dp)
-        if self.model.spec.balancing is not None:
-            routers.balance(loads, self.model.spec.balancing.rate)
-        stages = gather_facts(load_metrics(loads), self.mesh.pp, self.model.device)
-        found = [facts for stage in stages for facts in stage]
-        if not found:
-            return {}
-        ratios, entropies = zip(*found, strict=True)
-        return {
-            "experts/load_ratio": statistics.fmean(ratios),
-            "experts/load_ratio_max": max(ratios),
-            "experts/load_entropy": statistics.fmean(entropies),
-        }
+        All ranks call it, after an update or an optimizer step, and get the same: the sum over its
+        optimizer steps and over replicas. Of a model without experts, nothing.
+        """
+        return [] if self._expert_loads is None else self._expert_loads.take()
+
+    # --- inside ---------------------------------------------------------------------------
 
     def _loss_of(self, spec: LossSpec) -> tuple[Loss[Any], float]:
         """A loss that this model can be trained on, and the temperature of its softmax."""

@@ -31,7 +31,7 @@ SCOPE_OF = {
     **dict.fromkeys(
         (
             *("GetRun", "ListRuns", "ListServices", "WatchRun", "GetMetrics", "GetDataflow"),
-            *("GetPlan", "ListSamples", "GetDeviceUse", "ListAlerts", "ReadLog"),
+            *("GetPlan", "ListSamples", "GetExpertLoads", "GetDeviceUse", "ListAlerts", "ReadLog"),
         ),
         "read",
     ),

@@ -177,6 +177,8 @@ async def test_a_rewind_takes_later_steps_back(store: StateStore) -> None:
             await store.append_entry("a", RunStream.SAMPLES, b"s%d" % step, epoch, step=step)
         )
     await store.append_entry("a", RunStream.SAMPLES, b"of no step", epoch)
+    for step in (597, 598):
+        await store.append_entry("a", RunStream.EXPERTS, b"e", epoch, step=step)
     await store.append_entry("a", RunStream.FLOW, b"601", epoch, step=601)
     await store.append_metrics("b", {"step": 600.0})
     await store.append_journal("a", entry(epoch, 600))
@@ -196,6 +198,7 @@ async def test_a_rewind_takes_later_steps_back(store: StateStore) -> None:
         b"of no step"
     ]
     assert await store.read_entries("a", RunStream.FLOW) == []
+    assert [found.step for found in await store.read_entries("a", RunStream.EXPERTS)] == [597]
     assert len(await store.read_metrics("b")) == 1
     assert [(e.operation, e.step, e.epoch) for e in await store.read_journal("a")] == [
         ("actor.update", 600, epoch),

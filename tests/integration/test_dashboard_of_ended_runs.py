@@ -25,6 +25,7 @@ from rolemesh.coordinator.run.folders.evaluations import (
     new_path,
     write_evaluation,
 )
+from rolemesh.coordinator.run.results.expert_loads import ExpertsFile
 from rolemesh.coordinator.run.results.samples_file import SamplesFile
 from rolemesh.coordinator.run.results.scores import TaskScores
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -92,6 +93,11 @@ async def test_a_folder_of_runs_is_served_and_nothing_in_it_changes(
         assert metrics["series"]["held_out/score"][0] == summary["held_out"]["before"]["score"]
         told = (await client.get(f"{place}/samples")).json()
         assert (told["step"], told["samples"][0]["completion"]) == (3, "4")
+        loads = (await client.get(f"{place}/experts")).json()
+        lines = read_lines(runs / "whole" / "experts.jsonl")
+        assert loads["steps"] == [line["step"] for line in lines] == [1, 2, 3, 4]
+        told = [layer["choices"] for layer in loads["roles"][0]["layers"]]
+        assert told == lines[-1]["roles"]["actor"]["choices"]
         flow = (await client.get(f"{place}/dataflow?step=2")).json()
         assert len(flow["nodes"]) == 7
         # No run can be started here.
@@ -117,6 +123,20 @@ async def test_what_is_left_out_has_a_reason(runs: Path, tmp_path: Path) -> None
     for empty in (tmp_path / "nowhere", runs / "no-run", runs / "damaged"):
         with pytest.raises(ValueError, match="holds no run that has ended"):
             await read_runs(empty)
+
+
+async def test_loads_of_a_step_that_was_not_committed_are_not_shown(runs: Path) -> None:
+    file = ExpertsFile(runs / "killed")
+    file.write(5, {"actor": {1: [1, 2, 3, 4]}})
+    file.close()
+    found = await read_runs(runs / "killed")
+    loads = await StoreOperations(found.store).get_expert_loads(*found.run_ids)
+    assert (loads.step, list(loads.steps)) == (4, [1, 2, 3, 4])
+    # A line that no run writes is named, and the run is not shown.
+    with (runs / "killed" / "experts.jsonl").open("a") as lines:
+        lines.write('{"step": 6}\n')
+    with pytest.raises(ValueError, match=r"line 6 of .*experts\.jsonl tells no loads"):
+        await read_runs(runs / "killed")
 
 
 async def test_a_run_is_read_with_the_plan_that_it_began_with(runs: Path) -> None:

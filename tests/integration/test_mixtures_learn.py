@@ -52,6 +52,21 @@ def _curve(run: Path, name: str) -> list[float]:
     return [json.loads(line)[name] for line in lines]
 
 
+def _loads(run: Path) -> list[tuple[int, list[int]]]:
+    """Steps, and choices of each expert of the one layer with experts, of the actor alone.
+
+    They are sums over two optimizer steps, which are at most as uneven as the more uneven of both.
+    """
+    lines = [json.loads(line) for line in (run / "experts.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line["roles"].keys() == {"actor"}
+        assert line["roles"]["actor"]["layers"] == [1]
+    loads = [(line["step"], line["roles"]["actor"]["choices"][0]) for line in lines]
+    for (_, found), most in zip(loads, _curve(run, "experts/load_ratio_max"), strict=True):
+        assert 1 <= max(found) * len(found) / sum(found) <= most * (1 + 1e-9)
+    return loads
+
+
 def _trained(recipe: dict[str, Any], folder: Path, *flags: str) -> Path:
     folder.mkdir(exist_ok=True)
     run = CliRun(recipe, folder, *flags)
@@ -76,6 +91,7 @@ def test_a_mixture_over_two_ranks_learns(algorithm: str, seed: int, tmp_path: Pa
     assert max(gaps) < 1e-4
     ratios = _curve(out, "experts/load_ratio")
     assert all(1 <= ratio <= 4 for ratio in ratios)
+    assert [step for step, _ in _loads(out)] == list(range(1, STEPS + 1))
 
 
 def test_a_run_goes_on_with_its_experts_shared_out_otherwise(tmp_path: Path) -> None:
@@ -93,6 +109,11 @@ def test_a_run_goes_on_with_its_experts_shared_out_otherwise(tmp_path: Path) -> 
     for name in ("reward/mean", "entropy", "grad_norm", "experts/load_ratio"):
         # Sums in another order, by which no draw of these few changes.
         assert _curve(resumed, name) == pytest.approx(_curve(whole, name), rel=1e-3), name
+    assert [step for step, _ in _loads(resumed)] == [1, 2, 3, 4, 5, 6]
+    for (_, found), (_, expected) in zip(_loads(resumed), _loads(whole), strict=True):
+        # A choice between scores that differ in their last bits may fall otherwise.
+        assert sum(found) == sum(expected)
+        assert sum(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 4
     models = [load_file(run / "model" / "model.safetensors") for run in (whole, resumed)]
     assert models[0].keys() == models[1].keys()
     for name, weight in models[0].items():

@@ -23,14 +23,15 @@ from support.recovering_runs import (
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError, ServiceLostError
+from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
 from rolemesh.coordinator.run.reporting.records import enter_again
 from rolemesh.coordinator.run.saving.checkpoints import committed_steps
 from rolemesh.coordinator.run.saving.resume import reached
 from rolemesh.coordinator.run.services.launch import LaunchError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunState
+from rolemesh.coordinator.state.store import JournalEntry, RunState, RunStream
 from rolemesh.rpc.errors import InternalError, InvalidRequestError
-from rolemesh.v1 import coordinator_pb2
+from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 PHASES = (
     ("actor", "Generate"),
@@ -43,6 +44,10 @@ PHASES = (
     ("actor", "SaveCut"),
     ("critic", "SaveCut"),
 )
+
+
+async def steps_with_loads(store: MemoryStateStore, run_id: str) -> list[int | None]:
+    return [entry.step for entry in await store.read_entries(run_id, RunStream.EXPERTS)]
 
 
 @pytest.mark.parametrize("victim", ROLES)
@@ -73,6 +78,7 @@ async def test_a_kill_in_any_phase_changes_nothing_that_is_learnt(
     assert [int(entry.values["step"]) for entry in await store.read_metrics(run.run_id)] == [
         0, 1, 2, 3,
     ]  # fmt: skip
+    assert await steps_with_loads(store, run.run_id) == [1, 2, 3]
 
 
 async def test_an_epoch_that_a_stranger_made_up_costs_a_recovery_and_not_the_run(
@@ -322,6 +328,7 @@ async def test_cuts_that_are_lost_cost_the_steps_since_the_checkpoint(tmp_path: 
     assert [*kept, *after] == [1, 2, 3]
     steps = [int(entry.values["step"]) for entry in await store.read_metrics(run.run_id)]
     assert steps == [0, 1, 2, 3]
+    assert await steps_with_loads(store, run.run_id) == [1, 2, 3]
 
 
 async def test_a_kill_between_a_step_and_its_checkpoint_costs_no_checkpoint(tmp_path: Path) -> None:
@@ -369,6 +376,65 @@ async def test_a_step_that_is_being_told_of_when_a_service_is_lost_is_told_of_on
         [entry.values for entry in await store.read_metrics(run.run_id)][1:],
     ]
     assert [[record["step"] for record in records] for records in told] == [[1, 2, 3]] * 3
+    assert await steps_with_loads(store, run.run_id) == [1, 2, 3]
+
+
+class StuckStore(MemoryStateStore):
+    """Says that it is to commit the second step, and does not the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = asyncio.Event()
+
+    async def append_journal(self, run_id: str, entry: JournalEntry) -> str:
+        if (entry.operation, entry.step) == (COMMIT_OPERATION, 2) and not self.is_asked.is_set():
+            self.is_asked.set()
+            await asyncio.Event().wait()
+        return await super().append_journal(run_id, entry)
+
+
+async def test_loads_of_a_step_that_was_not_committed_stand_once(tmp_path: Path) -> None:
+    expected = await undisturbed(tmp_path / "undisturbed")
+    store = StuckStore()
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = recovering_run(mesh, tmp_path / "killed", store)
+        task = asyncio.create_task(run.execute())
+        await store.is_asked.wait()
+        # The line of the second step is written by now, and its commit never comes.
+        lines = read_lines(tmp_path / "killed" / "experts.jsonl")
+        assert [line["step"] for line in lines] == [1, 2]
+        assert await steps_with_loads(store, run.run_id) == [1]
+        await mesh.roles["critic"].stop()
+        run.service_lost("critic", "critic was killed by signal 9")
+        summary = await task
+    assert len(summary.recoveries) == 1
+    assert learnt(tmp_path / "killed") == expected
+    assert all(record["expert_loads"] for record in expected)
+    assert await steps_with_loads(store, run.run_id) == [1, 2, 3]
+
+
+async def test_loads_that_cannot_be_end_the_run_with_the_name_of_what_told_them(
+    tmp_path: Path,
+) -> None:
+    wrong = [experience_pb2.LayerLoads(layer=1, choices=[3, -4])]
+    told = lambda role, version: wrong if role == "critic" else []  # noqa: E731 - short
+    async with fake_mesh(has_cuts=True, loads=told) as mesh:
+        run = make_run(mesh, tmp_path, recipe(), MemoryStateStore())
+        words = (
+            r"step 1: critic\.update has answered .* expert_loads\[0\]\.choices holds -4: give 0"
+        )
+        with pytest.raises(RunError, match=words):
+            await run.execute()
+    assert not (tmp_path / "experts.jsonl").exists()
+
+
+async def test_a_run_without_a_mixture_has_no_loads(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh(has_cuts=True, loads=lambda role, version: []) as mesh:
+        run = make_run(mesh, tmp_path, recipe(), store)
+        await run.execute()
+    assert not (tmp_path / "experts.jsonl").exists()
+    assert await steps_with_loads(store, run.run_id) == []
 
 
 AHEAD_ROLES = (*ROLES, "rollout")

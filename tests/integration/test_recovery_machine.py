@@ -33,7 +33,7 @@ from rolemesh.coordinator.run.services import lost_services
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.errors import StaleEpochError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunState
+from rolemesh.coordinator.state.store import RunState, RunStream
 from rolemesh.rpc.errors import UnavailableError
 
 STEPS = 8
@@ -320,6 +320,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert [int(entry.values["step"]) for entry in entries] == list(range(1, STEPS + 1))
         found = [learnt_of(dict(entry.values)) for entry in entries]
         assert found == self.expected
+        kept = self.loop.run_until_complete(self.store.read_entries(run_id, RunStream.EXPERTS))
+        assert [entry.step for entry in kept] == list(range(1, STEPS + 1))
 
 
 TestRecoveryMachine = pytest.mark.slow(pytest.mark.timeout(1800)(RecoveryMachine.TestCase))

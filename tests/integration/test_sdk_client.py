@@ -47,6 +47,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
 )
 from rolemesh.v1 import coordinator_pb2 as pb
+from rolemesh.v1 import experience_pb2
 
 QUICK = RetryPolicy(budget_s=20.0, first_s=0.01, longest_s=0.05)
 NUM_EVENTS = 300
@@ -268,6 +269,24 @@ async def test_samples_device_use_and_graphs_come_as_arrays_and_values(
     for seconds, found in ((99.5, 1), (100.5, 0)):
         since = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
         assert len(await client.get_device_use("run", since)) == found
+    assert (await client.get_expert_loads("run")).roles == {}
+    layers = [
+        experience_pb2.LayerLoads(layer=layer, choices=choices)
+        for layer, choices in ((1, [6, 2, 4]), (3, [0, 0, 0]))
+    ]
+    told = pb.GetExpertLoadsResponse(step=2, roles=[pb.RoleLoads(role="actor", layers=layers)])
+    await store.append_entry("run", RunStream.EXPERTS, told.SerializeToString(), step=2)
+    loads = await client.get_expert_loads("run", 2)
+    assert (loads.step, loads.kept_steps, list(loads.roles)) == (2, (2,), ["actor"])
+    actor = loads.roles["actor"]
+    assert actor.layers.tolist() == [1, 3]
+    assert actor.choices.tolist() == [[6, 2, 4], [0, 0, 0]]
+    assert actor.load[0].tolist() == [1.5, 0.5, 1.0]
+    assert np.isnan(actor.load[1]).all()
+    assert "step 2, actor" in loads._repr_html_()
+    with pytest.raises(NotFoundError) as missing:
+        await client.get_expert_loads("run", 3)
+    assert missing.value.reason == "STEP_NOT_FOUND"
     with pytest.raises(NotFoundError) as missing:
         await client.get_dataflow("run")
     assert missing.value.reason == "STEP_NOT_FOUND"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf import json_format, struct_pb2
+from support.family_cases import case_config
 from support.services import operation_key, serving
+from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import auxiliary_whole, forward_backward, update_whole
@@ -20,6 +23,7 @@ from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.expert_loads import checked_loads
 from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.v1 import (
     experience_pb2,
@@ -74,11 +78,13 @@ class Critic:
 
 @pytest.fixture
 async def critic(tmp_path: Path) -> AsyncIterator[Critic]:
-    model = ModelSpec(
-        path=write_tiny_llama(tmp_path / "llama", seed=4),
-        compute_dtype="float32",
-        micro_batch_tokens=24,
-    )
+    async with serving_critic(write_tiny_llama(tmp_path / "llama", seed=4)) as found:
+        yield found
+
+
+@asynccontextmanager
+async def serving_critic(path: Path) -> AsyncIterator[Critic]:
+    model = ModelSpec(path=path, compute_dtype="float32", micro_batch_tokens=24)
     spec = {"model": model.model_dump(mode="json"), "optimizer": {"learning_rate": 1e-3}}
     async with (
         serving(CriticRole()) as server,
@@ -117,9 +123,34 @@ async def test_an_update_with_units_and_a_further_loss_is_the_trainers(critic: C
         auxiliary=[auxiliary_whole(EXTRA, PpoValueLossSpec(), 0.5, num_steps=2)],
     )
     assert result.policy_version == 2
+    assert list(result.expert_loads) == []
     assert dict(result.report.metrics) == expected
     assert any(name.startswith("auxiliary/ppo_value/") for name in expected)
     assert result.report.num_tokens == BATCH.num_tokens + EXTRA.num_tokens
+
+
+async def test_a_mixture_tells_how_often_its_experts_were_chosen(tmp_path: Path) -> None:
+    """Of an update of two optimizer steps, and of a step that was asked for by itself."""
+    folder = write_tiny_decoder(
+        tmp_path / "mixture", "qwen3_moe", vocab_size=512, **case_config("qwen3_moe")
+    )
+    async with serving_critic(folder) as critic:
+        result = await critic.update()
+        await critic.forward_backward()
+        request = trainer_pb2.OptimStepRequest(key=critic.key(), expected_policy_version=2)
+        stepped = await critic.stub.OptimStep(request)
+        assert await critic.stub.OptimStep(request) == stepped
+    trainer = Trainer.critic(critic.model, OptimizerSpec(learning_rate=1e-3))
+    seed = derive_seed(RUN_SEED, operation_key().step, "critic", "update")
+    update_whole(trainer, BATCH, PpoValueLossSpec(), epochs=1, mini_batch_rows=4, seed=seed)
+    expected = {one.layer: one.choices for one in trainer.take_expert_loads()}
+    assert expected.keys() == {0, 2}
+    assert checked_loads(result.expert_loads) == expected
+    forward_backward(trainer, BATCH, PpoValueLossSpec())
+    trainer.optim_step()
+    expected = {one.layer: one.choices for one in trainer.take_expert_loads()}
+    assert checked_loads(stepped.expert_loads) == expected
+    assert "experts/load_ratio" in stepped.report.metrics
 
 
 async def test_more_epochs_than_can_be_planned_are_refused(critic: Critic) -> None:

@@ -134,6 +134,45 @@ def test_choices_for_completion_tokens_are_counted_once(
     assert not any(load.any() for load in routers.loads(trainer.mesh.dp))
 
 
+def test_choices_add_up_over_an_update_and_are_taken_once(tmp_path: Path) -> None:
+    """Of an update in three steps they are those of the three; what fails leaves none."""
+    trainer = _trainer(_folder(tmp_path, "qwen3_moe"))
+    batch, routers = _batch(trainer), trainer.model.routers
+    assert routers is not None
+    assert trainer.take_expert_loads() == []
+    given, seen = routers.loads, []
+    routers.loads = lambda group: seen.append(given(group)) or seen[-1]  # type: ignore[assignment, func-returns-value]
+    update_whole(trainer, batch, LOSS, epochs=1, mini_batch_rows=3, seed=5)
+    assert len(seen) == 3
+    expected = [sum(step[layer] for step in seen).tolist() for layer in range(2)]
+    found = trainer.take_expert_loads()
+    # The layer between them is a dense one.
+    assert [one.layer for one in found] == [0, 2]
+    assert [one.choices for one in found] == expected
+    assert all(type(number) is int for one in found for number in one.choices)
+    assert trainer.take_expert_loads() == []
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    # The first step of the update is made, the second one fails.
+    optim_step = trainer.optim_step
+    steps = iter([optim_step, fail])
+    trainer.optim_step = lambda *given: next(steps)(*given)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no memory"):
+        update_whole(trainer, batch, LOSS, epochs=1, mini_batch_rows=3, seed=5)
+    trainer.optim_step = optim_step  # type: ignore[method-assign]
+    update_whole(trainer, batch, LOSS, epochs=1, mini_batch_rows=100, seed=5)
+    total = [sum(one.choices) for one in trainer.take_expert_loads()]
+    assert total == [sum(one.choices) for one in found]
+
+
+def test_a_dense_model_tells_no_loads(tmp_path: Path) -> None:
+    trainer = _trainer(_folder(tmp_path, "qwen3"))
+    update_whole(trainer, _batch(trainer), LOSS, epochs=1, mini_batch_rows=100, seed=5)
+    assert trainer.take_expert_loads() == []
+
+
 # --- balancing ------------------------------------------------------------------------------
 
 
@@ -268,6 +307,8 @@ LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
     "ep2 fsdp4": (TrainLayout(dp=4, fsdp=4, ep=2), {}),
     "all ways, recomputed": (TrainLayout(tp=2, pp=2, dp=2, fsdp=2, ep=2), {"recompute": "full"}),
 }
+LAYERS = {"qwen3_moe": [0, 2], "glm4_moe": [1, 2]}
+"""Numbers of the layers with experts."""
 PAIRS = [(family, name) for family in ("qwen3_moe", "glm4_moe") for name in LAYOUTS]
 QUICK = [("qwen3_moe", "all ways, recomputed"), ("glm4_moe", "pp2")]
 
@@ -291,6 +332,10 @@ def test_ranks_replay_and_balance_as_one(
     job = Job(folder, replayed, LOSS, model=both)
     alone = joined(rank_pool.run(train, 1, job), TrainLayout())
     assert "experts/load_ratio" in alone.metrics
+    # Three mini-batches; numbers leave dense layers out. Each token chooses two experts.
+    assert [one.layer for one in alone.expert_loads] == LAYERS[family]
+    lengths = batch["tokens"].lengths() - batch["prompt_lengths"].values
+    assert [sum(one.choices) for one in alone.expert_loads] == [2 * int(lengths.sum())] * 2
     spread = replace(job, layout=layout, model={**both, **fields})
     assert_agree(joined(rank_pool.run(train, layout.world_size, spread), layout), alone)
 

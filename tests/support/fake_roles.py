@@ -204,6 +204,18 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
         self.mesh.log.append(f"{self.service}.{method}")
 
 
+def fake_loads(role: str, policy_version: int) -> list[experience_pb2.LayerLoads]:
+    """What an actor says of its two layers with four experts, other numbers in each version."""
+    if role != "actor":
+        return []
+    return [
+        experience_pb2.LayerLoads(
+            layer=layer, choices=[policy_version * (layer + expert) for expert in range(4)]
+        )
+        for layer in (1, 3)
+    ]
+
+
 @dataclass
 class FakeMesh:
     """The fakes, and what they saw."""
@@ -223,6 +235,8 @@ class FakeMesh:
     reported: Callable[[str, Any], Mapping[str, float]] = lambda name, key: {}
     """Metrics that a call, e.g. "actor.Update", with this key reports besides or instead; what it
     raises the call fails with, before it has changed anything."""
+    loads: Callable[[str, int], list[experience_pb2.LayerLoads]] = fake_loads
+    """Loads of experts that an update of a role tells with the version that it came to."""
     withheld_blocks: frozenset[int] = frozenset()
     """Blocks that are never sent."""
     roles: dict[str, FakeRole] = field(default_factory=dict)

@@ -141,6 +141,7 @@ class FakeTraining(FakeCore):
             return trainer_pb2.UpdateResult(
                 policy_version=self.policy_version,
                 report=self.report(num_rows, grad_norm=0.5, **only_actor),
+                expert_loads=self.mesh.loads(self.role, self.policy_version),
             )
 
         async for response in self.keyed(

@@ -25,6 +25,7 @@ from rolemesh.engine.specs import (
     ModelSpec,
     OptimizerSpec,
 )
+from rolemesh.engine.train.expert_loads import LayerLoads
 from rolemesh.engine.train.host_moments import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
 
@@ -78,6 +79,8 @@ class Trained:
     shape: DecoderShape
     average: Tensors = field(default_factory=dict)
     """Of the weights; empty where none is kept."""
+    expert_loads: list[LayerLoads] = field(default_factory=list)
+    """Of all steps; empty of a model without experts."""
 
 
 def make_trainer(job: Job, at: RankContext, mesh: Any) -> Trainer:
@@ -161,14 +164,16 @@ def part_of(trainer: Trainer, metrics: dict[str, float], gradients: list[Tensors
         },
         shape=trainer.model.shape,
         average={name: one.clone() for name, one in trainer.averaged_weights().items()},
+        expert_loads=trainer.take_expert_loads(),
     )
 
 
 def joined(parts: list[Trained], layout: TrainLayout) -> Trained:
-    """Puts the parts together; replicas and metrics must be equal bit by bit."""
+    """Puts the parts together; replicas, metrics and loads must be equal bit by bit."""
     shape = parts[0].shape
     for part in parts:
         assert part.metrics == parts[0].metrics
+        assert part.expert_loads == parts[0].expert_loads
     return Trained(
         metrics=parts[0].metrics,
         gradients=[
@@ -181,6 +186,7 @@ def joined(parts: list[Trained], layout: TrainLayout) -> Trained:
         },
         shape=shape,
         average=whole([part.average for part in parts], shape, layout) if parts[0].average else {},
+        expert_loads=parts[0].expert_loads,
     )
 
 
@@ -227,7 +233,11 @@ def assert_gradients_agree(found: list[Tensors], expected: list[Tensors]) -> Non
 
 
 def assert_metrics_agree(found: Trained, expected: Trained) -> None:
-    """All but the share of tokens computed: what rows share, and fillers, depend on the layout."""
+    """All but the share of tokens computed: what rows share, and fillers, depend on the layout.
+
+    Loads of experts are whole numbers, and equal.
+    """
+    assert found.expert_loads == expected.expert_loads
     assert found.metrics.keys() == expected.metrics.keys()
     for name in expected.metrics.keys() - {"computed_fraction"}:
         assert found.metrics[name] == pytest.approx(

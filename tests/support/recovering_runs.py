@@ -8,6 +8,7 @@ from typing import Any
 from support.fake_recipes import split_pools
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe
 from support.fake_runs import make_run, read_lines
+from support.run_results import with_loads
 
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -23,9 +24,9 @@ def recipe(**run: Any) -> Any:
     return fake_recipe(**{"recovery": RECOVERY, **settings}, pools=split_pools(ROLES))
 
 
-def learnt(directory: Path) -> list[dict[str, float]]:
-    """What the records say of learning, without times and traffic."""
-    return [
+def learnt(directory: Path) -> list[dict[str, Any]]:
+    """What the records say of learning, without times and traffic, and the loads of experts."""
+    records = [
         {
             name: value
             for name, value in record.items()
@@ -34,13 +35,14 @@ def learnt(directory: Path) -> list[dict[str, float]]:
         }
         for record in read_lines(directory / "metrics.jsonl")
     ]
+    return with_loads(records, directory)
 
 
-_undisturbed: list[dict[str, float]] = []
+_undisturbed: list[dict[str, Any]] = []
 """Of the run that nothing happens to, which is the same each time."""
 
 
-async def undisturbed(directory: Path) -> list[dict[str, float]]:
+async def undisturbed(directory: Path) -> list[dict[str, Any]]:
     """What such a run learns; made once a process."""
     if not _undisturbed:
         async with fake_mesh(has_cuts=True) as mesh:

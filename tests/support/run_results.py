@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rolemesh.coordinator.explained.metrics import explanation
 
@@ -23,10 +24,22 @@ def learnt_of(record: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def learnt(directory: Path) -> list[dict[str, float]]:
-    """What metrics.jsonl says of learning."""
+def learnt(directory: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl and experts.jsonl say of learning; each has a step once at most."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [learnt_of(json.loads(line)) for line in lines]
+    return with_loads([learnt_of(json.loads(line)) for line in lines], directory)
+
+
+def with_loads(records: Iterable[Mapping[str, float]], directory: Path) -> list[dict[str, Any]]:
+    """Records with the loads of experts of their steps; those of a run without a mixture as is."""
+    path = directory / "experts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)), "a step has two lines, or steps are out of order"
+    loads = {line["step"]: {"expert_loads": line["roles"]} for line in lines}
+    whole = [{**record, **loads.pop(int(record["step"]), {})} for record in records]
+    assert not loads, "steps that do not count have lines"
+    return whole
 
 
 def unexplained(records: Iterable[Mapping[str, float]]) -> list[str]:

@@ -353,6 +353,35 @@ class SampleList(Answer):
     """Steps of which samples are kept, ascending."""
 
 
+class LayerLoads(Answer):
+    """Loads of the experts of one layer."""
+
+    layer: Int32
+    """Number of the layer in the model, from 0."""
+    choices: list[Int64]
+    """How often each expert was chosen for a completion token."""
+
+
+class RoleLoads(Answer):
+    """Loads of the experts of one role's model."""
+
+    role: str
+    """The role, e.g. "actor"."""
+    layers: list[LayerLoads]
+    """One entry for each layer with experts, ascending; all have equally many experts."""
+
+
+class ExpertLoads(Answer):
+    """Loads of experts in a step."""
+
+    step: Int64
+    """The step; 0 when there is none."""
+    roles: list[RoleLoads]
+    """Each trained role whose model is a mixture, by name."""
+    steps: list[Int64]
+    """Steps of which loads are kept, ascending."""
+
+
 class DeviceUseSeries(Answer):
     """One device over time."""
 

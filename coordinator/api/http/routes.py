@@ -252,6 +252,12 @@ async def list_samples(operations: TheOperations, run_id: RunId, step: Step = 0)
     return to_plain(await operations.list_samples(run_id, step))
 
 
+@_observation.get("/experts", response_model=models.ExpertLoads)
+async def get_expert_loads(operations: TheOperations, run_id: RunId, step: Step = 0) -> Any:
+    """Sends how often each expert of the trained mixtures was chosen in a step."""
+    return to_plain(await operations.get_expert_loads(run_id, step))
+
+
 @_observation.get("/devices", response_model=models.DeviceUse)
 async def get_device_use(
     operations: TheOperations,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rolemesh.coordinator.run.folders.ownership import held
 from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
+from rolemesh.coordinator.run.results.expert_loads import EXPERTS_FILE
 from rolemesh.coordinator.run.results.metrics import GRAPHS_FILE
 from rolemesh.coordinator.run.results.samples_file import SAMPLES_FILE
 from rolemesh.coordinator.run.saving.checkpoints import NoWholeCheckpointError
@@ -27,6 +28,7 @@ _OF_A_RUN = (
     METRICS_FILE,
     GRAPHS_FILE,
     SAMPLES_FILE,
+    EXPERTS_FILE,
     TURNS_FILE,
     SUMMARY_FILE,
     CONFIG_FILE,

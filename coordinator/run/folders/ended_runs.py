@@ -27,6 +27,7 @@ from rolemesh.coordinator.run.folders.ownership import living_coordinator
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.results.evaluation import Evaluation
+from rolemesh.coordinator.run.results.expert_loads import read_expert_loads
 from rolemesh.coordinator.run.results.metrics import GRAPHS_FILE
 from rolemesh.coordinator.run.results.samples_file import KeptSample, read_samples
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE, RUN_FILE
@@ -126,6 +127,12 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     )
     # All files are read before the run is entered, so that it is there as a whole or not at all.
     samples = [one for one in read_samples(directory) if not one.held_out]
+    # A run that was killed may have written those of a step that it has not committed.
+    loads = [
+        one
+        for one in read_expert_loads(directory, RunStream.EXPERTS.keep)
+        if one.step <= status.step
+    ]
     records, graphs = (
         with_evaluations(read_records(directory, summary, MAX_STEPS_READ), directory),
         list(_graphs(directory)),
@@ -141,6 +148,9 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     for step, kept in groupby(samples, lambda one: one.step):
         payload = _as_store_has(step, list(kept)).SerializeToString()
         await store.append_entry(run_id, RunStream.SAMPLES, payload, step=step)
+    for one in loads:
+        payload = one.SerializeToString()
+        await store.append_entry(run_id, RunStream.EXPERTS, payload, step=one.step)
     events = EventLog(store, run_id)
     events.step = status.step
     events.note(f"read from {directory}")

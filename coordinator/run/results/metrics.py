@@ -13,6 +13,12 @@ from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.dataflow.pools import MOVES
 from rolemesh.coordinator.dataflow.trace import critical_path
 from rolemesh.coordinator.recipe.role_names import kind_of
+from rolemesh.coordinator.run.results.expert_loads import (
+    ExpertsFile,
+    loads_of_step,
+    loads_response,
+    read_expert_loads,
+)
 from rolemesh.coordinator.run.results.samples_file import SamplesFile
 from rolemesh.coordinator.state.store import RunStream, StateStore
 from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps
@@ -20,6 +26,7 @@ from rolemesh.coordinator.trackers.outside import OutsideTracker
 from rolemesh.coordinator.trackers.tensorboard import ScalarWriter
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc.channel import ChannelTraffic, MethodTraffic
+from rolemesh.v1 import coordinator_pb2
 
 PHASE_OF_NODE: Mapping[str, str] = {
     "actor.generate": "generate",
@@ -206,7 +213,8 @@ class MetricsWriter:
     """Writes the record of each step, for people and programs.
 
     Records go to metrics.jsonl, TensorBoard, the store's metric stream and the trackers of the
-    recipe; executed graphs to dataflow.jsonl and the store; completions to samples.jsonl.
+    recipe; executed graphs to dataflow.jsonl and the store; completions to samples.jsonl; loads of
+    experts to experts.jsonl and the store.
 
     Invariant: a line of a file is complete when the method that writes it returns. The run waits
     for a tracker only at the end, and for a bounded time.
@@ -224,12 +232,16 @@ class MetricsWriter:
         """
         self._store = store
         self._run_id = run.run_id
+        self._directory = Path(run.directory)
         self.epoch: int | None = None
         """Of the coordinator that writes; None: it is not fenced."""
-        self._graphs = LinesOfSteps(Path(run.directory) / GRAPHS_FILE)
-        self._lines = LinesOfSteps(Path(run.directory) / METRICS_FILE)
-        self.samples = SamplesFile(Path(run.directory))
-        self._board = ScalarWriter(Path(run.directory) / "tensorboard")
+        self._graphs = LinesOfSteps(self._directory / GRAPHS_FILE)
+        self._lines = LinesOfSteps(self._directory / METRICS_FILE)
+        self.samples = SamplesFile(self._directory)
+        self._experts = ExpertsFile(self._directory)
+        self._untold_loads: coordinator_pb2.GetExpertLoadsResponse | None = None
+        """Of the newest step, while the store has not got them."""
+        self._board = ScalarWriter(self._directory / "tensorboard")
         self._trackers = tuple(trackers)
 
     async def resume(
@@ -256,6 +268,12 @@ class MetricsWriter:
         for record in (*first, *records):
             if int(record["step"]) not in known:
                 await self._store.append_metrics(self._run_id, record, self.epoch)
+        told = await self._store.read_entries(self._run_id, RunStream.EXPERTS)
+        newest = max((entry.step or 0 for entry in told), default=0)
+        for loads in read_expert_loads(self._directory, RunStream.EXPERTS.keep):
+            # Of a step that was committed and not told of, or of a store that has lost them.
+            if loads.step > newest:
+                await self._append_loads(loads)
 
     async def write_step(self, record: Mapping[str, float]) -> None:
         """Writes a step's record everywhere."""
@@ -284,6 +302,32 @@ class MetricsWriter:
             self._run_id, RunStream.GRAPHS, graph.encode(), self.epoch, step=step
         )
 
+    def write_loads(self, step: int, nodes: Sequence[Node]) -> None:
+        """Writes how often each expert was chosen in a step, before it is committed.
+
+        Raises:
+            RunError: Two updates of a role told of different experts.
+        """
+        roles = loads_of_step(step, nodes)
+        if roles:
+            self._experts.write(step, roles)
+            self._untold_loads = loads_response(step, roles)
+
+    async def tell_loads(self, step: int) -> None:
+        """Gives the store the loads of a step that is committed, unless it has got them."""
+        if self._untold_loads is not None and self._untold_loads.step == step:
+            await self._append_loads(self._untold_loads)
+            self._untold_loads = None
+
+    async def _append_loads(self, loads: coordinator_pb2.GetExpertLoadsResponse) -> None:
+        await self._store.append_entry(
+            self._run_id,
+            RunStream.EXPERTS,
+            loads.SerializeToString(),
+            self.epoch,
+            step=loads.step,
+        )
+
     def rewind(self, step: int, records: Sequence[Mapping[str, float]]) -> None:
         """Makes the files say what the run has reached: steps after `step` will be made again.
 
@@ -294,6 +338,7 @@ class MetricsWriter:
         self._graphs.keep(lambda line: line["step"] <= step)
         self._lines.replace(records)
         self.samples.rewind(step)
+        self._experts.rewind(step)
 
     async def finish_trackers(self, state: str, deadline_s: float) -> None:
         """Lets the trackers of the recipe finish, side by side.
@@ -309,4 +354,5 @@ class MetricsWriter:
         self._graphs.close()
         self._lines.close()
         self.samples.close()
+        self._experts.close()
         self._board.close()

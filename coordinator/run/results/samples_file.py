@@ -88,8 +88,7 @@ class SamplesFile:
                     session=session_facts(sample.session) if sample.HasField("session") else None,
                 ).to_dict()
             )
-        if self._path.stat().st_size > self._max_bytes:
-            self._lines.keep_newest(self._max_bytes // 2)
+        self._lines.bound(self._max_bytes)
 
     def rewind(self, step: int) -> None:
         """Leaves out what belongs to steps after `step`: they will be made again."""

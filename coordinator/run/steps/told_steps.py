@@ -65,8 +65,9 @@ class ToldSteps:
 
     async def _tell(self, record: dict[str, float], *, is_whole: bool) -> None:
         step, journal = self._parts.progress.step, self._journal
-        if is_whole:
-            await journal.note(step, RECORD_OPERATION, {"record": record})
+        noted = [journal.note(step, RECORD_OPERATION, {"record": record})] if is_whole else []
+        # Who hears that the step was made may ask for its loads at once.
+        await together([*noted, self._parts.writer.tell_loads(step)])
         self._parts.progress.recorded(record)
         # A watch must not miss it, should this process end now.
         self._parts.events.step_made(record)

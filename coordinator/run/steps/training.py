@@ -407,6 +407,7 @@ class TrainingLoop(RunLoop):
         record = self.told.record(step, nodes, started) | self._health.marks()
         if cut_seconds is not None:
             record["time/cut"] = cut_seconds
+        self.parts.writer.write_loads(step, nodes)
         await self._commit(step, self._ahead.position(step), record | num_services)
         self._ahead.made(step)
         if self.parts.tuning is not None:

@@ -21,6 +21,7 @@ from rolemesh.engine.specs.columns import INPUT_COLUMNS, IS_JUDGED, ROUTES
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.expert_loads import loads_message
 from rolemesh.rpc.limits import MAX_TRAINED_ROWS, exceeded
 from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context
@@ -31,6 +32,7 @@ from rolemesh.v1 import (
 )
 
 if TYPE_CHECKING:
+    from rolemesh.engine.train.expert_loads import LayerLoads
     from rolemesh.engine.train.trainer import Trainer
 
 _Response = TypeVar("_Response", bound=Message)
@@ -77,14 +79,17 @@ class TrainerServicer(EstimateServicer):
             rate = request.learning_rate if request.HasField("learning_rate") else None
             adamw = adamw_step(request.adamw) if request.HasField("adamw") else None
 
-            def step() -> tuple[dict[str, float], int]:
+            def step() -> tuple[dict[str, float], int, list[LayerLoads]]:
                 # Looked at where weights change: an update that was queued before may move them.
                 _expect_version(trainer, request.expected_policy_version)
-                return trainer.optim_step(rate, adamw), trainer.policy_version
+                metrics = trainer.optim_step(rate, adamw)
+                return metrics, trainer.policy_version, trainer.take_expert_loads()
 
-            metrics, policy_version = await call.compute(step)
+            metrics, policy_version, loads = await call.compute(step)
             return trainer_pb2.OptimStepResponse(
-                policy_version=policy_version, report=call.report(metrics, 0)
+                policy_version=policy_version,
+                report=call.report(metrics, 0),
+                expert_loads=self._told_loads(loads),
             )
 
         return await self._runtime.keyed_unary(request, work)
@@ -135,21 +140,28 @@ class TrainerServicer(EstimateServicer):
             num_tokens = sum(part.num_tokens for part in (batch, *(x.batch for x in auxiliary)))
             counts = trainer.mesh.model.is_first
 
-            def update() -> tuple[dict[str, float], int]:
+            def update() -> tuple[dict[str, float], int, list[LayerLoads]]:
                 # Looked at where weights change: an update that was queued before may move them.
                 _expect_version(trainer, request.expected_policy_version)
                 metrics = trainer.update(
                     batch, loss, plan, progress=call.progress, auxiliary=auxiliary
                 )
-                return metrics, trainer.policy_version
+                return metrics, trainer.policy_version, trainer.take_expert_loads()
 
-            metrics, policy_version = await call.compute(update)
+            metrics, policy_version, loads = await call.compute(update)
             return trainer_pb2.UpdateResult(
                 policy_version=policy_version,
                 report=call.report(metrics, num_tokens if counts else 0),
+                expert_loads=self._told_loads(loads),
             )
 
         return self._runtime.keyed(request, trainer_pb2.UpdateResponse, work)
+
+    def _told_loads(self, loads: Sequence[LayerLoads]) -> list[experience_pb2.LayerLoads]:
+        """As they travel. All ranks have the same, and rank 0 tells them."""
+        if not self._runtime.is_face:
+            return []
+        return loads_message({one.layer: one.choices for one in loads})
 
     async def _judged_rows(self, ref: experience_pb2.ExperienceRef, call: Call) -> Sequence[int]:
         """The rows that there is something to learn from: the others are in no mini-batch."""

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rolemesh.v1 import experience_pb2 as _experience_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -1596,6 +1597,94 @@ class SampledCall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampledCall: _TypeAlias = SampledCall  # noqa: Y015
+
+@_typing.final
+class GetExpertLoadsRequest(_message.Message):
+    """Asks for loads of experts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    step: _builtins.int
+    """The step, from 1; 0 for the newest that has any."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetExpertLoadsRequest: _TypeAlias = GetExpertLoadsRequest  # noqa: Y015
+
+@_typing.final
+class GetExpertLoadsResponse(_message.Message):
+    """Loads of experts in a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The step; 0 when there is none."""
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleLoads]:
+        """Each trained role whose model is a mixture, by name."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Steps of which loads are kept, ascending."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        roles: _abc.Iterable[Global___RoleLoads] | None = ...,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["roles", b"roles", "step", b"step", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetExpertLoadsResponse: _TypeAlias = GetExpertLoadsResponse  # noqa: Y015
+
+@_typing.final
+class RoleLoads(_message.Message):
+    """Loads of the experts of one role's model in a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """The role, e.g. "actor"."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.LayerLoads]:
+        """One entry for each layer with experts, ascending; all have equally many experts."""
+
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        layers: _abc.Iterable[_experience_pb2.LayerLoads] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleLoads: _TypeAlias = RoleLoads  # noqa: Y015
 
 @_typing.final
 class GetDeviceUseRequest(_message.Message):

@@ -100,6 +100,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesResponse.FromString,
                 _registered_method=True)
+        self.GetExpertLoads = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/GetExpertLoads',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetExpertLoadsRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetExpertLoadsResponse.FromString,
+                _registered_method=True)
         self.GetDeviceUse = channel.unary_unary(
                 '/rolemesh.v1.CoordinatorService/GetDeviceUse',
                 request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDeviceUseRequest.SerializeToString,
@@ -311,6 +316,19 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetExpertLoads(self, request, context):
+        """Sends how often each expert of the trained mixtures was chosen in a step.
+
+        Idempotent: reads only.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        NOT_FOUND (STEP_NOT_FOUND): the step was not made, trained no mixture, or its loads are no
+        longer kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetDeviceUse(self, request, context):
         """Sends how busy the devices of a run were, over time.
 
@@ -452,6 +470,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListSamples,
                     request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesResponse.SerializeToString,
+            ),
+            'GetExpertLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetExpertLoads,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetExpertLoadsRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetExpertLoadsResponse.SerializeToString,
             ),
             'GetDeviceUse': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDeviceUse,
@@ -831,6 +854,33 @@ class CoordinatorService(object):
             '/rolemesh.v1.CoordinatorService/ListSamples',
             rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
             rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetExpertLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/GetExpertLoads',
+            rolemesh_dot_v1_dot_coordinator__pb2.GetExpertLoadsRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.GetExpertLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

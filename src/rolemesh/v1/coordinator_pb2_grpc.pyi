@@ -161,6 +161,15 @@ class CoordinatorServiceStub:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its samples are no longer kept.
     """
+    GetExpertLoads: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetExpertLoadsRequest, _coordinator_pb2.GetExpertLoadsResponse]
+    """Sends how often each expert of the trained mixtures was chosen in a step.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      NOT_FOUND (STEP_NOT_FOUND): the step was not made, trained no mixture, or its loads are no
+        longer kept.
+    """
     GetDeviceUse: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetDeviceUseRequest, _coordinator_pb2.GetDeviceUseResponse]
     """Sends how busy the devices of a run were, over time.
 
@@ -348,6 +357,15 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its samples are no longer kept.
+    """
+    GetExpertLoads: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetExpertLoadsRequest, _coordinator_pb2.GetExpertLoadsResponse]  # type: ignore[assignment]
+    """Sends how often each expert of the trained mixtures was chosen in a step.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      NOT_FOUND (STEP_NOT_FOUND): the step was not made, trained no mixture, or its loads are no
+        longer kept.
     """
     GetDeviceUse: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetDeviceUseRequest, _coordinator_pb2.GetDeviceUseResponse]  # type: ignore[assignment]
     """Sends how busy the devices of a run were, over time.
@@ -611,6 +629,21 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
           NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its samples are no longer kept.
+        """
+
+    @_abc_1.abstractmethod
+    def GetExpertLoads(
+        self,
+        request: _coordinator_pb2.GetExpertLoadsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetExpertLoadsResponse, _abc.Awaitable[_coordinator_pb2.GetExpertLoadsResponse]]:
+        """Sends how often each expert of the trained mixtures was chosen in a step.
+
+        Idempotent: reads only.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          NOT_FOUND (STEP_NOT_FOUND): the step was not made, trained no mixture, or its loads are no
+            longer kept.
         """
 
     @_abc_1.abstractmethod

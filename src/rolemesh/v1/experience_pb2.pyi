@@ -757,6 +757,34 @@ class CallReport(_message.Message):
 Global___CallReport: _TypeAlias = CallReport  # noqa: Y015
 
 @_typing.final
+class LayerLoads(_message.Message):
+    """Loads of the experts of one layer of a mixture."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    """Number of the layer in the model, from 0."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How often each expert was chosen, 0 to 2^53 - 1."""
+
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        choices: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "layer", b"layer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerLoads: _TypeAlias = LayerLoads  # noqa: Y015
+
+@_typing.final
 class ExperienceResult(_message.Message):
     """Result of a call that produced columns."""
 

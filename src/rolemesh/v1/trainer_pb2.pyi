@@ -438,21 +438,27 @@ class OptimStepResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    EXPERT_LOADS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version after the step."""
     @_builtins.property
     def report(self) -> _experience_pb2.CallReport:
         """Metrics, e.g. "grad_norm" and "learning_rate"."""
 
+    @_builtins.property
+    def expert_loads(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.LayerLoads]:
+        """As in UpdateResult, since the optimizer step before."""
+
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         report: _experience_pb2.CallReport | None = ...,
+        expert_loads: _abc.Iterable[_experience_pb2.LayerLoads] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_loads", b"expert_loads", "policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -594,21 +600,31 @@ class UpdateResult(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    EXPERT_LOADS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version after the last optimizer step."""
     @_builtins.property
     def report(self) -> _experience_pb2.CallReport:
         """Metrics, time, bytes."""
 
+    @_builtins.property
+    def expert_loads(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.LayerLoads]:
+        """Of a mixture of experts: how often each expert was chosen for completion
+        tokens, over all optimizer steps and all ranks. One entry for each layer with
+        experts, ascending; all have equally many experts. At most 131,072 numbers,
+        else the consumer refuses the answer. Empty for other models.
+        """
+
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         report: _experience_pb2.CallReport | None = ...,
+        expert_loads: _abc.Iterable[_experience_pb2.LayerLoads] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_loads", b"expert_loads", "policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ from rolemesh.rpc.errors import (
     PreconditionError,
     RolemeshError,
 )
-from rolemesh.v1 import coordinator_pb2
+from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 
 def test_every_method_has_an_operation_that_takes_the_fields_of_its_request() -> None:
@@ -172,6 +172,37 @@ async def test_samples_are_of_the_step_asked_for(operations: StoreOperations) ->
     assert (await operations.list_samples("made", 2)).step == 2
     with pytest.raises(NotFoundError, match="no samples of step 99"):
         await operations.list_samples("made", 99)
+
+
+async def test_loads_of_experts_are_of_the_step_asked_for(
+    store: StateStore, operations: StoreOperations
+) -> None:
+    assert await operations.get_expert_loads("made") == coordinator_pb2.GetExpertLoadsResponse()
+    with pytest.raises(NotFoundError, match="no loads of experts of step 2: none is kept yet"):
+        await operations.get_expert_loads("made", 2)
+    for step in (1, 2, 4):
+        await store.append_entry("made", RunStream.EXPERTS, _loads(step), step=step)
+    newest = await operations.get_expert_loads("made")
+    assert (newest.step, list(newest.steps)) == (4, [1, 2, 4])
+    assert list(newest.roles[0].layers[0].choices) == [4, 8]
+    assert (await operations.get_expert_loads("made", 2)).step == 2
+    with pytest.raises(NotFoundError, match="step 3: steps 1 to 4 are kept") as missing:
+        await operations.get_expert_loads("made", 3)
+    assert missing.value.reason == "STEP_NOT_FOUND"
+    with pytest.raises(NotFoundError):
+        await operations.get_expert_loads("no-such-run")
+    # A step that came twice counts as it was the second time; what a rewind takes back is gone.
+    await store.append_entry("made", RunStream.EXPERTS, _loads(2, times=10), step=2)
+    again = await operations.get_expert_loads("made", 2)
+    assert list(again.roles[0].layers[0].choices) == [20, 40]
+    await store.rewind("made", 1, epoch=await store.next_epoch("made"))
+    assert list((await operations.get_expert_loads("made")).steps) == [1]
+
+
+def _loads(step: int, times: int = 1) -> bytes:
+    layer = experience_pb2.LayerLoads(layer=1, choices=[step * times, 2 * step * times])
+    role = coordinator_pb2.RoleLoads(role="actor", layers=[layer])
+    return coordinator_pb2.GetExpertLoadsResponse(step=step, roles=[role]).SerializeToString()
 
 
 async def test_device_use_is_one_series_a_device(
@@ -394,6 +425,7 @@ async def test_numbers_out_of_range_are_refused(operations: StoreOperations) -> 
         lambda: operations.get_metrics("made", (), 0, 1001),
         lambda: operations.get_dataflow("made", -1),
         lambda: operations.list_samples("made", -1),
+        lambda: operations.get_expert_loads("made", -1),
         lambda: operations.get_device_use("made", math.nan),
         lambda: operations.read_log("made", "actor", 0, 2**20 + 1),
         lambda: operations.checkpoint_run("live", ""),

@@ -32,6 +32,7 @@ METHODS: dict[str, tuple[type, str]] = {
     "CoordinatorService/GetDataflow": (AsyncClient, "get_dataflow"),
     "CoordinatorService/GetPlan": (AsyncClient, "get_plan"),
     "CoordinatorService/ListSamples": (AsyncClient, "list_samples"),
+    "CoordinatorService/GetExpertLoads": (AsyncClient, "get_expert_loads"),
     "CoordinatorService/GetDeviceUse": (AsyncClient, "get_device_use"),
     "CoordinatorService/ListAlerts": (AsyncClient, "list_alerts"),
     "CoordinatorService/ReadLog": (AsyncClient, "read_log"),

@@ -15,6 +15,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.journal import LOG_OPERATION
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunState, RunStream, StateStore
+from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 NUM_STEPS = 12
 LIVE = "/api/v1/runs/live-1"
@@ -211,6 +212,33 @@ async def test_samples_have_a_log_prob_a_token(client: httpx.AsyncClient) -> Non
     refused(await client.get(f"{ENDED}/samples?step=99"), 404, "STEP_NOT_FOUND")
 
 
+async def test_loads_of_experts_are_numbers_by_role_and_layer(
+    store: StateStore, client: httpx.AsyncClient
+) -> None:
+    assert (await client.get(f"{ENDED}/experts")).json() == {"step": 0, "roles": [], "steps": []}
+    layers = [experience_pb2.LayerLoads(layer=layer, choices=[3, 0, 2**53 - 1]) for layer in (1, 4)]
+    told = coordinator_pb2.GetExpertLoadsResponse(
+        step=3, roles=[coordinator_pb2.RoleLoads(role="actor", layers=layers)]
+    )
+    await store.append_entry("ended-1", RunStream.EXPERTS, told.SerializeToString(), step=3)
+    expected = {
+        "step": 3,
+        "roles": [
+            {
+                "role": "actor",
+                "layers": [
+                    {"layer": 1, "choices": [3, 0, 2**53 - 1]},
+                    {"layer": 4, "choices": [3, 0, 2**53 - 1]},
+                ],
+            }
+        ],
+        "steps": [3],
+    }
+    for query in ("", "?step=3"):
+        assert (await client.get(f"{ENDED}/experts{query}")).json() == expected
+    refused(await client.get(f"{ENDED}/experts?step=2"), 404, "STEP_NOT_FOUND")
+
+
 async def test_device_use_is_read_on_from_the_newest_time(client: httpx.AsyncClient) -> None:
     all_times = (await client.get(f"{ENDED}/devices")).json()["devices"][0]["times"]
     later = await client.get(f"{ENDED}/devices", params={"since": all_times[3]})
@@ -278,7 +306,7 @@ async def test_services_are_listed(client: httpx.AsyncClient) -> None:
     "path",
     [
         *("", "/metrics", "/dataflow", "/plan", "/samples", "/devices", "/alerts", "/logs/actor"),
-        "/events",
+        *("/events", "/experts"),
     ],
 )
 async def test_every_reading_route_says_that_a_run_is_unknown(
@@ -305,6 +333,7 @@ async def test_every_steering_route_says_that_a_run_is_unknown(
         (f"{ENDED}/metrics?from_step={2**63}", "query.from_step"),
         (f"{ENDED}/metrics?thin=yes", "query.thin"),
         (f"{ENDED}/dataflow?step=x", "query.step"),
+        (f"{ENDED}/experts?step=-1", "query.step"),
         (f"{ENDED}/logs/actor?max_bytes=0", "query.max_bytes"),
         ("/api/v1/runs/a%20b", "path.run_id"),
         (f"{ENDED}/logs/.hidden", "path.log"),

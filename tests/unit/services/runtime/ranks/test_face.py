@@ -70,7 +70,11 @@ def test_everything_else_is_that_of_the_first_rank() -> None:
     answers = [
         trainer_pb2.UpdateResult(policy_version=3, report=report(num_tokens=1)) for _ in range(2)
     ]
-    assert join_answers(answers).policy_version == 3
+    answers[0].expert_loads.add(layer=1, choices=[3, 4])
+    joined = join_answers(answers)
+    assert joined.policy_version == 3
+    # Only the face tells loads of experts, which are those of all ranks.
+    assert [list(one.choices) for one in joined.expert_loads] == [[3, 4]]
 
 
 def test_an_answer_that_only_a_later_rank_has_is_taken() -> None:
