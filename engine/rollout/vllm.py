@@ -28,6 +28,7 @@ from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, ser
 from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine, joined, settings_of, share
 from rolemesh.engine.rollout.vllm_process import (
+    leave_uncompiled,
     prepare_environment,
     untouched_process,
 )
@@ -139,6 +140,8 @@ class VllmBackend(VllmSampling):
         self._request_numbers = itertools.count()
         first_weights: FirstWeights = "none" if folder_version is None else "folder"
         slots: Mapping[str, Any] = {}
+        prepare_environment(spec.kv_cache_gib)
+        leave_uncompiled()
         if adapter is not None:
             way = choices["adapters"].value
             self._served = served_adapter(way, adapter, spec, self._folder, self._expected)
@@ -213,7 +216,6 @@ class VllmBackend(VllmSampling):
         world_is_ours = not (
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
-        prepare_environment(spec.kv_cache_gib)
         try:
             with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
                 returns_routes = spec.replay_routes and self._device.type != "cpu"

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -35,6 +36,12 @@ ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
 }
 """Variables that are set whatever they were: rolemesh relies on each."""
+
+_NO_COMPILER = "eager"
+"""Name of the back end of torch.compile that calls what it is given."""
+
+_FIRST_COMPILED = "vllm.model_executor.layers.vocab_parallel_embedding"
+"""A module that compiles a function when it is imported, and that every model of vLLM imports."""
 
 _MAX_NUMA_NODES = 1024
 """What Linux is built with at most; get_mempolicy refuses a smaller mask."""
@@ -64,19 +71,42 @@ def has_expandable_segments(environment: Mapping[str, str]) -> bool:
     return any("expandable_segments:true" in environment.get(name, "").lower() for name in names)
 
 
-@cache
-def prepare_vllm() -> None:
-    """Settles what vLLM keeps once a process: weight engine, loader, compilation, log levels.
+def leave_uncompiled() -> None:
+    """Has vLLM evaluate on a CPU the small functions that it would compile with inductor.
 
-    Called after `prepare_environment` and before the first engine.
+    vLLM 0.32 compiles a few where they are defined, among them the mask of a vocabulary's slice
+    (`get_masked_input_and_mask`). That needs a C++ compiler at run time. Worse, inductor of torch
+    2.13 finds code again by what is computed, and not by the CPU's vectors: what it wrote for
+    AVX-512 is used where AVX2 is all there is, half of each vector is then never written, and a
+    slice looks up tokens that are none. Plain evaluation knows no such cache.
+
+    Called after `prepare_environment` and before any other import of vLLM: modules read the setting
+    when they are imported.
+
+    Raises:
+        RuntimeError: One of them was imported before.
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        # vLLM compiles two small functions (the mask of a vocabulary's slice, and a token's rank,
-        # which we do not use) with inductor. That needs a C++ compiler at run time; plain
-        # evaluation does not. Before the other imports, which read it.
-        type(current_platform).simple_compile_backend = "eager"
+    platform = type(current_platform)
+    if not current_platform.is_cpu() or platform.simple_compile_backend == _NO_COMPILER:
+        return
+    if _FIRST_COMPILED in sys.modules:
+        raise RuntimeError(
+            f"{_FIRST_COMPILED} was imported before a vLLM back end was made, and is compiled with "
+            f"{platform.simple_compile_backend}, which may give other tokens on this CPU: import "
+            "vllm after the back end, or call leave_uncompiled of "
+            "rolemesh.engine.rollout.vllm_process first"
+        )
+    platform.simple_compile_backend = _NO_COMPILER
+
+
+@cache
+def prepare_vllm() -> None:
+    """Settles what vLLM keeps once a process: weight engine, loader, log levels.
+
+    Called after `leave_uncompiled` and before the first engine.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from rolemesh.engine.rollout.vllm_loader import register_rounding_loader

@@ -6,11 +6,13 @@ and four processes at once take minutes on two cores.
 
 from __future__ import annotations
 
+import importlib
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -192,6 +194,50 @@ def short_story(
     finally:
         mesh.close()
     return story
+
+
+def plain_story(at: RankContext, folder: Path, layout: HybridLayout) -> tuple[str, Story]:
+    """The short story where vLLM has no collectives of its own, and nothing can be compiled.
+
+    The first is so in its library for AVX2.
+
+    Returns:
+        Name of the module that vLLM adds and gathers with; the story.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.distributed.parallel_state import get_tp_group
+
+    found: list[str] = []
+
+    def check_groups(mesh: RankMesh) -> None:
+        found.append(get_tp_group().device_communicator.dist_module.__name__)
+
+    torch._dynamo.reset()  # What an earlier story compiled would be there.
+    with (
+        # Asked where the library has them.
+        mock.patch.object(
+            CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False
+        ),
+        mock.patch.object(vllm, "check_groups", check_groups),
+        mock.patch(
+            "torch._inductor.compile_fx.compile_fx", side_effect=RuntimeError("vLLM compiles")
+        ),
+    ):
+        story = short_story(at, folder, layout)
+    return found[0], story
+
+
+def makes_an_engine_too_late(at: RankContext, folder: Path) -> str:
+    """What is said where vLLM's modules were imported before anything was settled."""
+    from vllm.platforms import current_platform
+
+    importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    with (
+        mock.patch.object(type(current_platform), "simple_compile_backend", "inductor"),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        VllmBackend(SPEC, folder)
+    return str(caught.value)
 
 
 def chunk_prompts(chunk: int) -> list[RolloutRequest]:
@@ -426,6 +472,23 @@ def test_more_slices_than_key_value_heads_share_them(vllm_pool: RankPool, folder
     name = "model.layers.0.self_attn.k_proj.weight"
     held = [story.checksums[name] for story in stories]
     assert held[0] == held[1] != held[2] == held[3]
+
+
+def test_slices_need_neither_shared_memory_nor_a_compiler(
+    vllm_pool: RankPool, folder: Path
+) -> None:
+    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
+    told = vllm_pool.run(plain_story, 2, folder, layout, timeout_s=LOAD_TIMEOUT_S)
+    assert [name for name, _ in told] == ["torch.distributed", "torch.distributed"]
+    assert_replicas_sample([story for _, story in told], folder, layout)
+
+
+def test_modules_that_vllm_has_compiled_too_early_are_named(
+    vllm_pool: RankPool, folder: Path
+) -> None:
+    (text,) = vllm_pool.run(makes_an_engine_too_late, 1, folder)
+    assert "vllm.model_executor.layers.vocab_parallel_embedding was imported before" in text
+    assert "call leave_uncompiled of rolemesh.engine.rollout.vllm_process first" in text
 
 
 @pytest.mark.slow

@@ -57,9 +57,6 @@ CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
-    # Users have no compiler: what would need one fails.
-    "CXX": "no-compiler",
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
 }
 
 

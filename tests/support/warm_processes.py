@@ -73,6 +73,8 @@ MODULES = {
         "rolemesh.engine.weights.transfer",
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
+        # Before vLLM's modules, which read it, as in a service.
+        "rolemesh.engine.rollout.vllm_process:leave_uncompiled",
         "vllm.entrypoints.llm",
         "vllm.model_executor.models.llama",
         # What serves a policy.

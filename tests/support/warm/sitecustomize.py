@@ -68,3 +68,18 @@ else:
     _kind = "NONE"
 if _warm := os.environ.get(f"ROLEMESH_TEST_WARM_{_kind}"):
     hand_over(_warm)
+
+
+def run_next() -> None:
+    """Runs the sitecustomize that this one hides: the next on the path, where there is one."""
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    ours = os.path.dirname(os.path.abspath(__file__))
+    others = [path for path in sys.path if os.path.abspath(path) != ours]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+run_next()
