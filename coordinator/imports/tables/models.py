@@ -336,6 +336,15 @@ MODELS = Topic(
             verl=cell(f"{_ROLLOUT}max_num_seqs", take=of.vllm_only(f"{_ROLLOUT}max_num_seqs")),
         ),
         Fact(
+            what="experts as they were sampled",
+            target="actor.rollout.replay_routes",
+            verl=cell(
+                f"{_ACTOR}router_replay.mode",
+                text="{0}: `R3`",
+                take=of.replays_routes(f"{_ACTOR}router_replay.mode"),
+            ),
+        ),
+        Fact(
             what="no graphs in the sampler",
             target="actor.rollout.enforce_eager",
             openrlhf=cell("vllm.enforce_eager", take=of.eager("vllm.enforce_eager")),

@@ -405,3 +405,15 @@ def eager(name: str) -> Callable[[Source], bool | None]:
         return True if is_eager and sampler(source)["type"] == "vllm" else None
 
     return take
+
+
+def replays_routes(name: str) -> Callable[[Source], bool | None]:
+    """Takes whether tokens go through the experts by which they were sampled."""
+
+    def take(source: Source) -> bool | None:
+        mode = source.text(name)
+        if mode == "R2":
+            source.lose(name, "routes are those of sampling: actor.rollout.replay_routes (R3)")
+        return True if mode == "R3" else None
+
+    return take

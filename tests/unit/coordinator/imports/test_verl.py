@@ -50,6 +50,17 @@ def test_a_least_rate_is_a_rate_here() -> None:
     assert schedule == {"type": "cosine", "min_learning_rate": 5e-7}
 
 
+def test_routes_are_replayed_as_they_were_sampled() -> None:
+    mode, kept = f"{ACTOR}.router_replay.mode", f"{PREFIX}.rollout.enable_rollout_routing_replay"
+    made = of_verl(f"{mode}=R3", f"{kept}=True")
+    assert tree_of(made)["actor"]["rollout"]["replay_routes"] is True
+    assert mode not in made.lost
+    assert "the sampler keeps them by itself" in made.lost[kept]
+    made = of_verl(f"{mode}=R2")
+    assert "replay_routes" not in tree_of(made)["actor"]["rollout"]
+    assert "routes are those of sampling" in made.lost[mode]
+
+
 def test_clips_and_kl() -> None:
     made = of_verl(
         *(f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=0.3", f"{ACTOR}.clip_ratio_c=5"),
