@@ -161,10 +161,10 @@ def test_settings_named_for_other_systems_are_keys_of_a_recipe(paths: set[str]) 
     assert [name for name in named if name not in paths] == []
 
 
-# The decisions tell of keys that are gone; the page on other systems has their names.
+# The page on other systems has their names.
 @pytest.mark.parametrize(
     "page",
-    [path for path in WRITTEN if path.stem not in ("decisions", "from-others")],
+    [path for path in WRITTEN if path.stem != "from-others"],
     ids=lambda path: path.name,
 )
 def test_settings_named_in_a_page_are_keys_of_a_recipe(page: Path, paths: set[str]) -> None:

@@ -40,7 +40,8 @@ class Coefficients:
     call_s: float = 0.01
     """A call of a service, without its work. Assumed."""
     stream_bandwidth: float = 1e9
-    """Bytes a second of a gRPC stream between two processes (docs/decisions.md)."""
+    """Bytes a second of a gRPC stream between two processes. Assumed; measured on two
+    busy cores: 0.6e9 (docs/measurements.md)."""
     judge_row_s: float = 1e-4
     """A row that a rule judges, without a model. Assumed."""
     layer_s: float = 0.0
