@@ -13,9 +13,9 @@ LEAST_SHARED_PRODUCT = 40_000_000
 
 Threads of a service sleep at the end of each parallel operation (`OMP_WAIT_POLICY=PASSIVE`), and
 waking them takes tens of microseconds. Measured on two cores, for passes with and without
-gradients and for widths of 64 to 576 (docs/measurements.md): two threads are equal to one at 17 to
-34 million, up to four times slower below, and faster above. Passes of shared prompts have more
-small operations: of 37 million they are a quarter slower.
+gradients and for widths of 64 to 576 (tests/benchmarks/small_passes.py): two threads are equal to
+one at 17 to 34 million, up to four times slower below, and faster above. Passes of shared prompts
+have more small operations: of 37 million they are a quarter slower.
 """
 
 LEAST_SHARED_TENSOR = 300_000

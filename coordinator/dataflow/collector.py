@@ -14,7 +14,7 @@ def collect_seldom() -> None:
     """Has the process look for cycles seldom, for as long as it lives.
 
     Nearly all that a coordinator makes is freed by reference counts. Looks in between took half of
-    the time in which a thousand calls were sent (docs/measurements.md). The price is memory for at
-    most that many containers of cycles.
+    the time in which a thousand calls were sent (tests/benchmarks/dispatch.py). The price is memory
+    for at most that many containers of cycles.
     """
     gc.set_threshold(OBJECTS)

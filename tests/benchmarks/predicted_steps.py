@@ -242,7 +242,7 @@ def table_of(
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """As in docs/measurements.md."""
+    """A row for each recipe, in Markdown."""
     print("| case | model | rows | pools | measured | predicted | error | most off, of the step |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:

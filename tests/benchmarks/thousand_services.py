@@ -6,8 +6,8 @@ PPO with calls of given seconds, 4 steps, processes that are lost at random time
 32 virtual seconds, 16 s until a new one answers; each schedule in a process of its own. Then
 `dispatch.py --only at_once`: milliseconds from ready to sent of 1,000 calls in one instant.
 
-Prints the page of docs/measurements.md: virtual seconds are the same on every machine, processor's
-seconds, memory and dispatch are not.
+Prints tables in Markdown: virtual seconds are the same on every machine, processor's seconds,
+memory and dispatch are not.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _BACKWARD_FLOPS = 0.40e12
 _OTHER_FLOPS = 0.6e12
 """What a step takes beside its products, as float32 products of the same time: attention, what is
 computed number by number, the optimizer, the sampler's program, and waiting. A CPU that multiplies
-slowly does the rest slowly, too (docs/measurements.md, "What doctor says of the quickstart")."""
+slowly does the rest slowly, too (docs/measurements.md, "Quickstart")."""
 
 _EVALUATION_FLOPS = 2.6e12
 """Both evaluations, likewise: 24 s where 2 cores multiply 62 GFLOP/s each, 13 s with 104."""

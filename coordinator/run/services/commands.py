@@ -113,7 +113,7 @@ def _waiting(recipe: Recipe) -> dict[str, str]:
 
     Roles that share cores must not spin while others compute: on two busy cores, two threads took
     28 s with spinning and 9 s without (4 s when quiet). Where all roles take turns, a wait of
-    microseconds stays awake, and a step takes 0.85 times as long (docs/measurements.md).
+    microseconds stays awake, and a step takes 0.85 times as long.
     """
     waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     if waiting["OMP_WAIT_POLICY"].upper() == "PASSIVE" and len(recipe.pools) == 1:
@@ -126,8 +126,8 @@ def _memory(recipe: Recipe, role: str) -> dict[str, str]:
 
     On a CPU each pass needs what the pass before it freed. Given back and taken again, it costs a
     fault a page: 300,000 in an update of the quickstart. In a virtual machine they were a quarter
-    of a step (docs/measurements.md). So what is free stays with the service, but for more than
-    1 GiB at the end of its heap, in large pages where the system has them to give.
+    of a step. So what is free stays with the service, but for more than 1 GiB at the end of its
+    heap, in large pages where the system has them to give.
     """
     chosen = {
         # Without it, long runs with many threads do not give freed memory back.

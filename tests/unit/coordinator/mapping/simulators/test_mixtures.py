@@ -208,7 +208,7 @@ def test_few_rows_read_few_experts() -> None:
     assert sampler_weights(model, ROLEMESH, 4) == 2 * (every - (128 - 4 * 8) * expert)
 
 
-# What `fit` counted of Qwen3-30B-A3B (docs/measurements.md, "Memory of a rank, estimated").
+# What `fit` counted of Qwen3-30B-A3B on 2026-11-30, in rows of 1,024 tokens.
 @pytest.mark.parametrize(
     ("system", "layout", "peak_gib", "rest_gib"),
     [

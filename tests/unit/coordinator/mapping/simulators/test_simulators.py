@@ -301,7 +301,7 @@ def whole(dp: int, tokens: int, **changes: Any) -> Layout:
     return Layout(dp=dp, fsdp=dp, micro_batch_tokens=tokens, recompute="full", **changes)
 
 
-# docs/measurements.md, "Memory of a rank, estimated": peaks that `fit` counted. Left out is 70B
+# Peaks that `fit` counted (tests/benchmarks/fit_tables.py, docs/sizing.md). Left out is 70B
 # with 4,096 tokens, which a line through 2 and 4 layers gave 9 GiB of gathers, many times as much
 # as 32,768 tokens have.
 @pytest.mark.parametrize(
