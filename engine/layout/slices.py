@@ -40,12 +40,12 @@ def check_layout(shape: DecoderShape, layout: TrainLayout | HybridLayout) -> Non
             if shape.experts
             else f"ep is {train.ep}, but the {shape.family} model has no experts: give 1"
         )
-    _check_exchange(shape, train)
+    check_row_cuts(shape, train)
     if isinstance(layout, HybridLayout):
         check_slices(shape, layout.generate.tp, field="generate.tp")
 
 
-def _check_exchange(shape: DecoderShape, train: TrainLayout) -> None:
+def check_row_cuts(shape: DecoderShape, train: TrainLayout) -> None:
     """Raises LayoutError unless cp ranks can share out the heads that a tensor slice has."""
     heads = shape.num_heads // train.tp
     kv_heads = shape.num_kv_heads * replica_ranks_of_kv(shape, train.tp) // train.tp

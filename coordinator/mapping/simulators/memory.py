@@ -152,7 +152,7 @@ def trained_bytes(
     if has_adapter:
         # A score head counts twice, which is a row.
         held += parameters.held(layout) * system.frozen_bytes
-    shape, tokens = model.shape, layout.micro_batch_tokens
+    shape, tokens = model.shape, layout.own_tokens
     # A stage keeps what came in for each pass that is under way (1F1B).
     under_way = layout.pp
     hidden = tokens * shape.hidden_size * system.activation_bytes
@@ -187,7 +187,7 @@ def scored_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
     gathered = 0.0
     if layout.fsdp > 1:
         gathered = (parameters.outer + 2 * parameters.gathered(layout)) * system.frozen_bytes
-    shape, tokens = model.shape, layout.micro_batch_tokens
+    shape, tokens = model.shape, layout.own_tokens
     hidden = tokens * shape.hidden_size * system.activation_bytes
     wide = shape.intermediate_size
     rows = 0
@@ -210,7 +210,7 @@ def _expert_layer(model: Model, layout: Layout, system: System) -> float:
     inner = model.chosen * experts.inner_size
     kept = _mlp_layer(model, layout, system, inner + experts.shared_size)
     ways = 2 if shape.adapter is None else 1
-    rows = layout.micro_batch_tokens * model.chosen
+    rows = layout.own_tokens * model.chosen
     kept += ways * rows * shape.hidden_size * EXPERT_ROW_BYTES
     if shape.adapter is None or system.frozen_bytes > 2:
         # Rounded copies are of all experts, but where they are gathered as such.
@@ -226,7 +226,8 @@ def _mlp_layer(model: Model, layout: Layout, system: System, inner: int) -> floa
     widths = LayerWidths(
         hidden=shape.hidden_size,
         query=shape.num_heads * shape.head_dim,
-        key_value=shape.num_kv_heads * shape.head_dim,
+        # Ranks that cut rows have a key-value head each, or more.
+        key_value=max(shape.num_kv_heads, layout.tp * layout.cp) * shape.head_dim,
         inner=inner,
         norms_queries=shape.has_qk_norm,
     )
@@ -234,19 +235,19 @@ def _mlp_layer(model: Model, layout: Layout, system: System, inner: int) -> floa
     if shape.adapter is not None:
         return adapted_layer_bytes(
             widths,
-            layout.micro_batch_tokens,
+            layout.own_tokens,
             arithmetic,
             rank=shape.adapter.rank,
             targets=shape.adapter.targets,
             frozen_bytes=system.frozen_bytes,
             num_slices=layout.tp,
         )
-    return layer_bytes(widths, layout.micro_batch_tokens, arithmetic, num_slices=layout.tp)
+    return layer_bytes(widths, layout.own_tokens, arithmetic, num_slices=layout.tp)
 
 
 def _head_bytes(model: Model, layout: Layout) -> float:
     if model.shape.head != "lm_head":
-        return 4.0 * layout.micro_batch_tokens * model.shape.hidden_size
-    logits = min(_LOGITS_BYTES, 4 * layout.micro_batch_tokens * model.shape.vocab_size)
-    hidden = 4.0 * layout.micro_batch_tokens * model.shape.hidden_size
+        return 4.0 * layout.own_tokens * model.shape.hidden_size
+    logits = min(_LOGITS_BYTES, 4 * layout.own_tokens * model.shape.vocab_size)
+    hidden = 4.0 * layout.own_tokens * model.shape.hidden_size
     return _HEAD_COPIES * logits / layout.tp + hidden
