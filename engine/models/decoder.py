@@ -280,8 +280,8 @@ class Decoder(nn.Module):
         of_model = f"cp is {self.mesh.cp.size}, but the {text.model_type} model"
         if self.packing is None:
             raise UnsupportedFamilyError(
-                f"{of_model} takes no packed rows (its layers do more between tokens than attention "
-                "over them), and no others can be cut: give cp 1"
+                f"{of_model} takes no packed rows (its layers do more between tokens than our "
+                "attention), and no others can be cut: give cp 1"
             )
         rotations = getattr(text, "rope_parameters", None) or {}
         by_layer = [one for one in rotations.values() if isinstance(one, dict)]

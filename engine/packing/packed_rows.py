@@ -7,9 +7,9 @@ all that came before. `pass_cost` says which beginnings are worth sharing.
 Several ranks may cut the packed row among them (`row_cut`): each then has L of its tokens, and the
 results of all come together before they are those of rows.
 
-Shape letters: B rows, S packed tokens, U distinct completion tokens, N completion tokens, D width,
-L, V, M of S, U, N that are this rank's (all, of a row that is not cut), T longest row, W numbers of a token's route; R branches of a block, of C tokens at most, that attend
-to T tokens at most.
+Shape letters: B rows, S packed tokens, U distinct completion tokens, N completion tokens; of these
+this rank has L, V and M, which is all of a row that is not cut; D width, T longest row, W numbers of
+a token's route; R branches of a block, of C tokens at most, that attend to T tokens at most.
 """
 
 from __future__ import annotations

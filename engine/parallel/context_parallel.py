@@ -139,9 +139,7 @@ class _Results(torch.autograd.Function):
         return came.index_select(0, came_K)
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient_K: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient_K: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return gradient_K.index_select(0, ctx.own_M), None, None, None, None
 
 

@@ -112,9 +112,7 @@ class Passed:
     gradients: dict[str, torch.Tensor]
 
 
-def one_pass(
-    at: RankContext, folder: Path, kind: Kind, dtype: torch.dtype, shares: bool
-) -> Passed:
+def one_pass(at: RankContext, folder: Path, kind: Kind, dtype: torch.dtype, shares: bool) -> Passed:
     """A pass over rows that all ranks cut among them."""
     size = at.world_size
     with at.connect(HybridLayout(TrainLayout(dp=size, cp=size))) as mesh:
@@ -149,11 +147,13 @@ def _model(folder: Path, kind: Kind, mesh: RankMesh) -> CausalLm | ScoringModel:
 
 
 def _norm_in_own_type(model: CausalLm | ScoringModel) -> None:
-    """transformers' norms compute in float32, whatever they are given."""
+    """Norms of transformers compute in float32, whatever they are given."""
 
     def norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
         squares = hidden.square().mean(-1, keepdim=True)
-        normed: torch.Tensor = module.weight * hidden * torch.rsqrt(squares + module.variance_epsilon)
+        normed: torch.Tensor = (
+            module.weight * hidden * torch.rsqrt(squares + module.variance_epsilon)
+        )
         return normed
 
     for module in model.lm.modules():

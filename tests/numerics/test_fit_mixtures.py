@@ -20,6 +20,7 @@ from rolemesh.engine.fit.rank_memory import RankWork, estimated
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 
+
 @contextmanager
 def chosen_equally_often() -> Iterator[None]:
     """Routers choose as the estimate has it: each expert as often as the others."""
