@@ -140,12 +140,12 @@ class CausalLm(Decoder):
         if choices_NK is not None:
             # The ids belong to rows: those that share a token need not have the same.
             hidden_ND, ids_NJ = rows.states_by_row(hidden_1SD, choices_NK)
-            found = token_logprobs(
+            logprobs_NJ, entropy_N = token_logprobs(
                 hidden_ND.to(wide), vocabulary_VD, ids_NJ, with_entropy=with_entropy, **how
             )
-            logprobs_NJ, entropy_N = (
-                None if one is None else rows.all_by_row(one) for one in found
-            )
+            logprobs_NJ = rows.all_by_row(logprobs_NJ)
+            if entropy_N is not None:
+                entropy_N = rows.all_by_row(entropy_N)
             return TokenScores(logprobs_NJ[:, 0], entropy_N, logprobs_NJ[:, 1:])
         hidden_UD, targets_U = rows.states(hidden_1SD).to(wide), rows.targets_V
         if top_k:

@@ -8,8 +8,8 @@ Several ranks may cut the packed row among them (`row_cut`): each then has L of 
 results of all come together before they are those of rows.
 
 Shape letters: B rows, S packed tokens, U distinct completion tokens, N completion tokens; of these
-this rank has L, V and M, which is all of a row that is not cut; D width, T longest row, W numbers of
-a token's route; R branches of a block, of C tokens at most, that attend to T tokens at most.
+this rank has L, V and M (all, where a row is not cut); D width, T longest row, W numbers of a
+token's route; R branches of a block, of C tokens at most, that attend to T tokens at most.
 """
 
 from __future__ import annotations

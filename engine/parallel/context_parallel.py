@@ -147,7 +147,7 @@ def _heads_of(tensor_1LHE: torch.Tensor, group: RankGroup, num_tokens: int) -> t
     """[1, S, F, E] of [1, L, H, E]."""
     _, tokens, heads, width = tensor_1LHE.shape
     own = heads // group.size
-    by_owner = tensor_1LHE[0].unflatten(1, (group.size, own)).transpose(0, 1)
+    by_owner = tensor_1LHE[0].reshape(tokens, group.size, own, width).transpose(0, 1)
     came = _exchanged(by_owner.contiguous(), group)
     return came.view(1, group.size * tokens, own, width)[:, :num_tokens]
 

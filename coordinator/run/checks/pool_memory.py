@@ -221,6 +221,11 @@ def _advice(
         yield from _advice_for_model(worst.role, section, role, recipe.layout(worst.role).tp)
     layout = recipe.layout(worst.role)
     where = "train" if hasattr(section, "train") else "layout"
+    if layout.num_parts > 1 and role.at_peak.get("activations", 0) > role.peak / 10:
+        yield (
+            f"{worst.role}.{where}.cp: up to {layout.dp} (ranks cut a row among them, which is "
+            "where micro_batch_tokens ends)"
+        )
     if layout.fsdp < layout.dp:
         yield f"{worst.role}.{where}.fsdp: {layout.dp} (each rank holds a part of the weights)"
     if role.trains and not section.optimizer.offload:
