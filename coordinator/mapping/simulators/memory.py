@@ -31,6 +31,9 @@ _GATHERED_LAYER = 8
 """Bytes of a layer's parameter while weights are gathered: two layers in bfloat16, and the sum of
 one's gradients in float32."""
 
+_GRADIENT_BYTES = 2
+"""Of a number's gradient within a layer."""
+
 EXPERT_ROW_BYTES = 2
 """Of a number of a row that is on its way to an expert, or back."""
 
@@ -162,7 +165,9 @@ def trained_bytes(
     keeps_inputs = layout.recompute == "full"
     own_layers = stage.dense * dense + stage.sparse * sparse
     kept = under_way * ((stage.dense + stage.sparse) * hidden if keeps_inputs else own_layers)
-    working = max(dense, sparse) if keeps_inputs else 0.0
+    # Where a layer goes backward, gradients of both inner products of its MLP lie beside it.
+    working = 2 * tokens * _inner_width(model) / layout.tp * _GRADIENT_BYTES
+    working += max(dense, sparse) if keeps_inputs else 0.0
     gathered = 0.0
     if layout.fsdp > 1:
         # What is outside the layers is whole while the stage runs.
@@ -189,15 +194,23 @@ def scored_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
         gathered = (parameters.outer + 2 * parameters.gathered(layout)) * system.frozen_bytes
     shape, tokens = model.shape, layout.own_tokens
     hidden = tokens * shape.hidden_size * system.activation_bytes
-    wide = shape.intermediate_size
+    wide = _inner_width(model)
     rows = 0
     if shape.experts is not None:
-        wide = max(wide, model.chosen * shape.experts.inner_size + shape.experts.shared_size)
         rows = 2 * EXPERT_ROW_BYTES * tokens * model.chosen * shape.hidden_size
     passes = 4 * hidden + 3 * tokens * wide / layout.tp * system.activation_bytes + rows
     return RankBytes(
         rest=int(held), peak=int(held + gathered + max(passes, _head_bytes(model, layout)))
     )
+
+
+def _inner_width(model: Model) -> int:
+    """Of the widest MLP that a token goes through."""
+    shape = model.shape
+    if shape.experts is None:
+        return shape.intermediate_size
+    chosen = model.chosen * shape.experts.inner_size + shape.experts.shared_size
+    return max(shape.intermediate_size, chosen)
 
 
 def _expert_layer(model: Model, layout: Layout, system: System) -> float:

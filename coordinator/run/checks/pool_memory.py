@@ -222,10 +222,8 @@ def _advice(
     layout = recipe.layout(worst.role)
     where = "train" if hasattr(section, "train") else "layout"
     if layout.num_parts > 1 and role.at_peak.get("activations", 0) > role.peak / 10:
-        yield (
-            f"{worst.role}.{where}.cp: up to {layout.dp} (ranks cut a row among them, which is "
-            "where micro_batch_tokens ends)"
-        )
+        more = next(size for size in range(layout.cp + 1, layout.dp + 1) if layout.dp % size == 0)
+        yield f"{worst.role}.{where}.cp: {more} (ranks cut a row among them, if it is a long one)"
     if layout.fsdp < layout.dp:
         yield f"{worst.role}.{where}.fsdp: {layout.dp} (each rank holds a part of the weights)"
     if role.trains and not section.optimizer.offload:
