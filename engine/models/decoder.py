@@ -37,6 +37,7 @@ from rolemesh.engine.models.scaled_ends import divide_states, unscaled
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import (
     SHARING_ATTENTION,
+    check_cut_rows,
     inputs_of,
     takes_packed_rows,
 )
@@ -60,8 +61,6 @@ _STATE_BYTES = 16
 """Of a parameter that is trained: it, its gradient and two moments, in float32."""
 _FROZEN_BYTES = 4
 """Of one beneath an adapter, at most."""
-_ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds of rotary positions that depend on the largest one of a pass."""
 
 
 class Decoder(nn.Module):
@@ -189,7 +188,7 @@ class Decoder(nn.Module):
         self.packing = self._packed()
         """What decides how rows are packed; None: the model takes rectangles alone."""
         if mesh.cp.size > 1:
-            self._check_cut_rows()
+            check_cut_rows(config, mesh.cp.size, are_packed=self.packing is not None)
 
     def _room_bytes(self) -> int | None:
         """What the GPU has left for passes, beside this rank's weights, gradients and moments.
@@ -273,24 +272,6 @@ class Decoder(nn.Module):
         assert self.shape is not None  # more than one rank only with a plan
         parts = {name: local_part(weight.detach()) for name, weight in self.named_weights()}
         read_parts(parts, self.spec, shape=self.shape, mesh=self.mesh)
-
-    def _check_cut_rows(self) -> None:
-        """Refuses what a rank that has a part of a row alone would compute otherwise."""
-        text = self.config.get_text_config()
-        of_model = f"cp is {self.mesh.cp.size}, but the {text.model_type} model"
-        if self.packing is None:
-            raise UnsupportedFamilyError(
-                f"{of_model} takes no packed rows (its layers do more between tokens than our "
-                "attention), and no others can be cut: give cp 1"
-            )
-        rotations = getattr(text, "rope_parameters", None) or {}
-        by_layer = [one for one in rotations.values() if isinstance(one, dict)]
-        kinds = {one.get("rope_type") for one in (rotations, *by_layer)}
-        if found := kinds & _ROTATIONS_BY_LENGTH:
-            raise UnsupportedFamilyError(
-                f"{of_model} has rope_type {found.pop()!r}, which looks at the last position of a "
-                "pass, and each rank has another: give cp 1"
-            )
 
     @property
     def is_decoder(self) -> bool:

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rolemesh.engine.devices import kind_of
+from rolemesh.engine.layout.families import UnsupportedFamilyError
 from rolemesh.engine.models.shared_flex import (
     flex_serves,
     flex_shared_attention,
@@ -30,6 +31,9 @@ from rolemesh.engine.parallel.context_parallel import to_heads, to_tokens
 
 SHARING_ATTENTION = "rolemesh_tree"
 """Under this name transformers knows the attention."""
+
+_ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
+"""Kinds of rotary positions that depend on the largest one of a pass."""
 
 MOST_SCORES = 2**20
 """Up to so many scores, attention in bfloat16 on a CPU makes them as matrices. The backward pass of
@@ -185,6 +189,34 @@ def takes_packed_rows(lm: torch.nn.Module) -> bool:
         and not any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
         and all(getattr(module, "is_causal", True) for module in model.modules())
     )
+
+
+def check_cut_rows(config: Any, cp: int, *, are_packed: bool) -> None:
+    """Refuses what a rank that has a part of a row alone would compute otherwise.
+
+    Args:
+        config: transformers config of the model.
+        cp: Ranks that are to cut rows.
+        are_packed: Whether the model takes packed rows.
+
+    Raises:
+        UnsupportedFamilyError: Rows of the model cannot be cut.
+    """
+    text = config.get_text_config()
+    of_model = f"cp is {cp}, but the {text.model_type} model"
+    if not are_packed:
+        raise UnsupportedFamilyError(
+            f"{of_model} takes no packed rows (its layers do more between tokens than our "
+            "attention), and no others can be cut: give cp 1"
+        )
+    rotations = getattr(text, "rope_parameters", None) or {}
+    by_layer = [one for one in rotations.values() if isinstance(one, dict)]
+    kinds = {one.get("rope_type") for one in (rotations, *by_layer)}
+    if found := kinds & _ROTATIONS_BY_LENGTH:
+        raise UnsupportedFamilyError(
+            f"{of_model} has rope_type {found.pop()!r}, which looks at the last position of a "
+            "pass, and each rank has another: give cp 1"
+        )
 
 
 def _attend(
