@@ -103,7 +103,7 @@ def _is_bounded(record: FamilyRecord) -> bool:
 def _axes(record: FamilyRecord, bound: str) -> str:
     """Axes of a layout; `bound`: how many slices there may be, where that is bounded."""
     slices = f"tp {bound}" if _is_bounded(record) else "tp"
-    return f"{slices}, pp, fsdp{', ep' if record.experts else ''}"
+    return f"{slices}, pp, fsdp{', ep' if record.experts else ''}, cp"
 
 
 def _adapters(record: FamilyRecord) -> str:

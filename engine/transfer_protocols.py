@@ -88,8 +88,9 @@ def distribute_over_dp(layout: HybridLayout, lengths: Sequence[int]) -> tuple[Ro
 
     With fewer rows than replicas the last replicas get none.
     """
-    parts = [tuple(part) for part in balanced_partition(lengths, layout.train.dp)]
-    return tuple(parts[layout.train.coordinates(rank).dp] for rank in range(layout.world_size))
+    train = layout.train
+    parts = [tuple(part) for part in balanced_partition(lengths, train.num_parts)]
+    return tuple(parts[train.coordinates(rank).dp // train.cp] for rank in range(train.world_size))
 
 
 def distribute_over_generation_replicas(
@@ -131,10 +132,12 @@ def collect_all(layout: HybridLayout) -> tuple[int, ...]:
 def collect_last_stages(layout: HybridLayout) -> tuple[int, ...]:
     """Last stage and first slice of each data-parallel replica.
 
-    Output exists on the last stage alone, and its slices hold copies.
+    Output exists on the last stage alone. Its slices hold copies, as do ranks that cut rows.
     """
     train = layout.train
-    return tuple(train.rank(pp=train.pp - 1, tp=0, dp=dp) for dp in range(train.dp))
+    return tuple(
+        train.rank(pp=train.pp - 1, tp=0, dp=part * train.cp) for part in range(train.num_parts)
+    )
 
 
 def collect_generation_replicas(layout: HybridLayout) -> tuple[int, ...]:
@@ -161,9 +164,10 @@ def _contiguous_chunks(num_rows: int, num_chunks: int) -> list[Rows]:
 
 def _check_pure_dp(layout: HybridLayout) -> None:
     train = layout.train
-    if train.tp * train.pp > 1:
+    if train.tp * train.pp * train.cp > 1:
         raise LayoutError(
-            f"DP_PROTO needs tp 1 and pp 1, but tp is {train.tp} and pp {train.pp}: use 3D_PROTO"
+            f"DP_PROTO needs tp 1, pp 1 and cp 1, but tp is {train.tp}, pp {train.pp} and cp "
+            f"{train.cp}: use 3D_PROTO"
         )
 
 

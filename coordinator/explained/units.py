@@ -88,6 +88,7 @@ _BY_NAME: Mapping[str, str] = {
     "dropout": "share",
     "dual_clip": "ratio",
     "ep": "ranks",
+    "cp": "ranks",
     "epochs": "passes",
     "eps": "number",
     "exact": "reward",

@@ -75,21 +75,22 @@ class TrainLayout:
     ep: int = 1
     """Neighbours on the data axis that share the experts of each layer out: each holds as many
     whole ones, computes them for the rows of all, and cuts them no further than fsdp / ep."""
+    cp: int = 1
+    """Neighbours on the data axis that take the same rows, and of each packed row an even part
+    (context parallelism). So dp / cp replicas share the rows out."""
     order: RankOrder = "tp-pp-dp"
     """How ranks are numbered."""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp", "fsdp", "ep"):
+        for name in ("pp", "tp", "dp", "fsdp", "ep", "cp"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}: give at least 1")
-        if self.dp % self.fsdp:
-            raise LayoutError(
-                f"fsdp {self.fsdp} does not divide dp {self.dp}: give one of {_divisors(self.dp)}"
-            )
-        if self.dp % self.ep:
-            raise LayoutError(
-                f"ep {self.ep} does not divide dp {self.dp}: give one of {_divisors(self.dp)}"
-            )
+        for name in ("fsdp", "ep", "cp"):
+            size = getattr(self, name)
+            if self.dp % size:
+                raise LayoutError(
+                    f"{name} {size} does not divide dp {self.dp}: give one of {_divisors(self.dp)}"
+                )
         if self.fsdp % self.ep and self.ep % self.fsdp:
             raise LayoutError(
                 f"ep {self.ep} neither divides fsdp {self.fsdp} nor is a multiple: experts are cut "
@@ -103,20 +104,26 @@ class TrainLayout:
         """Ranks in all."""
         return self.pp * self.tp * self.dp
 
+    @property
+    def num_parts(self) -> int:
+        """Parts that rows are dealt into: one for each replica, of cp ranks on the data axis."""
+        return self.dp // self.cp
+
     def described(self) -> str:
         """The paper's way, p-t-d, e.g. "1-8-2 fsdp 2"."""
         text = f"{self.pp}-{self.tp}-{self.dp}"
-        text = text if self.fsdp == 1 else f"{text} fsdp {self.fsdp}"
-        return text if self.ep == 1 else f"{text} ep {self.ep}"
+        sizes = {name: getattr(self, name) for name in ("fsdp", "ep", "cp")}
+        return " ".join([text, *(f"{name} {size}" for name, size in sizes.items() if size > 1)])
 
     def flag(self) -> str:
         """What `rolemesh serve --layout` reads, e.g. "pp=1,tp=2,dp=2,fsdp=2,order=tp-pp-dp".
 
-        Ranks that share experts out are named where there are some.
+        Ranks that share experts or a row out are named where there are some.
         """
         texts = self.as_texts()
-        if self.ep == 1:
-            del texts["ep"]
+        for name in ("ep", "cp"):
+            if getattr(self, name) == 1:
+                del texts[name]
         return ",".join(f"{name}={text}" for name, text in texts.items())
 
     def as_texts(self) -> dict[str, str]:
@@ -150,6 +157,14 @@ class TrainLayout:
     def dp_groups(self) -> Groups:
         """Ranks that hold the same stage and slice (or cut it among them)."""
         return _grouped(self, lambda at: (at.pp, at.tp))
+
+    def cp_groups(self) -> Groups:
+        """Ranks of one stage and slice that cut each packed row among them, its beginning first."""
+        return _grouped(self, lambda at: (at.pp, at.tp, at.dp // self.cp))
+
+    def part_groups(self) -> Groups:
+        """Ranks that stand at one place of all replicas: each has another part of the rows."""
+        return _grouped(self, lambda at: (at.pp, at.tp, at.dp % self.cp))
 
     def fsdp_groups(self) -> Groups:
         """Ranks that cut the parameters of one stage and slice among them."""
@@ -190,7 +205,7 @@ class TrainLayout:
 
     def model_groups(self) -> Groups:
         """Ranks of one data-parallel replica: they see the same rows."""
-        return _grouped(self, lambda at: (at.dp,))
+        return _grouped(self, lambda at: (at.dp // self.cp,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,27 @@ def check_layout(shape: DecoderShape, layout: TrainLayout | HybridLayout) -> Non
             if shape.experts
             else f"ep is {train.ep}, but the {shape.family} model has no experts: give 1"
         )
+    check_row_cuts(shape, train)
     if isinstance(layout, HybridLayout):
         check_slices(shape, layout.generate.tp, field="generate.tp")
+
+
+def check_row_cuts(shape: DecoderShape, train: TrainLayout) -> None:
+    """Raises LayoutError unless cp ranks can share out the heads that a tensor slice has."""
+    heads = shape.num_heads // train.tp
+    kv_heads = shape.num_kv_heads * replica_ranks_of_kv(shape, train.tp) // train.tp
+    which = "heads" if train.tp == 1 else f"heads of a slice of tp {train.tp}"
+    if heads % train.cp:
+        fits = [cp for cp in range(1, heads + 1) if not (heads % cp or train.dp % cp)]
+        raise LayoutError(
+            f"cp {train.cp} does not divide the {heads} query {which} of the {shape.family} model, "
+            f"which its ranks share out around attention: give one of {fits}"
+        )
+    if kv_heads % train.cp and train.cp % kv_heads:
+        raise LayoutError(
+            f"cp {train.cp} neither divides the {kv_heads} key-value {which} of the "
+            f"{shape.family} model nor is a multiple: give a divisor or a multiple"
+        )
 
 
 def check_slices(shape: DecoderShape, size: int, *, field: str = "tp") -> None:

@@ -1,7 +1,8 @@
 """A causal language model on Hugging Face transformers that scores completions.
 
 Shape letters: S packed tokens, N completion tokens, U distinct ones, D width, V vocabulary, K ids
-at each place beside the token.
+at each place beside the token. Of rows that several ranks cut among them, S and U count this rank's
+part alone; what `finish` gives is of all.
 """
 
 from __future__ import annotations
@@ -121,7 +122,6 @@ class CausalLm(Decoder):
             ValueError: This is not the last stage.
         """
         self._check_last_stage()
-        hidden_UD = rows.states(hidden_1SD)
         tp, vocabulary_VD = self.mesh.tp, self.vocabulary_VD
         compute_dtype = COMPUTE_DTYPES[self.spec.compute_dtype]
         if self.multiplies_in_float32:
@@ -129,7 +129,7 @@ class CausalLm(Decoder):
             compute_dtype = torch.float32
             if not self.is_rounded:
                 vocabulary_VD = rounded(vocabulary_VD)
-        hidden_UD = hidden_UD.to(torch.promote_types(vocabulary_VD.dtype, torch.float32))
+        wide = torch.promote_types(vocabulary_VD.dtype, torch.float32)
         how: dict[str, Any] = {
             "temperature": temperature,
             "chunk_tokens": self.spec.logprob_chunk_tokens,
@@ -137,20 +137,23 @@ class CausalLm(Decoder):
             "group": tp,
             "first_row": 0 if self.shape is None else first_vocabulary_row(self.shape, tp),
         }
-        if top_k:
-            found = top_logprobs(hidden_UD, vocabulary_VD, rows.targets_U, top_k, **how)
-            logprobs_N, ids_NK, top_NK = map(rows.of_rows, found)
-            return TokenScores(logprobs_N, top_ids_NK=ids_NK, top_NK=top_NK)
         if choices_NK is not None:
             # The ids belong to rows: those that share a token need not have the same.
-            hidden_UD, targets_N = rows.of_rows(hidden_UD), rows.of_rows(rows.targets_U)
-            targets_NJ = torch.cat([targets_N[:, None], choices_NK], 1)
+            hidden_ND, ids_NJ = rows.states_by_row(hidden_1SD, choices_NK)
             logprobs_NJ, entropy_N = token_logprobs(
-                hidden_UD, vocabulary_VD, targets_NJ, with_entropy=with_entropy, **how
+                hidden_ND.to(wide), vocabulary_VD, ids_NJ, with_entropy=with_entropy, **how
             )
+            logprobs_NJ = rows.all_by_row(logprobs_NJ)
+            if entropy_N is not None:
+                entropy_N = rows.all_by_row(entropy_N)
             return TokenScores(logprobs_NJ[:, 0], entropy_N, logprobs_NJ[:, 1:])
+        hidden_UD, targets_U = rows.states(hidden_1SD).to(wide), rows.targets_V
+        if top_k:
+            found = top_logprobs(hidden_UD, vocabulary_VD, targets_U, top_k, **how)
+            logprobs_N, ids_NK, top_NK = map(rows.of_rows, found)
+            return TokenScores(logprobs_N, top_ids_NK=ids_NK, top_NK=top_NK)
         logprobs_U, entropy_U = token_logprobs(
-            hidden_UD, vocabulary_VD, rows.targets_U, with_entropy=with_entropy, **how
+            hidden_UD, vocabulary_VD, targets_U, with_entropy=with_entropy, **how
         )
         return TokenScores(
             rows.of_rows(logprobs_U), None if entropy_U is None else rows.of_rows(entropy_U)

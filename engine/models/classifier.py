@@ -108,7 +108,7 @@ class Classifier:
             passes = micro_batches(self._model, batch)
             return passes, len(passes)
 
-        passes, numbers = prepare_together(prepare, mesh.dp, self._model.device)
+        passes, numbers = prepare_together(prepare, mesh.parts, self._model.device)
         groups = [one.rows for one in passes]
         found: list[torch.Tensor] = []
 
@@ -116,7 +116,7 @@ class Classifier:
             if number < len(groups):
                 found.append(outputs.float())
 
-        passes = with_fillers(passes, batch, max(numbers), self._model.device)
+        passes = with_fillers(passes, batch, max(numbers), self._model)
         done = RowProgress(progress, "score", passes, len(token_rows))
         if self._rank_model is None:
             for number, micro_batch in enumerate(passes):

@@ -37,6 +37,7 @@ from rolemesh.engine.models.scaled_ends import divide_states, unscaled
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import (
     SHARING_ATTENTION,
+    check_cut_rows,
     inputs_of,
     takes_packed_rows,
 )
@@ -131,9 +132,10 @@ class Decoder(nn.Module):
         """Whether each tensor slice holds only its share of the tokens between its blocks."""
         if self.shape is not None and triton_serves(self.device):
             fuse_layers(self.shape.family)
+        if self.shape is not None:
+            check_layout(self.shape, mesh.layout)
         is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size * mesh.experts.size > 1
         if self.shape is not None and (is_cut or maker_without_values() is not None):
-            check_layout(self.shape, mesh.layout)
             self.lm, self.missing = load_shard(
                 auto_class,
                 spec,
@@ -185,6 +187,8 @@ class Decoder(nn.Module):
             self._round_layers(trainable, narrow_gradients=False)
         self.packing = self._packed()
         """What decides how rows are packed; None: the model takes rectangles alone."""
+        if mesh.cp.size > 1:
+            check_cut_rows(config, mesh.cp.size, are_packed=self.packing is not None)
 
     def _room_bytes(self) -> int | None:
         """What the GPU has left for passes, beside this rank's weights, gradients and moments.
@@ -296,6 +300,7 @@ class Decoder(nn.Module):
         Args:
             rows: The same on all ranks of the model group; apart where `packing` is None.
             hidden_1SD: What the stage before returned, float32 [1, S, D]; None on the first stage.
+                Of rows that are cut, S counts this rank's part alone.
 
         Returns:
             float32 [1, S, D]: the residual stream, on the last stage normed.
@@ -310,13 +315,13 @@ class Decoder(nn.Module):
                 "on all others"
             )
         rectangle = rows.rectangle() if self.packing is None else None
-        inputs: dict[str, Any] = {} if rectangle is not None else inputs_of(rows.layout)
+        inputs: dict[str, Any] = {} if rectangle is not None else inputs_of(rows.layout, rows.cut)
         if hidden_1SD is not None:
             inputs["inputs_embeds"] = hidden_1SD.bfloat16() if self.is_narrow else hidden_1SD
         else:
-            inputs["input_ids"] = rows.tokens_1S if rectangle is None else rectangle.tokens_BT
+            inputs["input_ids"] = rows.tokens_1L if rectangle is None else rectangle.tokens_BT
         if self.shares_tokens:
-            inputs["token_shape"] = tuple(rows.tokens_1S.shape)
+            inputs["token_shape"] = tuple(rows.tokens_1L.shape)
         # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
         # context ends, so each weight is cast once a pass and never stale after an optimizer step.
         counts = self.routers is not None and torch.is_grad_enabled()
@@ -474,7 +479,10 @@ def _with_rows_summed(gradient_VD: torch.Tensor) -> torch.Tensor:
 def _sizes(config: Any, mesh: RankMesh) -> ModelSizes | None:
     """Sizes that activations grow with; None for families that do not say theirs."""
     return ModelSizes.of_config(
-        config.get_text_config().to_dict(), num_stages=mesh.pp.size, num_slices=mesh.tp.size
+        config.get_text_config().to_dict(),
+        num_stages=mesh.pp.size,
+        num_slices=mesh.tp.size,
+        num_cuts=mesh.cp.size,
     )
 
 

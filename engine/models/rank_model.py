@@ -41,8 +41,13 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """S: those that are computed."""
+        """S: those that are computed, by all ranks that cut the row."""
         return self.packed.tokens_1S.shape[1]
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Those of them that this rank computes, and sends to the next stage."""
+        return self.packed.tokens_1L.shape[1]
 
     @property
     def shares(self) -> bool:
@@ -150,7 +155,7 @@ class RankModel(nn.Module):
                 return hidden
             return at_the_end(number, outputs)
 
-        sizes = [micro_batch.num_tokens for micro_batch in passes]
+        sizes = [micro_batch.num_own_tokens for micro_batch in passes]
         make_pass = self.pipeline.train if trains else self.pipeline.score
         try:
             with threads_worth(self._largest_product(passes), self.device):
@@ -168,9 +173,9 @@ class RankModel(nn.Module):
             (
                 largest_product(
                     self.model.config,
-                    num_tokens=one.num_tokens,
+                    num_tokens=one.num_own_tokens,
                     longest=one.packed.longest,
-                    num_predicted=len(one.packed.targets_U) if predicts else 0,
+                    num_predicted=len(one.packed.targets_V) if predicts else 0,
                     num_slices=self.mesh.tp.size,
                 )
                 for one in passes
@@ -200,12 +205,13 @@ def micro_batches(
     for group in groups:
         rows = torch.tensor(group, dtype=torch.int64)
         part = batch.select(rows)
-        found.append(MicroBatch(rows, part, pack_rows(part, model.device, cost or APART)))
+        packed = pack_rows(part, model.device, cost or APART, model.mesh.cp)
+        found.append(MicroBatch(rows, part, packed))
     return found
 
 
 def with_fillers(
-    passes: list[MicroBatch], batch: Experience, number: int, device: torch.device | str
+    passes: list[MicroBatch], batch: Experience, number: int, model: CausalLm | ScoringModel
 ) -> list[MicroBatch]:
     """Appends micro-batches of one token and no completion, up to a number of passes.
 
@@ -215,7 +221,8 @@ def with_fillers(
     if len(passes) >= number:
         return passes
     part = filler_rows(batch)
-    filler = MicroBatch(torch.empty(0, dtype=torch.int64), part, pack_rows(part, device))
+    packed = pack_rows(part, model.device, cp=model.mesh.cp)
+    filler = MicroBatch(torch.empty(0, dtype=torch.int64), part, packed)
     return passes + [filler] * (number - len(passes))
 
 

@@ -71,12 +71,16 @@ def routes_of(rows: PackedRows, *, counts: bool, rectangle: Rectangle | None = N
     """Those of a pass over rows.
 
     Args:
-        rows: With the routes that are replayed, if any are.
+        rows: With the routes that are replayed, if any are. Of rows that are cut, S and N count
+            this rank's part alone.
         rectangle: The same rows padded, where the model takes them so: S is then of all of it.
         counts: Whether the choices for completion tokens are counted, each row's by itself: so what
             rows share, and with which others they are packed, changes no count.
     """
-    layout = rows.layout
+    layout, cut = rows.layout, rows.cut
+    if cut is not None:
+        counted_M = cut.completions.tokens_M.index_M if counts else None
+        return Routes(given_SW=cut.routes_LW, counted_N=counted_M)
     places_N = layout.states_U.index_M[layout.rows_N.index_M] if counts else None
     given_SW = rows.routes_SW
     if rectangle is not None:

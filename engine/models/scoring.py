@@ -223,8 +223,8 @@ def _in_micro_batches(
         passes = model.micro_batches(inputs)
         return (inputs, passes), len(passes)
 
-    (inputs, passes), numbers = prepare_together(prepare, model.mesh.dp, model.device)
-    passes = with_fillers(passes, inputs, max(numbers), model.device)
+    (inputs, passes), numbers = prepare_together(prepare, model.mesh.parts, model.device)
+    passes = with_fillers(passes, inputs, max(numbers), model.model)
     collector = Collector(widths)
 
     def collect(number: int, outputs: Any) -> None:

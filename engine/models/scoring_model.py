@@ -181,5 +181,5 @@ class ScoringModel(Decoder):
             hidden_UD = rows.states(hidden_1SD)
             values_U: torch.Tensor = head(hidden_UD.to(head.weight.dtype)).squeeze(1)
             return rows.of_rows(values_U)
-        logits_BL: torch.Tensor = head(hidden_1SD[0][rows.last_B].float())
-        return logits_BL[:, self.head_spec.label]
+        logits_BL: torch.Tensor = head(rows.at_ends(hidden_1SD).to(head.weight.dtype))
+        return rows.all_ends(logits_BL[:, self.head_spec.label])

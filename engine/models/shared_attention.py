@@ -19,15 +19,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rolemesh.engine.devices import kind_of
+from rolemesh.engine.layout.families import UnsupportedFamilyError
 from rolemesh.engine.models.shared_flex import (
     flex_serves,
     flex_shared_attention,
     with_block_mask,
 )
+from rolemesh.engine.packing.row_cut import RowCut
 from rolemesh.engine.packing.tree_layout import Block, TreeLayout
+from rolemesh.engine.parallel.context_parallel import to_heads, to_tokens
 
 SHARING_ATTENTION = "rolemesh_tree"
 """Under this name transformers knows the attention."""
+
+_ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
+"""Kinds of rotary positions that depend on the largest one of a pass."""
 
 MOST_SCORES = 2**20
 """Up to so many scores, attention in bfloat16 on a CPU makes them as matrices. The backward pass of
@@ -43,6 +49,7 @@ def sharing_attention(
     attention_mask: torch.Tensor | None,
     *,
     tree: TreeLayout | None = None,
+    cut: RowCut | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
@@ -56,6 +63,7 @@ def sharing_attention(
         value: float [B, J, T, E].
         attention_mask: For "sdpa".
         tree: How packed rows stand; B is 1 then, and T is S.
+        cut: This rank's part of packed rows that several cut among them; T is then its length.
         dropout: For "sdpa"; models here have none.
         scaling: Of the products.
         **kwargs: For "sdpa", but for `sliding_window`: the tokens that one attends to, itself
@@ -69,11 +77,27 @@ def sharing_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return plain, None
-    window: int | None = kwargs.get("sliding_window")
+    if cut is not None:
+        # What a kernel is given under autocast is narrow all the same, and half as much to send.
+        narrow = _as_autocast_does(query, key, value)
+        query, key, value = to_heads(narrow, cut.group, cut.num_tokens)
+    attended = _attend_tree(query, key, value, tree, scaling, kwargs.get("sliding_window"))
+    return attended if cut is None else to_tokens(attended, cut.group), None
+
+
+def _attend_tree(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tree: TreeLayout,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of whole packed rows, [1, S, H, E]."""
     if window is not None and window >= tree.longest:
         window = None
     if tree.block_mask is not None and window is None:
-        return flex_shared_attention(query, key, value, tree, scaling), None
+        return flex_shared_attention(query, key, value, tree, scaling)
     packed, heads, width = query.shape[2], query.shape[1], query.shape[3]
     # Rows of the gathers: a token with all of its heads.
     query_S, key_S, value_S = (_by_token(tensor) for tensor in (query, key, value))
@@ -83,7 +107,7 @@ def sharing_attention(
     ]
     # The kernel keeps its output for the backward pass; a copy of it would be kept as well.
     whole = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return whole.view(1, packed, heads, width), None
+    return whole.view(1, packed, heads, width)
 
 
 def _attend_block(
@@ -132,16 +156,17 @@ AttentionInterface.register(SHARING_ATTENTION, sharing_attention)
 AttentionMaskInterface.register(SHARING_ATTENTION, sdpa_mask)
 
 
-def inputs_of(tree: TreeLayout) -> dict[str, Any]:
+def inputs_of(tree: TreeLayout, cut: RowCut | None = None) -> dict[str, Any]:
     """What a model that attends by `sharing_attention` is called with, besides its tokens."""
-    positions_1S = tree.positions_1S
-    if flex_serves(positions_1S.device):
+    positions_1L = tree.positions_1S if cut is None else cut.positions_1L
+    if flex_serves(positions_1L.device):
         tree = with_block_mask(tree)
     # Transformers leaves a mask of four dimensions alone. Given none, it asks the device whether
     # positions begin anew, which waits for all that the device computes; where they do, it makes a
     # mask of S x S.
-    nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=positions_1S.device)
-    return {"position_ids": positions_1S, "attention_mask": nothing, "tree": tree}
+    nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=positions_1L.device)
+    inputs = {"position_ids": positions_1L, "attention_mask": nothing, "tree": tree}
+    return inputs if cut is None else inputs | {"cut": cut}
 
 
 def takes_packed_rows(lm: torch.nn.Module) -> bool:
@@ -166,6 +191,34 @@ def takes_packed_rows(lm: torch.nn.Module) -> bool:
     )
 
 
+def check_cut_rows(config: Any, cp: int, *, are_packed: bool) -> None:
+    """Refuses what a rank that has a part of a row alone would compute otherwise.
+
+    Args:
+        config: transformers config of the model.
+        cp: Ranks that are to cut rows.
+        are_packed: Whether the model takes packed rows.
+
+    Raises:
+        UnsupportedFamilyError: Rows of the model cannot be cut.
+    """
+    text = config.get_text_config()
+    of_model = f"cp is {cp}, but the {text.model_type} model"
+    if not are_packed:
+        raise UnsupportedFamilyError(
+            f"{of_model} takes no packed rows (its layers do more between tokens than our "
+            "attention), and no others can be cut: give cp 1"
+        )
+    rotations = getattr(text, "rope_parameters", None) or {}
+    by_layer = [one for one in rotations.values() if isinstance(one, dict)]
+    kinds = {one.get("rope_type") for one in (rotations, *by_layer)}
+    if found := kinds & _ROTATIONS_BY_LENGTH:
+        raise UnsupportedFamilyError(
+            f"{of_model} has rope_type {found.pop()!r}, which looks at the last position of a "
+            "pass, and each rank has another: give cp 1"
+        )
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -176,10 +229,7 @@ def _attend(
 ) -> torch.Tensor:
     """Causal attention, or attention with a mask, whose rows all have something to attend to."""
     num_scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    if torch.is_autocast_enabled(query.device.type):
-        # What autocast does to the kernel's inputs; rotated queries and keys are float32.
-        narrow = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (tensor.to(narrow) for tensor in (query, key, value))
+    query, key, value = _as_autocast_does(query, key, value)
     is_narrow_on_cpu = query.dtype == torch.bfloat16 and kind_of(query.device) == "cpu"
     if is_narrow_on_cpu and num_scores <= MOST_SCORES:
         return _attend_by_products(query, key, value, mask, scaling)
@@ -198,6 +248,14 @@ def _attend(
         scale=scaling,
         enable_gqa=is_grouped,
     )
+
+
+def _as_autocast_does(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A kernel's inputs in autocast's type where it is on: rotated ones are float32."""
+    kind = inputs[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return inputs
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in inputs)
 
 
 def _attend_by_products(

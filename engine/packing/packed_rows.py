@@ -4,9 +4,12 @@ Nothing is padded: rows stand one behind the other. Completions of one prompt sh
 other's first tokens; prompts share what their chat template puts in front; turns of a session share
 all that came before. `pass_cost` says which beginnings are worth sharing.
 
-Shape letters: B rows, S packed tokens, U distinct completion tokens, N completion tokens, D width,
-T longest row, W numbers of a token's route; R branches of a block, of C tokens at most, that attend
-to T tokens at most.
+Several ranks may cut the packed row among them (`row_cut`): each then has L of its tokens, and the
+results of all come together before they are those of rows.
+
+Shape letters: B rows, S packed tokens, U distinct completion tokens, N completion tokens; of these
+this rank has L, V and M (all, where a row is not cut); D width, T longest row, W numbers of a
+token's route; R branches of a block, of C tokens at most, that attend to T tokens at most.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import torch
 from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.packing.pass_cost import APART, PassCost
+from rolemesh.engine.packing.row_cut import RowCut
 from rolemesh.engine.packing.token_tree import Branch, GrowingTree, RowOrder
 from rolemesh.engine.packing.tree_layout import Block, RowGather, TreeLayout
+from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.specs.columns import ROUTES
 
 
@@ -41,24 +46,71 @@ class PackedRows:
     """How the tokens attend to each other, and where what belongs to rows stands."""
     routes_SW: torch.Tensor | None = None
     """uint8 [S, W], the experts of each token in each layer that has some; None: not given."""
+    cut: RowCut | None = None
+    """This rank's part of the row; None: all of it."""
 
     @property
     def longest(self) -> int:
         """Most tokens that one of them attends to, padding of attention counted."""
         return self.layout.longest
 
-    def states(self, hidden_1SD: torch.Tensor) -> torch.Tensor:
-        """Hidden states [U, D] before the distinct completion tokens.
+    @property
+    def tokens_1L(self) -> torch.Tensor:
+        """int64, the tokens that this rank computes."""
+        return self.tokens_1S if self.cut is None else self.cut.tokens_1L
+
+    @property
+    def targets_V(self) -> torch.Tensor:
+        """int64, the distinct completion tokens whose states before them this rank has."""
+        return self.targets_U if self.cut is None else self.targets_U[self.cut.states.own_M]
+
+    def states(self, hidden_1LD: torch.Tensor) -> torch.Tensor:
+        """Hidden states [V, D] before this rank's distinct completion tokens.
 
         The state before a token predicts it, and is the state that the token's value belongs to.
         """
-        return self.layout.states_U(hidden_1SD[0])
+        gather = self.layout.states_U if self.cut is None else self.cut.states.tokens_M
+        return gather(hidden_1LD[0])
 
-    def of_rows(self, values_U: torch.Tensor) -> torch.Tensor:
-        """What was computed for distinct completion tokens, float [U, ...], for all: [N, ...]."""
+    def of_rows(self, values_V: torch.Tensor) -> torch.Tensor:
+        """What was computed for distinct completion tokens, float [V, ...], for all: [N, ...]."""
+        values_U = values_V if self.cut is None else self.cut.states.of_all(values_V)
         shape = values_U.shape[1:]
         flat = self.layout.rows_N(values_U.view(len(values_U), shape.numel()))
         return flat.view(-1, *shape)
+
+    def states_by_row(
+        self, hidden_1LD: torch.Tensor, ids_NK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States before the completion tokens of rows, each row's by itself, and ids at each.
+
+        Args:
+            hidden_1LD: Float.
+            ids_NK: int64, further ids of each completion token.
+
+        Returns:
+            Float [M, D], and int64 [M, 1 + K]: this rank's, the token itself first.
+        """
+        targets_N = self.targets_U[self.layout.rows_N.index_M]
+        ids_NJ = torch.cat([targets_N[:, None], ids_NK], 1)
+        if self.cut is None:
+            return self.layout.rows_N(self.layout.states_U(hidden_1LD[0])), ids_NJ
+        places = self.cut.completions
+        return places.tokens_M(hidden_1LD[0]), ids_NJ[places.own_M]
+
+    def all_by_row(self, values_M: torch.Tensor) -> torch.Tensor:
+        """What was computed of `states_by_row`, [M, ...], for all completion tokens: [N, ...]."""
+        return values_M if self.cut is None else self.cut.completions.of_all(values_M)
+
+    def at_ends(self, hidden_1LD: torch.Tensor) -> torch.Tensor:
+        """Hidden states at the last tokens of rows, those that this rank has: [B, D] uncut."""
+        if self.cut is None:
+            return hidden_1LD[0][self.last_B]
+        return self.cut.ends.tokens_M(hidden_1LD[0])
+
+    def all_ends(self, values: torch.Tensor) -> torch.Tensor:
+        """What was computed of `at_ends`, for all rows: [B, ...]."""
+        return values if self.cut is None else self.cut.ends.of_all(values)
 
     def rectangle(self) -> Rectangle:
         """The rows right-padded, for a model that takes no packed ones.
@@ -139,13 +191,19 @@ def whole_rows(token_rows: Sequence[Sequence[int] | torch.Tensor]) -> Experience
     )
 
 
-def pack_rows(batch: Experience, device: torch.device | str, cost: PassCost = APART) -> PackedRows:
+def pack_rows(
+    batch: Experience,
+    device: torch.device | str,
+    cost: PassCost = APART,
+    cp: RankGroup | None = None,
+) -> PackedRows:
     """Lays rows out for a forward pass in which what they share stands once.
 
     Args:
         batch: With the columns tokens and prompt_lengths, maybe routes; at least one row.
         device: Where the model is.
         cost: Of the model; says which beginnings are worth sharing. Without, none is.
+        cp: The ranks that cut the packed row among them, if any do: all have the same batch.
 
     Returns:
         One row of S tokens, and each distinct completion token once: `of_rows` of what is computed
@@ -213,6 +271,9 @@ def pack_rows(batch: Experience, device: torch.device | str, cost: PassCost = AP
         last_branch_S=last_branch_S,
     )
     last_B = torch.tensor([int(row_places[-1]) for row_places in places_by_row])
+    cut = None
+    if cp is not None and cp.size > 1:
+        cut = RowCut.of(cp, layout, tokens_S[None], last_B, routes_SW).to(device)
     return PackedRows(
         tokens_1S=sent(tokens_S[None], device),
         lengths_B=sent(torch.tensor(lengths), device),
@@ -220,6 +281,7 @@ def pack_rows(batch: Experience, device: torch.device | str, cost: PassCost = AP
         targets_U=sent(tokens_S[torch.from_numpy(token_U)], device),
         layout=layout.to(device),
         routes_SW=None if routes_SW is None else sent(routes_SW, device),
+        cut=cut,
     )
 
 

@@ -66,7 +66,11 @@ class RankMesh:
     pp: RankGroup
     """Stages of one pipeline, first stage first."""
     dp: RankGroup
-    """Data-parallel replicas of the same stage and slice."""
+    """The data axis: ranks of the same stage and slice."""
+    cp: RankGroup
+    """Ranks of it that cut each packed row among them, its beginning first."""
+    parts: RankGroup
+    """Ranks at this one's place of all replicas, each with another part of the rows."""
     fsdp: RankGroup
     """Ranks that cut this rank's parameters among them."""
     replicate: RankGroup
@@ -154,6 +158,8 @@ def _kinds(layout: HybridLayout) -> dict[str, Groups]:
         "tp": train.tp_groups(),
         "pp": train.pp_groups(),
         "dp": train.dp_groups(),
+        "cp": train.cp_groups(),
+        "parts": train.part_groups(),
         "fsdp": train.fsdp_groups(),
         "replicate": train.replicate_groups(),
         "experts": train.expert_groups(),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rolemesh.engine.parallel.mesh import RankGroup
 
 # torch 2.12 and older have them by other names, which 2.13 warns of.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -141,7 +141,7 @@ def _gathered(
 ) -> torch.Tensor:
     _, tokens, width = share_1PD.shape
     whole = share_1PD.new_empty(1, group.size * tokens, width)
-    _all_gather(whole[0], share_1PD[0].contiguous(), group=group.process_group)
+    all_gather(whole[0], share_1PD[0].contiguous(), group=group.process_group)
     # In place, without the zeros at the end: FSDP2 warns of a stage whose result is a view.
     return whole if shape is None else whole.resize_(*shape, width)
 

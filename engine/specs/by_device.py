@@ -98,6 +98,8 @@ class ModelSizes:
     """Pipeline stages, which share the layers."""
     num_slices: int = 1
     """Tensor slices."""
+    num_cuts: int = 1
+    """Ranks that cut each packed row among them."""
 
     @classmethod
     def of_config(
@@ -107,6 +109,7 @@ class ModelSizes:
         num_layers: int = 0,
         num_stages: int = 1,
         num_slices: int = 1,
+        num_cuts: int = 1,
     ) -> ModelSizes | None:
         """Reads config.json, or its part on text; None where it does not say them.
 
@@ -115,6 +118,7 @@ class ModelSizes:
             num_layers: If fewer than the config's are used; 0: all.
             num_stages: Pipeline stages.
             num_slices: Tensor slices.
+            num_cuts: Ranks that cut each packed row among them.
         """
         layers, widths = text.get("num_hidden_layers"), LayerWidths.of_config(text)
         if not isinstance(layers, int) or widths is None:
@@ -124,6 +128,7 @@ class ModelSizes:
             widths=widths,
             num_stages=num_stages,
             num_slices=num_slices,
+            num_cuts=num_cuts,
         )
 
 
@@ -333,12 +338,13 @@ def activation_bytes(
         "num_slices": sizes.num_slices,
         "shares_tokens": spec.sequence_parallel,
     }
+    tokens = -(-spec.micro_batch_tokens // sizes.num_cuts)
     if spec.adapter is None:
-        one = layer_bytes(sizes.widths, spec.micro_batch_tokens, arithmetic, **shared)
+        one = layer_bytes(sizes.widths, tokens, arithmetic, **shared)
     else:
         one = adapted_layer_bytes(
             sizes.widths,
-            spec.micro_batch_tokens,
+            tokens,
             arithmetic,
             rank=spec.adapter.rank,
             targets=spec.adapter.targets,

@@ -224,6 +224,9 @@ class LayoutSpec(Spec):
     ep: int = Field(default=1, ge=1)
     """Data-parallel ranks that share the experts of a mixture out, each computing its own for the
     rows of all."""
+    cp: int = Field(default=1, ge=1)
+    """Data-parallel ranks that take the same rows and of each packed row an even part, with heads
+    for tokens around attention (Ulysses); dp / cp replicas share the rows out."""
     order: RankOrder = "tp-pp-dp"
     """How ranks are numbered, fastest coordinate first."""
 
@@ -236,7 +239,13 @@ class LayoutSpec(Spec):
         """The layout as rank arithmetic."""
         fsdp = self.dp if self.fsdp is None else self.fsdp
         return TrainLayout(
-            pp=self.pp, tp=self.tp, dp=self.dp, fsdp=fsdp, ep=self.ep, order=self.order
+            pp=self.pp,
+            tp=self.tp,
+            dp=self.dp,
+            fsdp=fsdp,
+            ep=self.ep,
+            cp=self.cp,
+            order=self.order,
         )
 
 

@@ -173,6 +173,11 @@ class RolloutRoleSpec(RoleSpec):
                 f"layout.ep is {self.layout.ep}: a sampler holds all experts on each of its dp "
                 "replicas; leave ep out"
             )
+        if self.layout.cp != 1:
+            raise ValueError(
+                f"layout.cp is {self.layout.cp}: a sampler's dp replicas each have whole rows; "
+                "leave cp out"
+            )
         return self
 
     @model_validator(mode="after")

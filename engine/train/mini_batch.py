@@ -98,10 +98,10 @@ def accumulate(
                 Pairs.of(micro_batch.part)
         return (part, passes), (len(passes), dataclasses.astuple(counts))
 
-    (part, passes), facts = prepare_together(prepare, mesh.dp, device)
-    passes = with_fillers(passes, part, max(number for number, _ in facts), device)
+    (part, passes), facts = prepare_together(prepare, mesh.parts, device)
+    passes = with_fillers(passes, part, max(number for number, _ in facts), rank_model.model)
     counts = LossScale.total(LossScale(*counts) for _, counts in facts)
-    scale = loss.completed(counts, part, partial(gather_facts, group=mesh.dp, device=device))
+    scale = loss.completed(counts, part, partial(gather_facts, group=mesh.parts, device=device))
     shares = MetricShares()
     failures: list[str] = []
     kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION
@@ -189,10 +189,11 @@ def _metrics_of_all(
 ) -> dict[str, float]:
     """Metrics of the whole mini-batch, equal on all ranks.
 
-    A replica's share is known to all slices of its last stage; the first of them tells, and each
-    whose loss failed (`is_broken`), so that it is NaN for all.
+    A replica's share is known to all ranks of its last stage, slices and those that cut rows; the
+    first of them tells, and each whose loss failed (`is_broken`), so that it is NaN for all.
     """
-    told = shares if is_broken or (mesh.pp.is_last and mesh.tp.is_first) else {}
+    is_first = mesh.pp.is_last and mesh.tp.is_first and mesh.cp.is_first
+    told = shares if is_broken or is_first else {}
     metrics: dict[str, float] = {}
     for share in gather_facts(told, mesh.world, device):
         add_metrics(metrics, share)

@@ -39,7 +39,7 @@ class UpdatePlan:
     def of_update(
         cls,
         lengths: Sequence[int],
-        dp: RankGroup,
+        parts: RankGroup,
         *,
         epochs: int,
         mini_batch_rows: int,
@@ -53,7 +53,8 @@ class UpdatePlan:
 
         Args:
             lengths: Tokens in each row of the whole batch.
-            dp: The ranks that divide each mini-batch among them, and which of them this one is.
+            parts: The ranks that divide each mini-batch among them (of a mesh `parts`), and which
+                of them this one is.
             epochs: Passes over the batch.
             mini_batch_rows: Rows of one optimizer step, over all ranks; the last one of an epoch
                 may have fewer.
@@ -72,28 +73,29 @@ class UpdatePlan:
             epochs=epochs,
             mini_batch_rows=mini_batch_rows,
             seed=seed,
-            num_parts=dp.size,
+            num_parts=parts.size,
             rows_per_unit=rows_per_unit,
         )
-        parts = [[[rows[index] for index in part] for part in step] for step in assignment]
-        return cls._of_parts(parts, lengths, dp, rows_per_unit)
+        dealt = [[[rows[index] for index in part] for part in step] for step in assignment]
+        return cls._of_parts(dealt, lengths, parts, rows_per_unit)
 
     @classmethod
-    def dealt(cls, lengths: Sequence[int], dp: RankGroup, *, num_steps: int) -> UpdatePlan:
+    def dealt(cls, lengths: Sequence[int], parts: RankGroup, *, num_steps: int) -> UpdatePlan:
         """Plans to deal rows out over optimizer steps, in order; each row is in one step.
 
         Args:
             lengths: Tokens in each row of the whole batch. With fewer rows than steps, some steps
                 have none.
-            dp: The ranks that divide the rows of a step among them, and which of them this one is.
+            parts: The ranks that divide the rows of a step among them, and which of them this one
+                is.
             num_steps: Optimizer steps of the update.
         """
-        parts = []
+        dealt = []
         for step in range(num_steps):
             first, stop = (at * len(lengths) // num_steps for at in (step, step + 1))
-            cut = balanced_partition(lengths[first:stop], dp.size)
-            parts.append([[first + index for index in part] for part in cut])
-        return cls._of_parts(parts, lengths, dp)
+            cut = balanced_partition(lengths[first:stop], parts.size)
+            dealt.append([[first + index for index in part] for part in cut])
+        return cls._of_parts(dealt, lengths, parts)
 
     @classmethod
     def of_mini_batch(
@@ -149,20 +151,20 @@ class UpdatePlan:
     @classmethod
     def _of_parts(
         cls,
-        parts: Sequence[Sequence[Sequence[int]]],
+        dealt: Sequence[Sequence[Sequence[int]]],
         lengths: Sequence[int],
-        dp: RankGroup,
+        parts: RankGroup,
         rows_per_unit: int = 1,
     ) -> UpdatePlan:
-        """Makes the plan from rows by optimizer step and rank; a rank holds its own, ascending."""
-        own = [step[dp.index] for step in parts]
+        """Makes the plan from rows by optimizer step and part; a rank holds its own, ascending."""
+        own = [step[parts.index] for step in dealt]
         rows = sorted({row for part in own for row in part})
         place_of = {row: place for place, row in enumerate(rows)}
         return cls(
             lengths=lengths,
             rows=rows,
             steps=[[place_of[row] for row in part] for part in own],
-            rows_of_steps=[sum(map(len, step)) for step in parts],
+            rows_of_steps=[sum(map(len, step)) for step in dealt],
             rows_per_unit=rows_per_unit,
         )
 

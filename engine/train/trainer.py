@@ -65,7 +65,7 @@ class Trainer(ModelInTraining):
         trainer = Trainer.policy(ModelSpec(path=folder), OptimizerSpec(learning_rate=2e-5))
         lengths = batch["tokens"].lengths().tolist()
         plan = UpdatePlan.of_update(
-            lengths, trainer.mesh.dp, epochs=1, mini_batch_rows=32, seed=7
+            lengths, trainer.mesh.parts, epochs=1, mini_batch_rows=32, seed=7
         )
         metrics = trainer.update(batch, PpoPolicyLossSpec(), plan)
         trainer.policy_version  # raised by ceil(rows / 32)
@@ -177,7 +177,7 @@ class Trainer(ModelInTraining):
             return None, None
 
         try:
-            prepare_together(prepare, self.mesh.dp, self.model.device)
+            prepare_together(prepare, self.mesh.parts, self.model.device)
             loss, temperature = self._loss_of(loss_spec)
             metrics, outputs = accumulate(
                 self.rank_model,
@@ -273,7 +273,7 @@ class Trainer(ModelInTraining):
                 extra.plan.check(extra.batch, num_steps=num_steps)
             return None, None
 
-        prepare_together(prepare, self.mesh.dp, self.model.device)
+        prepare_together(prepare, self.mesh.parts, self.model.device)
         plans = (plan, *(extra.plan for extra in auxiliary))
         num_rows = sum(len(places) for one in plans for places in one.steps)
         means = StepMetrics()

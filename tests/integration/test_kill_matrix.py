@@ -89,6 +89,14 @@ CASES = {
         (STORE, COORDINATOR, "actor", "actor", "critic", "reward"),
         _without_reference(Phase("scoring by its average", "actor", "compute_teacher_logprobs")),
     ),
+    # Two ranks that cut each packed row: of a policy, and of a critic.
+    "cut rows": Case(
+        {
+            "actor__train": {"dp": 2, "cp": 2},
+            "critic__train": {"dp": 2, "fsdp": 2, "cp": 2},
+        },
+        ("actor rank 0", "actor rank 1", "actor rank 1", "actor", "critic", COORDINATOR),
+    ),
 }
 
 

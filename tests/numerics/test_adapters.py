@@ -221,6 +221,7 @@ LAYOUTS = {
     "fsdp2": TrainLayout(dp=2, fsdp=2),
     "tp2-hsdp2x2": TrainLayout(tp=2, dp=4, fsdp=2),
     "tp2-pp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
+    "tp2-cp2-fsdp2": TrainLayout(tp=2, dp=2, cp=2, fsdp=2),
 }
 
 
@@ -250,7 +251,7 @@ def alone(rank_pool: RankPool, jobs: dict[str, Job]) -> dict[str, Trained]:
     ("kind", "name", "fields"),
     mostly_slow(
         # Each way by itself is in one of these, slices that share heads and tokens, too.
-        (1, 5, 6, 7, 8),
+        (1, 5, 6, 7, 8, 9),
         [
             *(("policy", name, {}) for name in LAYOUTS),
             ("policy", "tp2", {"sequence_parallel": True, "recompute": "full"}),

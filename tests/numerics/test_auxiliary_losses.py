@@ -51,10 +51,10 @@ def _critic(folder: Path, mesh: Any = None) -> Trainer:
 
 
 def _auxiliary(
-    weight: float = WEIGHT, *, num_steps: int = 1, dp: RankGroup = ALONE
+    weight: float = WEIGHT, *, num_steps: int = 1, parts: RankGroup = ALONE
 ) -> AuxiliaryLoss:
     rows = token_batch(prompt_lengths=(2, 3, 1, 4, 2), completion_lengths=(5, 3, 6, 2, 4), seed=9)
-    return auxiliary_whole(rows, OTHER_LOSS, weight, num_steps=num_steps, dp=dp)
+    return auxiliary_whole(rows, OTHER_LOSS, weight, num_steps=num_steps, parts=parts)
 
 
 def test_gradients_are_added_with_their_weight_and_by_their_own_counts(folder: Path) -> None:
@@ -202,12 +202,12 @@ def test_units_that_do_not_divide_the_batch_are_refused(folder: Path) -> None:
 def update(at: RankContext, job: Job, holds_all: bool) -> Trained:
     """An update with units and a further loss, of which a rank holds all rows or its own."""
     with at.connect(HybridLayout(job.layout)) as mesh:
-        extra = _auxiliary(num_steps=2, dp=mesh.dp)
+        extra = _auxiliary(num_steps=2, parts=mesh.parts)
         trainer = make_trainer(job, at, mesh)
         gradients = record_gradients(trainer)
         if not holds_all:
             lengths = extra.batch["tokens"].lengths().tolist()
-            plan = UpdatePlan.dealt(lengths, mesh.dp, num_steps=2)
+            plan = UpdatePlan.dealt(lengths, mesh.parts, num_steps=2)
             held = extra.batch.select(torch.tensor(plan.rows, dtype=torch.int64))
             extra = replace(extra, batch=held, plan=plan)
         metrics = update_whole(

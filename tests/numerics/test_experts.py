@@ -256,13 +256,18 @@ LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
     "ep2 tp2": (TrainLayout(dp=2, tp=2, ep=2), {}),
     "ep2 tokens shared": (TrainLayout(dp=2, tp=2, ep=2), {"sequence_parallel": True}),
     "all ways": (TrainLayout(tp=2, pp=2, dp=2, fsdp=2, ep=2), {}),
+    "cp2 ep4 fsdp2": (TrainLayout(dp=4, ep=4, fsdp=2, cp=2), {}),
+    "cp2 tp2, tokens shared": (TrainLayout(dp=2, tp=2, cp=2), {"sequence_parallel": True}),
     "recomputed": (TrainLayout(dp=2, ep=2, fsdp=2), {"recompute": "full"}),
     "adapter": (TrainLayout(dp=2, ep=2, fsdp=2), {"adapter": {"rank": 2}}),
 }
 PAIRS = [(family, name) for family in ("qwen3_moe", "glm4_moe", "mixtral") for name in LAYOUTS]
-QUICK = [("qwen3_moe", "ep2 fsdp4"), ("glm4_moe", "all ways"), ("mixtral", "ep4 fsdp2")]
+QUICK = [
+    *(("qwen3_moe", "ep2 fsdp4"), ("glm4_moe", "all ways"), ("mixtral", "ep4 fsdp2")),
+    ("qwen3_moe", "cp2 ep4 fsdp2"),
+]
 """Those that `make test` makes: experts cut further, every axis with buffers, whole experts beside
-layers that are cut."""
+layers that are cut, and experts of ranks that cut rows, and of others."""
 
 
 def _job(folder: Path, **model: Any) -> Job:

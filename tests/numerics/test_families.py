@@ -74,13 +74,17 @@ FURTHER: dict[str, tuple[TrainLayout, dict[str, Any], dict[str, Any]]] = {
     "tokens shared": (TrainLayout(tp=2), {}, {"sequence_parallel": True}),
     "tp4": (TrainLayout(tp=4), {}, {}),
     "all ways": (TrainLayout(tp=2, pp=2, dp=2, fsdp=2), {}, {}),
+    "cp4": (TrainLayout(dp=4, cp=4), {}, {}),
     "adapter": (TrainLayout(tp=2, pp=2, dp=2, fsdp=2), {"adapter": {"rank": 2}}, {}),
 }
 """Layouts, and fields of the ModelSpec: of one rank and of many, and of many alone."""
 PAIRS = [(case, name) for case in FURTHER for name in CASES]
-QUICK = [("all ways", "phi3"), ("all ways", "smollm3"), ("tp4", "olmo2"), ("adapter", "glm4")]
+QUICK = [
+    *(("all ways", "phi3"), ("all ways", "smollm3"), ("tp4", "olmo2"), ("adapter", "glm4")),
+    ("cp4", "qwen3"),
+]
 """Those that `make test` makes: parts of fused files, a layer without positions, a norm over keys
-that slices share, factors beside fused matrices."""
+that slices share, factors beside fused matrices, and layers with windows over rows that are cut."""
 LOGPROB_TOLERANCE = 2e-5
 """Of our log-probs to those of transformers' logits: float32, summed in another order."""
 VLLM_TOLERANCE = 5e-7

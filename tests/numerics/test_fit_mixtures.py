@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.fitted_work import TOLERANCE, measure, really, work_of
+from support.fitted_work import TOLERANCE, exchanges_released, measure, really, work_of
 from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
@@ -21,8 +19,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from rolemesh.engine.fit.rank_memory import RankWork, estimated
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
-
-RELEASE_S = 60.0
 
 
 @contextmanager
@@ -39,25 +35,8 @@ def chosen_equally_often() -> Iterator[None]:
         yield
 
 
-def _holders(*tensors: torch.Tensor) -> int:
-    """How many hold the memory of tensors."""
-    storages = [one.untyped_storage() for one in tensors]
-    return sum(torch._C._storage_Use_Count(one._cdata) for one in storages)
-
-
 def measure_mixture(at: RankContext, work: RankWork) -> int:
-    exchange = dist.all_to_all_single
-
-    def released(into: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Returns once gloo's thread has let go of the messages, which are most of the peak."""
-        before = _holders(into, given)
-        exchange(into, given, *args, **kwargs)
-        deadline = time.monotonic() + RELEASE_S
-        while _holders(into, given) > before:
-            assert time.monotonic() < deadline, "gloo still holds a message that has been sent"
-            time.sleep(0)
-
-    with chosen_equally_often(), patch.object(dist, "all_to_all_single", released):
+    with chosen_equally_often(), exchanges_released():
         return measure(at, work)
 
 

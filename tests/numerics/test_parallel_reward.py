@@ -27,6 +27,8 @@ CASES = {
     "reward dp4": ("reward", TrainLayout(dp=4)),
     "dpo pp2-dp2": ("dpo", TrainLayout(pp=2, dp=2)),
     "dpo dp4": ("dpo", TrainLayout(dp=4)),
+    "reward cp2-fsdp4": ("reward", TrainLayout(dp=4, cp=2, fsdp=4)),
+    "dpo pp2-cp2": ("dpo", TrainLayout(pp=2, dp=2, cp=2)),
 }
 """dp4 deals two pairs of a mini-batch to four replicas: two have none."""
 

@@ -39,6 +39,7 @@ lie in other rectangles. Gathered weights are cast as whole ones are, so cutting
 POLICY_LOSS = PpoPolicyLossSpec(entropy_coefficient=0.01)
 FSDP2 = TrainLayout(dp=2, fsdp=2)
 ALL_AXES = TrainLayout(tp=2, pp=2, dp=2, fsdp=2)
+CUT_ROWS = TrainLayout(dp=4, cp=2, fsdp=4)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def score(at: RankContext, job: Job, rows: list[list[int]]) -> tuple[Experience,
     """Scores a replica's rows twice, with a step between, which leaves no stale weight behind."""
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
-        part = job.batch.select(torch.tensor(rows[mesh.dp.index], dtype=torch.int64))
+        part = job.batch.select(torch.tensor(rows[mesh.parts.index], dtype=torch.int64))
         calls: list[Any] = []
         update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=4, seed=1)
         if trainer.kind == "critic":
@@ -70,11 +71,11 @@ def score(at: RankContext, job: Job, rows: list[list[int]]) -> tuple[Experience,
 @pytest.mark.parametrize(
     ("kind", "layout"),
     mostly_slow(
-        (0, 4, 5),
+        (0, 3, 5, 6),
         [
             (kind, layout)
             for kind in ("policy", "critic")
-            for layout in (FSDP2, ALL_AXES, TrainLayout(pp=2, tp=2))
+            for layout in (FSDP2, ALL_AXES, TrainLayout(pp=2, tp=2), CUT_ROWS)
         ],
     ),
     ids=str,
@@ -87,14 +88,15 @@ def test_scores_of_each_replicas_rows_equal_one_ranks(
     [(expected, _)] = rank_pool.run(score, 1, job, [list(range(8))])
     job = replace(job, layout=layout)
     # Unequal, and one empty where there are several.
-    rows = [[6, 1, 0, 3, 2, 7, 4, 5], []][: layout.dp]
+    rows = [[6, 1, 0, 3, 2, 7, 4, 5], []][: layout.num_parts]
     found = rank_pool.run(score, layout.world_size, job, rows)
     for rank, (scored, calls) in enumerate(found):
         at = layout.coordinates(rank)
         done = [call[1] for call in calls]
         assert done == sorted(done)
-        assert done[-1:] == ([8] if rows[at.dp] else [])
-        own = torch.tensor(rows[at.dp], dtype=torch.int64)
+        part = rows[at.dp // layout.cp]
+        assert done[-1:] == ([8] if part else [])
+        own = torch.tensor(part, dtype=torch.int64)
         if at.pp < layout.pp - 1:
             assert scored.num_rows == 0
             continue
@@ -126,7 +128,7 @@ def accumulate(at: RankContext, job: Job, holds_all: bool) -> Accumulated:
         trainer = make_trainer(job, at, mesh)
         steps = record_gradients(trainer)
         lengths = job.batch["tokens"].lengths().tolist()
-        part = balanced_partition(lengths, mesh.dp.size)[mesh.dp.index]
+        part = balanced_partition(lengths, mesh.parts.size)[mesh.parts.index]
         held, plan = job.batch.select(torch.tensor(part)), UpdatePlan.of_mini_batch(lengths, part)
         if holds_all:
             held, plan = job.batch, for_whole_batch(plan)

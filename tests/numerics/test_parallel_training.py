@@ -109,6 +109,11 @@ LAYOUTS = {
     "pp2-dp2": TrainLayout(pp=2, dp=2),
     "tp2-pp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
     "tp2-pp2-dp2": TrainLayout(tp=2, pp=2, dp=2, order="tp-dp-pp"),
+    "cp2": TrainLayout(dp=2, cp=2),
+    "cp4-fsdp2 (2 kv heads)": TrainLayout(dp=4, cp=4, fsdp=2),
+    "cp2-fsdp4": TrainLayout(dp=4, cp=2, fsdp=4),
+    "tp2-cp2-dp4": TrainLayout(tp=2, dp=4, cp=2),
+    "tp2-pp2-cp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, cp=2, fsdp=2),
 }
 
 
@@ -117,7 +122,7 @@ UNTIED = ("tp4 (2 kv heads)", "pp3", "tp2-pp2-fsdp2")
 a stage of its own, and all ways at once."""
 SLOW = (
     *("tp2", "pp2", "tp2-dp2", "tp4-fsdp2 (2 kv heads)", "tp2-hsdp2x2", "pp2-fsdp2", "pp2-dp2"),
-    "tp2-pp2-dp2",
+    *("tp2-pp2-dp2", "cp2", "tp2-cp2-dp4"),
 )
 """Layouts of two ways of which `make test` tries each by itself, and both together with a third or
 with another kind of replicas; and those of which it tries one with more ranks."""
@@ -151,10 +156,10 @@ def test_three_steps_of_a_policy_agree_with_one_rank(
     "name",
     # Replicas of slices, and all other ways at once; the policy is trained in each way by itself.
     [
-        *("hsdp2x2", "tp2-pp2-fsdp2"),
+        *("hsdp2x2", "tp2-pp2-fsdp2", "cp2-fsdp4"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("tp2", "pp2", "fsdp2", "pp2-dp2")
+            for name in ("tp2", "pp2", "fsdp2", "pp2-dp2", "tp2-pp2-cp2-fsdp2")
         ),
     ],
     ids=str,
@@ -169,12 +174,15 @@ def test_three_steps_of_a_critic_agree_with_one_rank(
 @pytest.mark.parametrize(
     ("name", "recompute"),
     mostly_slow(
-        (1, 2),
+        (1, 2, 5),
         [
             ("fsdp2", "selective"),
             ("fsdp2", "full"),
             ("tp2-pp2-fsdp2", "selective"),
             ("tp2-pp2-fsdp2", "full"),
+            ("cp2", "selective"),
+            ("cp2-fsdp4", "full"),
+            ("tp2-pp2-cp2-fsdp2", "full"),
         ],
     ),
 )
@@ -235,7 +243,7 @@ def test_stages_alone_change_no_bit_of_an_untied_model(
 def test_the_gradient_norm_counts_every_element_once(
     rank_pool: RankPool, jobs: dict[tuple[str, bool], Job]
 ) -> None:
-    for name in ("tp4 (2 kv heads)", "hsdp2x2", "tp2-pp2-fsdp2"):
+    for name in ("tp4 (2 kv heads)", "hsdp2x2", "tp2-pp2-fsdp2", "cp2-fsdp4"):
         # A step for the whole batch: the metric is then one norm and no mean of three.
         job = replace(jobs["policy", True], layout=LAYOUTS[name], mini_batch_rows=8)
         found = _spread(rank_pool, job)

@@ -41,6 +41,7 @@ from rolemesh.engine.weights.resharding import Resharder
 PAPER = HybridLayout(TrainLayout(tp=2, dp=2), GenerateLayout(tp=1))
 """1-2-2 to 1-1-2-2."""
 ZERO = HybridLayout(TrainLayout(tp=2, dp=2, fsdp=2), GenerateLayout(tp=2))
+CUT_ROWS = HybridLayout(TrainLayout(dp=4, cp=2, fsdp=2))
 WAIT_S = 60.0
 SHORT_S = 2.0
 
@@ -119,7 +120,11 @@ def deliver_twice(at: RankContext, folder: Path, layout: HybridLayout) -> tuple[
         return name, counted
 
 
-@pytest.mark.parametrize("layout", [PAPER, ZERO], ids=["1-2-2 to 1-1-2-2", "fsdp to tp 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [PAPER, ZERO, CUT_ROWS],
+    ids=["1-2-2 to 1-1-2-2", "fsdp to tp 2", "ranks that cut rows"],
+)
 def test_the_sampler_holds_the_trainers_weights_and_each_run_counts_its_own_bytes(
     layout: HybridLayout, rank_pool: RankPool, folder: Path
 ) -> None:

@@ -305,12 +305,17 @@ LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
     "pp2": (TrainLayout(pp=2), {}),
     "tokens shared": (TrainLayout(tp=2), {"sequence_parallel": True}),
     "ep2 fsdp4": (TrainLayout(dp=4, fsdp=4, ep=2), {}),
+    "cp2 ep4, recomputed": (TrainLayout(dp=4, ep=4, cp=2), {"recompute": "full"}),
+    "cp2, tokens shared": (TrainLayout(tp=2, dp=2, cp=2), {"sequence_parallel": True}),
     "all ways, recomputed": (TrainLayout(tp=2, pp=2, dp=2, fsdp=2, ep=2), {"recompute": "full"}),
 }
 LAYERS = {"qwen3_moe": [0, 2], "glm4_moe": [1, 2]}
 """Numbers of the layers with experts."""
 PAIRS = [(family, name) for family in ("qwen3_moe", "glm4_moe") for name in LAYOUTS]
-QUICK = [("qwen3_moe", "all ways, recomputed"), ("glm4_moe", "pp2")]
+QUICK = [
+    *(("qwen3_moe", "all ways, recomputed"), ("glm4_moe", "pp2")),
+    *(("qwen3_moe", "cp2, tokens shared"), ("glm4_moe", "cp2 ep4, recomputed")),
+]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ TWO = TrainLayout(tp=2)
 EIGHT = TrainLayout(pp=2, tp=2, dp=2, fsdp=2)
 SHARED_EXPERTS = TrainLayout(dp=4, fsdp=4, ep=2)
 MORE_SHARED = TrainLayout(tp=2, dp=4, fsdp=2, ep=4)
+CUT_ROWS = TrainLayout(dp=4, cp=2, fsdp=2)
 FILE_BYTES = 100_000
 """Of an export's files: a fraction of the models, and less than their embedding."""
 
@@ -106,7 +107,7 @@ def _assert_same(found: Trained, expected: Trained) -> None:
     ("kind", "before", "targets"),
     mostly_slow(
         # Each layout once, as what is read or as what reads.
-        (0, 4, 5, 6, 7),
+        (0, 4, 5, 6, 7, 9),
         [
             ("policy", TENSOR_FSDP, (ONE, TWO, EIGHT)),
             ("policy", PIPELINE_TENSOR, (ONE, TWO, EIGHT)),
@@ -117,6 +118,8 @@ def _assert_same(found: Trained, expected: Trained) -> None:
             ("muon", TENSOR_FSDP, (ONE, EIGHT)),
             ("mixture", SHARED_EXPERTS, (ONE, MORE_SHARED, TENSOR_FSDP)),
             ("mixture", ONE, (SHARED_EXPERTS, MORE_SHARED)),
+            ("policy", CUT_ROWS, (ONE, TENSOR_FSDP)),
+            ("policy", TENSOR_FSDP, (CUT_ROWS,)),
         ],
     ),
 )

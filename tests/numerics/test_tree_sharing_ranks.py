@@ -45,6 +45,9 @@ LAYOUTS = {
     "dp2": TrainLayout(dp=2),
     "fsdp2": TrainLayout(dp=2, fsdp=2),
     "tp2-pp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
+    "cp2": TrainLayout(dp=2, cp=2),
+    "cp4 (2 kv heads)": TrainLayout(dp=4, cp=4),
+    "tp2-pp2-cp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, cp=2, fsdp=2),
 }
 
 
@@ -142,7 +145,9 @@ def _assert_agree(rank_pool: RankPool, job: Job, layout: TrainLayout, expected: 
             *(kind, layout),
             id=f"{kind}-{name}",
             # A critic is spread as a policy is, but for its head.
-            marks=[pytest.mark.slow] if kind == "critic" and name != "tp2-pp2-fsdp2" else [],
+            marks=[pytest.mark.slow]
+            if (kind == "critic" and name != "tp2-pp2-fsdp2") or name == "cp2"
+            else [],
         )
         for kind in ("policy", "critic")
         for name, layout in LAYOUTS.items()
@@ -180,6 +185,8 @@ def test_slices_that_share_tokens_share_prompts_too(
     options = {"sequence_parallel": True, "recompute": "full", "micro_batch_tokens": 30}
     sharing = replace(job, model=options)
     _assert_agree(rank_pool, sharing, LAYOUTS["tp2"], unshared(job))
+    # Of a rank's part of a row, too: 21, 14 and 7 tokens.
+    _assert_agree(rank_pool, sharing, TrainLayout(tp=2, dp=2, cp=2), unshared(job))
 
 
 @pytest.mark.parametrize("name", ["tp4 (2 kv heads)", "tp2-pp2-fsdp2"], ids=str)

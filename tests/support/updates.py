@@ -27,9 +27,9 @@ def for_whole_batch(plan: UpdatePlan) -> UpdatePlan:
 
 def plan_whole(trainer: Trainer, batch: Experience, rows_per_unit: int = 1) -> UpdatePlan:
     """A plan of one step, of which each data-parallel replica takes a part of about equal work."""
-    lengths, dp = batch["tokens"].lengths().tolist(), trainer.mesh.dp
-    parts = balanced_partition(unit_lengths(lengths, rows_per_unit), dp.size)
-    own = unit_rows(parts[dp.index], rows_per_unit)
+    lengths, all_parts = batch["tokens"].lengths().tolist(), trainer.mesh.parts
+    parts = balanced_partition(unit_lengths(lengths, rows_per_unit), all_parts.size)
+    own = unit_rows(parts[all_parts.index], rows_per_unit)
     return for_whole_batch(UpdatePlan.of_mini_batch(lengths, own, rows_per_unit))
 
 
@@ -51,10 +51,10 @@ def forward_backward(
 
 
 def auxiliary_whole(
-    batch: Experience, loss: LossSpec, weight: float, *, num_steps: int, dp: RankGroup = ALONE
+    batch: Experience, loss: LossSpec, weight: float, *, num_steps: int, parts: RankGroup = ALONE
 ) -> AuxiliaryLoss:
     """A further loss, the rows of which are dealt out over so many optimizer steps."""
-    plan = UpdatePlan.dealt(batch["tokens"].lengths().tolist(), dp, num_steps=num_steps)
+    plan = UpdatePlan.dealt(batch["tokens"].lengths().tolist(), parts, num_steps=num_steps)
     return AuxiliaryLoss(batch=batch, loss=loss, weight=weight, plan=for_whole_batch(plan))
 
 
@@ -69,5 +69,5 @@ def update_whole(
     """Trains on all rows; `numbers`: those of `UpdatePlan.of_update`, and perhaps `progress`."""
     progress = numbers.pop("progress", None)
     lengths = batch["tokens"].lengths().tolist()
-    plan = for_whole_batch(UpdatePlan.of_update(lengths, trainer.mesh.dp, **numbers))
+    plan = for_whole_batch(UpdatePlan.of_update(lengths, trainer.mesh.parts, **numbers))
     return trainer.update(batch, loss, plan, progress=progress, auxiliary=auxiliary)

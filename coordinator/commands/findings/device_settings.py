@@ -90,4 +90,5 @@ def _sizes(recipe: Recipe, role: str, model: ModelSpec) -> ModelSizes | None:
         num_layers=model.num_layers or 0,
         num_stages=layout.pp,
         num_slices=layout.tp,
+        num_cuts=layout.cp,
     )

@@ -279,7 +279,8 @@ MODELS = Topic(
                 f"{_ACTOR}megatron.pipeline_model_parallel_size",
                 f"{_ACTOR}megatron.expert_model_parallel_size",
                 f"{_ACTOR}fsdp_config.fsdp_size",
-                text="{0} x {1}, {2}, {3}, {4}, {5}",
+                *(f"{_ACTOR}{name}" for name in of.CUTS),
+                text="{0} x {1}, {2}, {3}, {4}, {5}, {6}, {7}",
             ),
         ),
         Fact(
@@ -291,6 +292,7 @@ MODELS = Topic(
                 *("critic.megatron.tensor_model_parallel_size",),
                 "critic.megatron.pipeline_model_parallel_size",
                 *(f"{one}megatron.expert_model_parallel_size" for one in (_REF, "critic.")),
+                *(f"{one}{name}" for one in (_REF, "critic.") for name in of.CUTS),
             ),
             is_shown=False,
         ),

@@ -16,6 +16,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 VERL = {"actor": "actor_rollout_ref.actor.", "critic": "critic."}
 ROLLOUT = "actor_rollout_ref.rollout."
 MODEL = "actor_rollout_ref.model."
+CUTS = ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
+"""How verl's sections call the ranks that cut rows among them, with FSDP and with Megatron."""
 
 
 def place(text: str) -> str:
@@ -287,12 +289,22 @@ def _verl_pass(source: Source, role: str) -> int | None:
         tokens = f"{prefix}{kind}_max_token_len_per_gpu"
         for name in ("micro_batch_size_per_gpu", "micro_batch_size"):
             source.lose(f"{prefix}{kind}_{name}", "use_dynamic_bsz counts tokens in its place")
-        return source.whole(tokens)
+        own = source.whole(tokens)
+        return None if own is None else own * row_cuts(source, role)
     rows = source.whole(f"{prefix}{kind}_micro_batch_size_per_gpu")
     if rows is None:
         return None
     source.lose(f"{prefix}{kind}_max_token_len_per_gpu", "rows are counted in its place")
     return rows * whole
+
+
+def row_cuts(source: Source, role: str) -> int:
+    """Ranks that cut rows among them, by verl's sections; the reference takes the actor's."""
+    prefix = {**VERL, "reference": "actor_rollout_ref.ref."}[role]
+    given = [f"{prefix}{name}" for name in CUTS if source.given(f"{prefix}{name}")]
+    if not given and role == "reference":
+        return row_cuts(source, "actor")
+    return max((source.whole(name) or 1 for name in given), default=1)
 
 
 def _openrlhf_pass(source: Source, role: str) -> int | None:

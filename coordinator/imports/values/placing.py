@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from rolemesh.coordinator.imports.draft import Draft
 from rolemesh.coordinator.imports.source import ImportedError, Source
 from rolemesh.coordinator.imports.values.batch import trl_processes
-from rolemesh.coordinator.imports.values.models import ROLLOUT, VERL, sampler
+from rolemesh.coordinator.imports.values.models import CUTS, ROLLOUT, VERL, row_cuts, sampler
 from rolemesh.coordinator.imports.values.teachers import verl_gpus
 from rolemesh.coordinator.recipe.role_names import field_of, teacher_role
 
@@ -28,6 +28,7 @@ class Placing:
     pp: int = 1
     fsdp: int | None = None
     ep: int = 1
+    cp: int = 1
     generate_tp: int = 1
     apart: int = 0
     """Rollout services of their own; 0: the actor samples."""
@@ -38,8 +39,9 @@ class Placing:
     """Whether these are always one step ahead."""
     others: dict[str, int] = field(default_factory=dict)
     """GPUs of roles that have a pool of their own."""
-    cuts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """Slices, stages and ranks that share experts out, of roles that differ from the actor's."""
+    cuts: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    """Slices, stages, ranks that share experts and ranks that cut rows, of roles that differ from
+    the actor's."""
     said: str = ""
 
 
@@ -77,6 +79,18 @@ def _owners(source: Source, megatron: str, tp: int, dp: int) -> int:
     return made
 
 
+def _cutters(source: Source, role: str, prefix: str, dp: int) -> int:
+    """Ranks that cut rows, by a section of verl's: they divide the data axis here."""
+    wanted = row_cuts(source, role)
+    made = math.gcd(wanted, dp)
+    if made != wanted:
+        for name in CUTS:
+            source.lose(
+                f"{prefix}{name}", f"cp of a layout divides its data axis ({dp}): {made} is taken"
+            )
+    return made
+
+
 def _of_verl(source: Source) -> Placing:
     per_host, hosts = source.whole("trainer.n_gpus_per_node"), source.whole("trainer.nnodes")
     gpus = (per_host or 1) * (hosts or 1)
@@ -110,13 +124,19 @@ def _of_verl(source: Source) -> Placing:
     cuts = {}
     for role, prefix in (("reference", "actor_rollout_ref.ref."), ("critic", "critic.")):
         own = [f"{prefix}megatron.{name}" for name in names]
-        if any(source.given(name) for name in (*own, f"{prefix}megatron.{_OWNERS}")):
+        further = (f"{prefix}megatron.{_OWNERS}", *(f"{prefix}{name}" for name in CUTS))
+        if any(source.given(name) for name in (*own, *further)):
             own_tp, own_pp = (source.whole(name) or 1 for name in own)
             own_dp = _fitting(source, gpus, own_tp, own_pp, tuple(own))
-            cuts[role] = (own_tp, own_pp, _owners(source, f"{prefix}megatron.", own_tp, own_dp))
+            cuts[role] = (
+                own_tp,
+                own_pp,
+                _owners(source, f"{prefix}megatron.", own_tp, own_dp),
+                _cutters(source, role, prefix, own_dp),
+            )
     teachers = verl_gpus(source)
     for role, (held, sliced) in teachers.items():
-        cuts[role] = (math.gcd(sliced, held), 1, 1)
+        cuts[role] = (math.gcd(sliced, held), 1, 1, 1)
     fsdp = cut if cut is not None and 0 < cut < dp and dp % cut == 0 else None
     if cut is not None and cut > 0 and fsdp is None and cut != dp:
         source.lose(f"{VERL['actor']}fsdp_config.fsdp_size", f"all {dp} replicas share the cut")
@@ -127,6 +147,7 @@ def _of_verl(source: Source) -> Placing:
         pp=pp,
         fsdp=fsdp,
         ep=_owners(source, megatron, tp, dp),
+        cp=_cutters(source, "actor", VERL["actor"], dp),
         cuts=cuts,
         others={role: own for role, (own, _) in teachers.items()},
         generate_tp=made,
@@ -217,8 +238,8 @@ def _of_trl(source: Source) -> Placing:
 
 
 def _layout(made: Placing, role: str = "actor") -> dict[str, int]:
-    tp, pp, ep = made.cuts.get(role, (made.tp, made.pp, made.ep))
-    sizes = {"pp": pp, "tp": tp, "dp": made.gpus // (tp * pp), "ep": ep}
+    tp, pp, ep, cp = made.cuts.get(role, (made.tp, made.pp, made.ep, made.cp))
+    sizes = {"pp": pp, "tp": tp, "dp": made.gpus // (tp * pp), "ep": ep, "cp": cp}
     layout = {name: size for name, size in sizes.items() if size > 1}
     return layout if made.fsdp is None else {**layout, "fsdp": made.fsdp}
 
@@ -266,7 +287,7 @@ def put_pools(draft: Draft, made: Placing) -> None:
                 pools["gpus"]["roles"].append(role)
         else:
             pools[role] = {"devices": _devices(used, own), "roles": [role]}
-            tp, *_ = made.cuts.get(role, (1, 1, 1))
+            tp, *_ = made.cuts.get(role, (1, 1, 1, 1))
             sizes = {"tp": tp, "dp": own // tp}
             used, spread = used + own, {name: size for name, size in sizes.items() if size > 1}
         if spread:

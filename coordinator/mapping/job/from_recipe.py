@@ -197,6 +197,7 @@ def _role(recipe: Recipe, name: str, work: Work, free: Freedom, on_gpus: bool) -
         free,
         cuts_over_data=(False,) if spec is None else (True, False),
         shares_experts=spec is not None,
+        cuts_rows=spec is not None,
         generate_slices=not isinstance(sampler, HfSpec),
         same_generation=spec is None,
         micro_batch_tokens=tuple(sorted({max(longest, one) for one in sizes})) or (longest,),

@@ -10,7 +10,7 @@ from typing import Literal
 
 from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.engine.layout.ranks import LayoutError, TrainLayout
-from rolemesh.engine.layout.slices import check_slices
+from rolemesh.engine.layout.slices import check_row_cuts, check_slices
 
 Recompute = Literal["none", "full"]
 
@@ -29,10 +29,12 @@ class Layout:
     """Neighbours on the data axis that cut each parameter: 1 or dp."""
     ep: int = 1
     """Neighbours on the data axis that share the experts of each layer out."""
+    cp: int = 1
+    """Neighbours on the data axis that cut each packed row among them."""
     generate_pp: int = 1
     generate_tp: int = 1
     micro_batch_tokens: int = 4096
-    """Most tokens of a pass."""
+    """Most tokens of a pass, over all ranks that cut its rows."""
     recompute: Recompute = "none"
     offload: bool = False
     """Whether moments lie in host memory between steps."""
@@ -54,7 +56,14 @@ class Layout:
     @property
     def train(self) -> TrainLayout:
         """That of training or scoring."""
-        return TrainLayout(pp=self.pp, tp=self.tp, dp=self.dp, fsdp=self.fsdp, ep=self.ep)
+        return TrainLayout(
+            pp=self.pp, tp=self.tp, dp=self.dp, fsdp=self.fsdp, ep=self.ep, cp=self.cp
+        )
+
+    @property
+    def own_tokens(self) -> int:
+        """Most tokens of a pass that one rank computes."""
+        return -(-self.micro_batch_tokens // self.cp)
 
     @property
     def expert_fsdp(self) -> int:
@@ -77,6 +86,8 @@ class Freedom:
     """Whether parameters may be cut over the data axis (FSDP), or lie whole on each replica."""
     shares_experts: bool = True
     """Whether the experts of a mixture may be shared out over the data axis."""
+    cuts_rows: bool = False
+    """Whether ranks may cut packed rows among them."""
     generate_stages: bool = False
     """Whether sampling may have stages; vLLM's external launcher has none."""
     generate_slices: bool = True
@@ -95,7 +106,9 @@ def layouts(
 
     Sizes of the data axis are all up to 16, then multiples of 8, and of 64 above 128: an axis
     between them gains less than a twentieth. Of stage numbers that give the longest stage equally
-    many layers, the smallest. Experts are shared out over divisors of the data axis.
+    many layers, the smallest. Experts are shared out over divisors of the data axis. Rows are cut
+    by ranks of one machine where passes are as short as they can be: longer ones would rather be
+    shortened. A role that only samples has whole rows.
 
     Args:
         model: What is cut.
@@ -106,11 +119,25 @@ def layouts(
     """
     for pp, tp, dp in _train_sizes(model, most_ranks, freedom):
         cuts = sorted({dp if cuts_over_data else 1 for cuts_over_data in freedom.cuts_over_data})
-        for (generate_pp, generate_tp), fsdp, ep, tokens, recompute, offload in itertools.product(
+        shortest = min(freedom.micro_batch_tokens)
+        row_cuts = [1] if samples and not trains else _row_cuts(model, tp, dp, freedom)
+        passes = [
+            (tokens, cp)
+            for tokens in freedom.micro_batch_tokens
+            for cp in (row_cuts if tokens == shortest else [1])
+        ]
+        for (
+            (generate_pp, generate_tp),
+            fsdp,
+            ep,
+            (tokens, cp),
+            recompute,
+            offload,
+        ) in itertools.product(
             _generate_sizes(pp, tp, freedom, samples),
             cuts,
             _expert_sizes(model, dp, freedom),
-            freedom.micro_batch_tokens,
+            passes,
             freedom.recompute if trains else ("none",),
             freedom.offload if trains else (False,),
         ):
@@ -120,6 +147,7 @@ def layouts(
                 dp=dp,
                 fsdp=fsdp,
                 ep=ep,
+                cp=cp,
                 generate_pp=generate_pp,
                 generate_tp=generate_tp,
                 micro_batch_tokens=tokens,
@@ -155,6 +183,22 @@ def _expert_sizes(model: Model, dp: int, freedom: Freedom) -> list[int]:
     if experts is None or not freedom.shares_experts:
         return [1]
     return _divisors(math.gcd(dp, experts.number))
+
+
+def _row_cuts(model: Model, tp: int, dp: int, freedom: Freedom) -> list[int]:
+    """Numbers of ranks that may cut rows: those that can share a slice's heads out."""
+    if not freedom.cuts_rows:
+        return [1]
+    found = []
+    for cp in _divisors(math.gcd(dp, model.shape.num_heads // tp)):
+        if tp * cp > max(tp, freedom.most_slices):
+            break
+        try:
+            check_row_cuts(model.shape, TrainLayout(tp=tp, dp=cp, cp=cp))
+        except LayoutError:
+            continue
+        found.append(cp)
+    return found
 
 
 def _generate_sizes(pp: int, tp: int, freedom: Freedom, samples: bool) -> Iterator[tuple[int, int]]:

@@ -74,6 +74,8 @@ def _role_settings(recipe: Recipe, pool: PlannedPool, role: PlannedRole) -> list
     cut = {"pp": layout.pp, "tp": layout.tp, "dp": layout.dp, "fsdp": layout.fsdp}
     if layout.ep > 1:
         cut["ep"] = layout.ep
+    if layout.cp > 1:
+        cut["cp"] = layout.cp
     if name == "rollout":
         del cut["fsdp"]
     values = ", ".join(f"{key}: {value}" for key, value in cut.items())

@@ -42,6 +42,7 @@ def own_layouts(recipe: Recipe, job: Job) -> dict[str, Layout]:
             dp=ranks.train.dp,
             fsdp=ranks.train.fsdp,
             ep=ranks.train.ep,
+            cp=ranks.train.cp,
             generate_pp=ranks.generate.pp if role.samples else 1,
             generate_tp=ranks.generate.tp if role.samples else 1,
             micro_batch_tokens=tokens,

@@ -31,6 +31,9 @@ _GATHERED_LAYER = 8
 """Bytes of a layer's parameter while weights are gathered: two layers in bfloat16, and the sum of
 one's gradients in float32."""
 
+_GRADIENT_BYTES = 2
+"""Of a number's gradient within a layer."""
+
 EXPERT_ROW_BYTES = 2
 """Of a number of a row that is on its way to an expert, or back."""
 
@@ -152,7 +155,7 @@ def trained_bytes(
     if has_adapter:
         # A score head counts twice, which is a row.
         held += parameters.held(layout) * system.frozen_bytes
-    shape, tokens = model.shape, layout.micro_batch_tokens
+    shape, tokens = model.shape, layout.own_tokens
     # A stage keeps what came in for each pass that is under way (1F1B).
     under_way = layout.pp
     hidden = tokens * shape.hidden_size * system.activation_bytes
@@ -162,7 +165,9 @@ def trained_bytes(
     keeps_inputs = layout.recompute == "full"
     own_layers = stage.dense * dense + stage.sparse * sparse
     kept = under_way * ((stage.dense + stage.sparse) * hidden if keeps_inputs else own_layers)
-    working = max(dense, sparse) if keeps_inputs else 0.0
+    # Where a layer goes backward, gradients of both inner products of its MLP lie beside it.
+    working = 2 * tokens * _inner_width(model) / layout.tp * _GRADIENT_BYTES
+    working += max(dense, sparse) if keeps_inputs else 0.0
     gathered = 0.0
     if layout.fsdp > 1:
         # What is outside the layers is whole while the stage runs.
@@ -187,17 +192,25 @@ def scored_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
     gathered = 0.0
     if layout.fsdp > 1:
         gathered = (parameters.outer + 2 * parameters.gathered(layout)) * system.frozen_bytes
-    shape, tokens = model.shape, layout.micro_batch_tokens
+    shape, tokens = model.shape, layout.own_tokens
     hidden = tokens * shape.hidden_size * system.activation_bytes
-    wide = shape.intermediate_size
+    wide = _inner_width(model)
     rows = 0
     if shape.experts is not None:
-        wide = max(wide, model.chosen * shape.experts.inner_size + shape.experts.shared_size)
         rows = 2 * EXPERT_ROW_BYTES * tokens * model.chosen * shape.hidden_size
     passes = 4 * hidden + 3 * tokens * wide / layout.tp * system.activation_bytes + rows
     return RankBytes(
         rest=int(held), peak=int(held + gathered + max(passes, _head_bytes(model, layout)))
     )
+
+
+def _inner_width(model: Model) -> int:
+    """Of the widest MLP that a token goes through."""
+    shape = model.shape
+    if shape.experts is None:
+        return shape.intermediate_size
+    chosen = model.chosen * shape.experts.inner_size + shape.experts.shared_size
+    return max(shape.intermediate_size, chosen)
 
 
 def _expert_layer(model: Model, layout: Layout, system: System) -> float:
@@ -210,7 +223,7 @@ def _expert_layer(model: Model, layout: Layout, system: System) -> float:
     inner = model.chosen * experts.inner_size
     kept = _mlp_layer(model, layout, system, inner + experts.shared_size)
     ways = 2 if shape.adapter is None else 1
-    rows = layout.micro_batch_tokens * model.chosen
+    rows = layout.own_tokens * model.chosen
     kept += ways * rows * shape.hidden_size * EXPERT_ROW_BYTES
     if shape.adapter is None or system.frozen_bytes > 2:
         # Rounded copies are of all experts, but where they are gathered as such.
@@ -226,7 +239,8 @@ def _mlp_layer(model: Model, layout: Layout, system: System, inner: int) -> floa
     widths = LayerWidths(
         hidden=shape.hidden_size,
         query=shape.num_heads * shape.head_dim,
-        key_value=shape.num_kv_heads * shape.head_dim,
+        # Ranks that cut rows have a key-value head each, or more.
+        key_value=max(shape.num_kv_heads, layout.tp * layout.cp) * shape.head_dim,
         inner=inner,
         norms_queries=shape.has_qk_norm,
     )
@@ -234,19 +248,19 @@ def _mlp_layer(model: Model, layout: Layout, system: System, inner: int) -> floa
     if shape.adapter is not None:
         return adapted_layer_bytes(
             widths,
-            layout.micro_batch_tokens,
+            layout.own_tokens,
             arithmetic,
             rank=shape.adapter.rank,
             targets=shape.adapter.targets,
             frozen_bytes=system.frozen_bytes,
             num_slices=layout.tp,
         )
-    return layer_bytes(widths, layout.micro_batch_tokens, arithmetic, num_slices=layout.tp)
+    return layer_bytes(widths, layout.own_tokens, arithmetic, num_slices=layout.tp)
 
 
 def _head_bytes(model: Model, layout: Layout) -> float:
     if model.shape.head != "lm_head":
-        return 4.0 * layout.micro_batch_tokens * model.shape.hidden_size
-    logits = min(_LOGITS_BYTES, 4 * layout.micro_batch_tokens * model.shape.vocab_size)
-    hidden = 4.0 * layout.micro_batch_tokens * model.shape.hidden_size
+        return 4.0 * layout.own_tokens * model.shape.hidden_size
+    logits = min(_LOGITS_BYTES, 4 * layout.own_tokens * model.shape.vocab_size)
+    hidden = 4.0 * layout.own_tokens * model.shape.hidden_size
     return _HEAD_COPIES * logits / layout.tp + hidden

@@ -122,5 +122,5 @@ def experience_seconds(work: Work, layout: Layout, group: DeviceGroup) -> float:
     """A call: its ranks pull the rows that they compute, each over a stream of its own."""
     coefficients = group.coefficients
     num_bytes = work.rows * work.row_tokens * _TOKEN_BYTES
-    streams = layout.dp * coefficients.stream_bandwidth
+    streams = layout.train.num_parts * coefficients.stream_bandwidth
     return num_bytes / streams + work.rows * coefficients.row_s + coefficients.call_s

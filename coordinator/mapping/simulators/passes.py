@@ -1,10 +1,11 @@
 """Simulators of training and of scoring: seconds of passes over a batch on a layout.
 
 Roofline: a pass takes what its products take, or reading its weights where that is longer. To that
-come all-reduces of tensor slices, rows that travel to their experts, the pipeline's fill and drain,
-gathers of weights that are cut over the data axis, the sum of gradients, and the optimizer, which
-reads and writes memory. Of a model with an adapter, gradients and optimizer are those of its
-factors, and a backward pass multiplies with the frozen weights once.
+come all-reduces of tensor slices, rows that travel to their experts, heads for tokens of rows that
+are cut, the pipeline's fill and drain, gathers of weights that are cut over the data axis, the sum
+of gradients, and the optimizer, which reads and writes memory. Of a model with an adapter,
+gradients and optimizer are those of its factors, and a backward pass multiplies with the frozen
+weights once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ _OPTIMIZER_BYTES = 28
 """Memory that AdamW reads and writes for a parameter: gradient, weight and two moments are read,
 and the last three written, in float32."""
 
+_ATTENTION_BYTES = 2
+"""Of a number of a query, key or value on its way to the rank that attends with it."""
+
 _REDUCES = 2
 """All-reduces of tensor slices in a forward pass of a layer; as many in the backward pass
 (arXiv 1909.08053, section 3)."""
@@ -42,6 +46,8 @@ class PassSeconds:
     """All-reduces of tensor slices, and what stages send each other."""
     experts: float = 0.0
     """Rows on their way to the ranks of their experts, and back."""
+    heads: float = 0.0
+    """Heads for tokens around attention, of rows that are cut."""
     bubble: float = 0.0
     """Filling and draining the pipeline."""
     gathers: float = 0.0
@@ -57,6 +63,7 @@ class PassSeconds:
             self.compute
             + self.slices
             + self.experts
+            + self.heads
             + self.bubble
             + self.gathers
             + self.gradients
@@ -93,6 +100,7 @@ def update_seconds(
         compute=one.compute * steps,
         slices=one.slices * steps,
         experts=one.experts * steps,
+        heads=one.heads * steps,
         bubble=one.bubble * steps,
         gathers=one.gathers * steps,
         gradients=gradients * steps,
@@ -118,10 +126,11 @@ def _batch(
     trains: bool,
 ) -> PassSeconds:
     """Passes over rows that the replicas share, in micro-batches."""
-    own_rows = math.ceil(rows / layout.dp)
+    own_rows = math.ceil(rows / layout.train.num_parts)
     tokens = work.computed_tokens(own_rows)
     passes = min(own_rows, max(1, math.ceil(tokens / layout.micro_batch_tokens)))
-    micro_tokens = tokens / passes
+    # Of a pass, what a rank computes.
+    micro_tokens = tokens / passes / layout.cp
     ranks = layout.pp * layout.tp
     flops = model.forward_flops(micro_tokens, work.context) / ranks
     # Recomputing is a forward pass more.
@@ -147,13 +156,15 @@ def _batch(
         stride = group.per_machine if crosses else layout.tp
         slices += (2 if trains else 1) * group.send_s(hidden, stride, layout.tp)
     experts = turns * _exchange_s(model, layout, group, micro_tokens)
+    heads = turns * _heads_s(model, layout, group, micro_tokens)
     gathers = _gathers(model, layout, group, system, trains=trains)
     exposed = max(0.0, gathers - group.coefficients.hidden * compute)
     return PassSeconds(
         compute=passes * compute,
         slices=passes * slices,
         experts=passes * experts,
-        bubble=(layout.pp - 1) * (compute + slices + experts + exposed),
+        heads=passes * heads,
+        bubble=(layout.pp - 1) * (compute + slices + experts + heads + exposed),
         gathers=passes * exposed,
     )
 
@@ -170,6 +181,20 @@ def _exchange_s(model: Model, layout: Layout, group: DeviceGroup, tokens: float)
     layers = math.ceil(len(experts.layers) / layout.pp)
     others = rows * (layout.ep - 1) / layout.ep
     return 2 * layers * group.fetch_s(others, layout.ep, layout.tp * layout.pp)
+
+
+def _heads_s(model: Model, layout: Layout, group: DeviceGroup, tokens: float) -> float:
+    """Queries, keys, values and what is attended on their way, in one direction of the pass."""
+    if layout.cp == 1:
+        return 0.0
+    shape = model.shape
+    kv_heads = max(shape.num_kv_heads / layout.tp, layout.cp)
+    numbers = 2 * (shape.num_heads / layout.tp + kv_heads) * shape.head_dim
+    others = tokens * numbers * _ATTENTION_BYTES * (layout.cp - 1) / layout.cp
+    layers = math.ceil(shape.num_layers / layout.pp)
+    # Before attention and behind it: two exchanges.
+    stride = layout.tp * layout.pp
+    return 2 * layers * group.fetch_s(others / 2, layout.cp, stride)
 
 
 def _gathers(

@@ -221,6 +221,9 @@ def _advice(
         yield from _advice_for_model(worst.role, section, role, recipe.layout(worst.role).tp)
     layout = recipe.layout(worst.role)
     where = "train" if hasattr(section, "train") else "layout"
+    if layout.num_parts > 1 and role.at_peak.get("activations", 0) > role.peak / 10:
+        more = next(size for size in range(layout.cp + 1, layout.dp + 1) if layout.dp % size == 0)
+        yield f"{worst.role}.{where}.cp: {more} (ranks cut a row among them, if it is a long one)"
     if layout.fsdp < layout.dp:
         yield f"{worst.role}.{where}.fsdp: {layout.dp} (each rank holds a part of the weights)"
     if role.trains and not section.optimizer.offload:

@@ -118,7 +118,7 @@ class TrainerServicer(EstimateServicer):
             judged = await self._judged_rows(request.experience, call)
             plan = UpdatePlan.of_update(
                 row_tokens(request.experience),
-                trainer.mesh.dp,
+                trainer.mesh.parts,
                 judged=judged,
                 epochs=request.epochs,
                 mini_batch_rows=request.mini_batch_rows,
@@ -176,7 +176,7 @@ class TrainerServicer(EstimateServicer):
         """A further loss with this rank's rows of it."""
         loss = algorithm_part(LossSpec, extra.loss)
         plan = UpdatePlan.dealt(
-            row_tokens(extra.experience), self._role.trainer.mesh.dp, num_steps=num_steps
+            row_tokens(extra.experience), self._role.trainer.mesh.parts, num_steps=num_steps
         )
         return AuxiliaryLoss(
             batch=await self._pull_for(loss, extra.experience, plan, call),

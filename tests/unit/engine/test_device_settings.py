@@ -206,6 +206,9 @@ def test_cut_models_and_those_that_share_tokens_keep_less() -> None:
     hidden = 32 * 4096 * 4096
     assert cut == whole / 8 + hidden * 16 * 7 / 8
     assert cut - shared == hidden * 12 * 7 / 8
+    # Of a row that four ranks cut, one keeps what it would of a fourth.
+    of_row = activation_bytes(_model(), replace(LARGE, num_cuts=4), is_narrow=True)
+    assert of_row == activation_bytes(_model(micro_batch_tokens=1024), LARGE, is_narrow=True)
     # A stage keeps the passes of all stages.
     stages = replace(LARGE, num_stages=4)
     assert activation_bytes(_model(), stages, is_narrow=True) == whole

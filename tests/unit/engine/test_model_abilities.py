@@ -45,7 +45,7 @@ def test_a_model_can_do_what_its_family_can(name: str) -> None:
     assert found.on_one_rank == "yes"
     assert found.adapters == of_family.adapters
     bound = "tp up to 2, pp, fsdp" if family == "phi3" else "tp, pp, fsdp"
-    assert found.over_ranks == (f"{bound}, ep" if RECORDS[family].experts else bound)
+    assert found.over_ranks == f"{bound}{', ep' if RECORDS[family].experts else ''}, cp"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,11 @@ def test_check_prints_the_table_of_a_folder(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert (shown.exit_code, shown.stdout) == (0, as_markdown([abilities_of(config)]) + "\n")
     told = json.loads(CliRunner().invoke(app, [str(folder), "--json"]).stdout)
-    assert (told["type"], told["family"], told["over_ranks"]) == ("model", "llama", "tp, pp, fsdp")
+    assert (told["type"], told["family"], told["over_ranks"]) == (
+        "model",
+        "llama",
+        "tp, pp, fsdp, cp",
+    )
 
     file = folder / "config.json"
     file.write_text(json.dumps({**config, "model_type": "gemma2"}))

@@ -24,12 +24,13 @@ EIGHT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @st.composite
 def layouts(draw: st.DrawFn) -> HybridLayout:
-    generate_pp, b, generate_tp, a, dp = (draw(st.integers(1, 3)) for _ in range(5))
+    generate_pp, b, generate_tp, a, parts, cp = (draw(st.integers(1, 3)) for _ in range(6))
     return HybridLayout(
         TrainLayout(
             pp=generate_pp * b,
             tp=generate_tp * a,
-            dp=dp,
+            dp=parts * cp,
+            cp=cp,
             order=draw(st.sampled_from(["tp-pp-dp", "tp-dp-pp"])),
         ),
         GenerateLayout(
@@ -106,7 +107,7 @@ def test_3d_proto_collects_the_last_stage_and_first_slice_of_each_replica(
     train = layout.train
     at = [train.coordinates(rank) for rank in protocol("3D_PROTO").collect(layout)]
     assert [(where.pp, where.tp, where.dp) for where in at] == [
-        (train.pp - 1, 0, dp) for dp in range(train.dp)
+        (train.pp - 1, 0, dp) for dp in range(0, train.dp, train.cp)
     ]
 
 
@@ -185,12 +186,12 @@ def test_ragged_rows_are_balanced_by_their_tokens() -> None:
 
 
 def test_pure_data_parallelism_refuses_slices_and_stages() -> None:
-    layout = HybridLayout(TrainLayout(tp=2, pp=3, dp=2))
+    layout = HybridLayout(TrainLayout(tp=2, pp=3, dp=2, cp=2))
     for ask in (
         lambda: protocol("DP_PROTO").distribute(layout, [1]),
         lambda: protocol("DP_PROTO").collect(layout),
     ):
-        with pytest.raises(LayoutError, match="but tp is 2 and pp 3: use 3D_PROTO"):
+        with pytest.raises(LayoutError, match="but tp is 2, pp 3 and cp 2: use 3D_PROTO"):
             ask()
 
 

@@ -142,6 +142,19 @@ def test_experts_are_shared_out_where_their_gathers_take_longer_than_rows(tmp_pa
     assert "ep:" not in plan(dense, "--gpus=8", "--gpu=h100", *lengths, "--explain")
 
 
+def test_rows_that_fit_on_no_gpu_are_cut(tmp_path: Path) -> None:
+    """7B on rows of 131,072 tokens: the written recipe says how many ranks have a row."""
+    recipe = recipe_of(tmp_path, CONFIGS["Qwen2.5-7B-Instruct"], SFT)
+    path = tmp_path / "planned.yaml"
+    lengths = ("--prompt-tokens=2048", "--completion-tokens=129024")
+    told = planned(recipe, "--gpus=8", "--gpu=h100", *lengths, "--write", path)
+    (role,) = told["pools"][0]["roles"]
+    assert " cp " in role["layout"]
+    layout = load_recipe([path]).layout("actor")
+    assert layout.cp == role["cut"]["cp"] > 1
+    assert layout.described() == role["layout"]
+
+
 def test_the_recipe_of_a_mixture_for_8_gpus_has_the_layout_of_its_plan(tmp_path: Path) -> None:
     model = config_folder(tmp_path, "Qwen3-30B-A3B")
     path = REPOSITORY / "recipes" / "gpu" / "grpo-30b-a3b-8-gpus.yaml"

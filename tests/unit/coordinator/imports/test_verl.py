@@ -201,6 +201,26 @@ def test_experts_are_shared_out_as_by_megatron() -> None:
     assert tree_of(same)["reference"]["layout"] == {"tp": 2, "dp": 4, "ep": 4}
 
 
+@pytest.mark.parametrize(
+    "name", ["ulysses_sequence_parallel_size", "megatron.context_parallel_size"]
+)
+def test_rows_are_cut_over_as_many_ranks(name: str) -> None:
+    given = ("trainer.n_gpus_per_node=8", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.{name}=4")
+    tokens = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=4096")
+    tree = tree_of(made := of_verl(*given, *tokens))
+    layout = tree["actor"]["train"]
+    assert (layout["dp"] % 4, layout["cp"]) == (0, 4)
+    assert tree["reference"]["layout"]["cp"] == 4, "verl's reference takes the actor's"
+    # verl counts the tokens that one GPU has of a pass.
+    assert tree["actor"]["model"]["micro_batch_tokens"] == 4 * 4096
+    assert not [one for one in made.lost if name in one]
+    other = of_verl(*given, f"{PREFIX}.ref.{name}=2")
+    assert tree_of(other)["reference"]["layout"]["cp"] == 2
+    few = of_verl("trainer.n_gpus_per_node=6", f"{ACTOR}.{name}=4")
+    assert tree_of(few)["actor"]["train"].get("cp", 1) < 4
+    assert "cp of a layout divides its data axis" in few.lost[f"{ACTOR}.{name}"]
+
+
 def test_experts_over_more_ranks_than_the_data_axis_has_are_said_to_be_lost() -> None:
     megatron = f"{ACTOR}.megatron"
     made = of_verl(
@@ -290,10 +310,10 @@ def test_a_punishment_that_verl_would_not_read_is_none_here() -> None:
 
 
 def test_what_is_unknown_or_has_no_place_is_a_comment_with_its_value() -> None:
-    made = of_verl("+trainer.mystery=7", f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    made = of_verl("+trainer.mystery=7", f"{ACTOR}.max_seqlen_per_dp_cp_rank=8")
     assert made.lost["trainer.mystery"].startswith("not known to the importer")
     assert "#   trainer.mystery = 7\n" in made.text
-    assert f"#   {ACTOR}.ulysses_sequence_parallel_size = 2\n" in made.text
+    assert f"#   {ACTOR}.max_seqlen_per_dp_cp_rank = 8\n" in made.text
 
 
 def test_a_value_that_changes_nothing_says_so() -> None:

@@ -262,6 +262,11 @@ def test_a_key_that_is_missing_in_the_section_at_hand_is_suggested_first(recipe_
             "(--set actor.train.ep=4)",
         ),
         (
+            ["actor.train.dp=4", "actor.train.cp=3"],
+            "actor.train: cp 3 does not divide dp 4: give one of [1, 2, 4] "
+            "(--set actor.train.cp=3)",
+        ),
+        (
             ["actor.train.tp=4", "actor.generate.tp=3"],
             "actor: generate.tp 3 does not divide train.tp 4: give one of [1, 2, 4] "
             "(--set actor.generate.tp=3)",
@@ -269,7 +274,7 @@ def test_a_key_that_is_missing_in_the_section_at_hand_is_suggested_first(recipe_
         (
             ["reference.layout.zz=2"],
             "reference.layout.zz: unknown key (--set reference.layout.zz=2); keys of "
-            "reference.layout are pp, tp, dp, fsdp, ep, order",
+            "reference.layout are pp, tp, dp, fsdp, ep, cp, order",
         ),
         (
             [
@@ -281,7 +286,7 @@ def test_a_key_that_is_missing_in_the_section_at_hand_is_suggested_first(recipe_
             "GPU of its own: give the pool more devices, or the role a smaller layout",
         ),
     ],
-    ids=["size", "fsdp", "ep", "generate", "name", "devices"],
+    ids=["size", "fsdp", "ep", "cp", "generate", "name", "devices"],
 )
 def test_a_layout_that_cannot_be_is_explained(
     recipe_file: Path, overrides: list[str], message: str

@@ -126,6 +126,21 @@ def test_each_advised_setting_is_a_key_of_the_recipe() -> None:
         recipe(f"{key}={value}")
 
 
+def test_replicas_are_advised_to_cut_rows() -> None:
+    given = recipe("actor.train.dp=4", "pools.gpus.devices=['cuda:0','cuda:1','cuda:2','cuda:3']")
+    keys = [line.partition(" (")[0] for line in found(given, 20).advice]
+    assert "actor.train.cp: 2" in keys
+    assert "cp: 4" in " ".join(
+        found(
+            recipe(
+                *("actor.train.dp=4", "actor.train.cp=2"),
+                "pools.gpus.devices=['cuda:0','cuda:1','cuda:2','cuda:3']",
+            ),
+            20,
+        ).advice
+    )
+
+
 def test_slices_are_advised_to_share_tokens_before_layers_are_recomputed() -> None:
     given = (
         "pools.gpus.devices=['cuda:0', 'cuda:1']",

@@ -90,7 +90,7 @@ def test_loopback_needs_no_consent(host: str) -> None:
         (["--layout", "tp=0"], "layout.tp is '0'"),
         (["--layout", "tp"], "layout is 'tp': give each size once as name=number"),
         (["--layout", "tp=2,tp=2"], "layout is 'tp=2,tp=2': give each size once"),
-        (["--layout", "sp=2"], "a layout has no 'sp': it has pp, tp, dp, fsdp, ep, order"),
+        (["--layout", "sp=2"], "a layout has no 'sp': it has pp, tp, dp, fsdp, ep, cp, order"),
         (["--layout", "dp=4,fsdp=3"], "fsdp 3 does not divide dp 4"),
         (["--advertise", "a:1"], "advertise is 'a:1' with port 0"),
     ],
