@@ -107,7 +107,7 @@ def _axes(record: FamilyRecord, bound: str) -> str:
 
 
 def _adapters(record: FamilyRecord) -> str:
-    return "yes, but on experts" if record.experts else "yes"
+    return "yes; on experts, vLLM by `merged` alone" if record.experts else "yes"
 
 
 def _refused(family: str, why: str) -> Abilities:
