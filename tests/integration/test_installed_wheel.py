@@ -29,8 +29,9 @@ pytestmark = pytest.mark.slow
 
 def run(*command: str | Path, folder: Path) -> str:
     """What a command says that ends well, started where nothing leads to the repository."""
-    # PYTHONPATH would bring the repository's rolemesh in before the wheel's.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    # PYTHONPATH would bring the repository's rolemesh in before the wheel's; what tests set for
+    # services of ours would grant these more than a user's have.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "ROLEMESH"))}
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
