@@ -6,8 +6,6 @@ is checked below. Parameters of a test stand for further ways of the same.
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
 import subprocess
 import sys
@@ -15,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.named_tests import TESTS, collected
 
-TESTS = Path(__file__).resolve().parents[1]
 LATER = {"slow", "gpu", "containers", "skip", "skipif", "xfail"}
 """Marks of tests that `make test` does not run, or whose failure it does not tell."""
 
@@ -226,22 +224,6 @@ LESSONS = (
         """,
     ),
 )  # fmt: skip
-
-
-@functools.cache
-def collected(file: str) -> dict[str, set[str]]:
-    """Tests of a file that pytest takes, with their marks."""
-    tree = ast.parse((TESTS / file).read_text())
-    of_all = set[str]()
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
-            of_all |= set(re.findall(r"mark\.(\w+)", ast.unparse(node.value)))
-    found = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            decorators = " ".join(ast.unparse(one) for one in node.decorator_list)
-            found[node.name] = of_all | set(re.findall(r"mark\.(\w+)", decorators))
-    return found
 
 
 NAMED = sorted({named for lesson in LESSONS for named in lesson.named()})
