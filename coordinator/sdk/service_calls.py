@@ -150,5 +150,6 @@ class ServiceCalls:
     def _updated(self, result: Any) -> Update:
         """What changed weights, noted."""
         self.policy_version = result.policy_version
-        loads = LayerLoads.of(result.expert_loads)
+        # A sampler that takes weights has trained nothing, and its answer has no such field.
+        loads = LayerLoads.of(getattr(result, "expert_loads", ()))
         return Update(result.policy_version, Report.of(result.report), loads)

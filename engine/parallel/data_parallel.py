@@ -16,17 +16,13 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rolemesh.engine.devices import use_device
+from rolemesh.engine.parallel.expert_modules import experts_of
 from rolemesh.engine.parallel.mesh import RankMesh
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The decoder layers: torch and transformers mark them in no other way for all families."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold stacks of experts: those that transformers lets be computed so."""
-    return [one for one in model.modules() if hasattr(one, "_is_expert_parallel")]
 
 
 def cut_over_data(

@@ -28,8 +28,8 @@ from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.layout.slices import check_layout
 from rolemesh.engine.models.experts import group_experts, grouped_linear
 from rolemesh.engine.models.rounding import round_weights, rounded_product
-from rolemesh.engine.parallel.data_parallel import experts_of
 from rolemesh.engine.parallel.expert_exchange import computed_by_owners
+from rolemesh.engine.parallel.expert_modules import experts_of
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, RolloutRoleSpec
 from rolemesh.engine.train.trainer import Trainer
 

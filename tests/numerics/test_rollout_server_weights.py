@@ -254,7 +254,7 @@ def test_whole_weights_come_to_a_rollout_service_of_one_rank(make: Make) -> None
         **dict.fromkeys(
             (
                 *("tp", "pp", "dp", "fsdp", "replicate", "model", "stage", "generate_tp"),
-                *("micro_dp", "experts", "expert_fsdp", "expert_replicate"),
+                *("micro_dp", "experts", "expert_fsdp", "expert_replicate", "cp", "parts"),
             ),
             alone,
         ),

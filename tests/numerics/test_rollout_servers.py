@@ -260,6 +260,7 @@ def test_generation_is_not_cut_over_ranks(make: Make) -> None:
             (
                 *("world", "tp", "pp", "dp", "fsdp", "replicate", "model", "stage"),
                 *("generate_tp", "micro_dp", "experts", "expert_fsdp", "expert_replicate"),
+                *("cp", "parts"),
             ),
             ALONE,
         ),

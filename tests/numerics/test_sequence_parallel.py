@@ -191,7 +191,7 @@ def sent_while_scoring(at: RankContext, job: Job) -> Counter[tuple[str, str]]:
     seen: Counter[tuple[str, str]] = Counter()
     places = {
         "all_reduce": (dist, "all_reduce"),
-        "all_gather": (token_shares, "_all_gather"),
+        "all_gather": (token_shares, "all_gather"),
         "reduce_scatter": (token_shares, "_reduce_scatter"),
     }
     real = {name: getattr(*place) for name, place in places.items()}
