@@ -147,7 +147,7 @@ def _in_type(name: str, values: Any, kind: gguf.GGMLQuantizationType) -> Any:
     """Values float32 [shape] in the file's type: of the same shape, or bytes of its blocks."""
     if kind == gguf.GGMLQuantizationType.F16:
         largest = float(np.abs(values).max())
-        if largest > np.finfo(np.float16).max:
+        if largest > float(np.finfo(np.float16).max):
             raise UnwritableModelError(
                 f"--gguf is f16, which ends at 65504, and {name!r} has a weight of {largest:g}: "
                 "give bf16"

@@ -95,6 +95,14 @@ def read_vocabulary(folder: Path, size: int, stop_tokens: Sequence[int]) -> Voca
     template = tokenizer.chat_template
     if template is not None and not isinstance(template, str):
         raise _unknown("it has several chat templates")
+    adds_start = _adds_start(tokenizer)
+    if adds_start and template is not None:
+        shown = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        if not shown.startswith(tokenizer.bos_token):
+            raise _unknown(
+                f"it begins text with {tokenizer.bos_token!r}, and its chat template does not, "
+                "where llama.cpp would"
+            )
     return Vocabulary(
         pre=pre,
         tokens=tokens,
@@ -102,7 +110,7 @@ def read_vocabulary(folder: Path, size: int, stop_tokens: Sequence[int]) -> Voca
         merges=[
             one if isinstance(one, str) else " ".join(one) for one in content["model"]["merges"]
         ],
-        adds_start=_adds_start(tokenizer),
+        adds_start=adds_start,
         named={key: int(token) for key, token in named.items() if token is not None},
         chat_template=template,
     )

@@ -32,7 +32,7 @@ PRES = ("gpt-2", "smollm", *SPLITS.values())
 TOOL = "<tool>"
 """A token that is added, and no special one."""
 
-NUM_TOKENS = 500
+NUM_TOKENS = 400
 VOCAB_SIZE = 512
 """Of the models: the last rows of the embedding belong to no token."""
 
@@ -144,6 +144,8 @@ def save_checkpoint(model: Path, directory: Path, **section: Any) -> Path:
 def exported(model: Path, folder: Path, kind: GgufType) -> Path:
     """The file of a model, by way of a checkpoint."""
     file = folder / f"{kind}.gguf"
+    if file.exists():
+        return file
     if not (folder / "checkpoint").exists():
         save_checkpoint(model, folder / "checkpoint")
     export_policy(folder / "checkpoint", model, file, gguf=kind)
