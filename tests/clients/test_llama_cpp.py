@@ -222,12 +222,10 @@ def test_an_evaluation_scores_the_same_rows_at_llama_cpp(
     smollm2: tuple[Any, Sequence[Greedy]], files: Path, tmp_path: Path
 ) -> None:
     tokenizer, answers = smollm2
-    rows = [
-        {"prompt": [{"role": "user", "content": text}], "answer": "42"} for text in QUESTIONS
-    ]
-    lines = "\n".join(json.dumps(row) for row in rows)
-    for name in ("train", "held"):
-        (tmp_path / f"{name}.jsonl").write_text(lines + "\n")
+    for name, asked in {"train": ("What is 1 + 1?",), "held": QUESTIONS}.items():
+        rows = [{"prompt": [{"role": "user", "content": text}], "answer": "42"} for text in asked]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
     suite = {
         "asked": {
             "data": {

@@ -19,6 +19,7 @@ params.n_parallel = 1
 # As many tokens as the file says.
 params.n_ctx = 0
 params.warmup = False
-params.cpuparams.n_threads = 2
+# Threads of its own wait awake for each other, which is slow where others use the cores.
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 server = xllamacpp.Server(params)
 signal.sigwait({signal.SIGTERM, signal.SIGINT})
