@@ -116,6 +116,7 @@ class Decoder:
     def _rope_factors(self) -> torch.Tensor | None:
         if self._rope("rope_type", "default") == "default":
             return None
+        scaled: torch.Tensor
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self._config, torch.device("cpu"))
         exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float64) / self._head_dim
         plain = float(self._rope("rope_theta", None)) ** -exponents
@@ -182,5 +183,5 @@ class Decoder:
         heads = {"q_proj": self._heads, "k_proj": self._kv_heads}.get(module.rpartition(".")[2])
         if heads is None or not self.architecture.rotates_neighbours:
             return tensor
-        halves = tensor.unflatten(0, (heads, 2, self._head_dim // 2))
-        return halves.transpose(1, 2).flatten(0, 2)
+        halves = tensor.reshape(heads, 2, self._head_dim // 2, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)

@@ -160,9 +160,12 @@ def test_llama_cpp_reads_text_as_the_tokenizer_does(
         turns = [{"role": "user", "content": TEXTS[0]}]
         rendered = server.ask("/apply-template", messages=turns)["prompt"]
         tokens = server.ask("/tokenize", content=rendered, add_special=True)["tokens"]
-        assert tokens == tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_dict=True
-        ).input_ids
+        assert (
+            tokens
+            == tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=True
+            ).input_ids
+        )
 
 
 @pytest.fixture(scope="module")
