@@ -35,11 +35,12 @@ QUESTIONS = (
 EXACT = 2e-5
 """Between log-probs of tiny models when all is float32, in sums of another order; 6e-6 was seen."""
 
-WITH_F16_CACHE = 0.01
-"""The same with llama.cpp's usual cache of keys and values, which is float16, on SmolLM2."""
+WITH_F16_CACHE = 0.014
+"""The same with llama.cpp's usual attention, in float16, on SmolLM2; 0.007 was seen."""
 
-GAPS: dict[GgufType, float] = {"f16": 0.02, "bf16": 0.3, "q8_0": 0.5}
-"""Greatest difference of a log-prob on SmolLM2, with the float16 cache."""
+GAPS: dict[GgufType, float] = {"f16": 0.02, "bf16": 0.06, "q8_0": 0.4}
+"""Greatest difference of a log-prob on SmolLM2, with the float16 cache; 0.011, 0.031 and 0.227 were
+seen, and twice that is a mistake."""
 
 
 @dataclass(frozen=True)
