@@ -20,7 +20,8 @@ from support.evaluations import evaluated, rows_beside
 from support.gguf_models import CASES, PRES, TEXTS, bpe_tokenizer, exported, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rolemesh.engine.specs import GgufType
+from rolemesh.engine.rewards.arithmetic import arithmetic_score
+from rolemesh.engine.specs import ArithmeticRewardSpec, GgufType
 
 pytestmark = pytest.mark.clients
 
@@ -122,6 +123,13 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def chat_tokens(tokenizer: Any, text: str) -> list[int]:
+    """A user's turn by the template, up to where the answer begins."""
+    turns = [{"role": "user", "content": text}]
+    told = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    return list(told.input_ids)
+
+
 def check_same(found: Greedy, expected: Greedy, within: float) -> None:
     assert found.tokens == expected.tokens
     pairs = zip(found.logprobs, expected.logprobs, strict=True)
@@ -161,12 +169,7 @@ def test_llama_cpp_reads_text_as_the_tokenizer_does(
         turns = [{"role": "user", "content": TEXTS[0]}]
         rendered = server.ask("/apply-template", messages=turns)["prompt"]
         tokens = server.ask("/tokenize", content=rendered, add_special=True)["tokens"]
-        assert (
-            tokens
-            == tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_dict=True
-            ).input_ids
-        )
+        assert tokens == chat_tokens(tokenizer, TEXTS[0])
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +178,7 @@ def smollm2() -> tuple[Any, Sequence[Greedy]]:
     if not MODEL.exists():
         pytest.skip(f"{MODEL} is not there: run `make model`")
     lm, tokenizer = loaded(MODEL), AutoTokenizer.from_pretrained(MODEL)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
-        ).input_ids
-        for text in QUESTIONS
-    ]
+    prompts = [chat_tokens(tokenizer, text) for text in QUESTIONS]
     return tokenizer, [by_transformers(lm, prompt) for prompt in prompts]
 
 
@@ -254,3 +252,5 @@ def test_an_evaluation_scores_the_same_rows_at_llama_cpp(
             assert code == 0, told
             found = rows_beside(out)
             assert [one["completion"] for one in found] == texts
+            expected = [arithmetic_score(ArithmeticRewardSpec(), text, "42") for text in texts]
+            assert [one["score"] for one in found] == expected

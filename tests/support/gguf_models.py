@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-tied": {"family": "llama", "tie_word_embeddings": True, "pre": "smollm"},
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-3": {"family": "llama", "rope_parameters": LLAMA3_ROPE, "pre": "llama-bpe"},
-    "mistral": {"sliding_window": 128, "pre": "tekken"},
+    "mistral": {"sliding_window": 192, "pre": "tekken"},
     # llama.cpp knows no other size of its heads than this.
     "qwen2": {"pre": "qwen2", "head_dim": 16},
     "qwen3": {"pre": "qwen2", "tie_word_embeddings": True},

@@ -116,7 +116,7 @@ def test_settings_are_those_of_the_model(tmp_path: Path) -> None:
     assert of.pop("attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
     assert of == {
         # That of the window: llama.cpp has none.
-        "context_length": 128,
+        "context_length": 192,
         "embedding_length": 64,
         "block_count": 2,
         "feed_forward_length": 96,
