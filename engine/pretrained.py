@@ -5,6 +5,7 @@ Local files only, and nothing executed. The transformers library is imported wit
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,39 @@ def load_tokenizer(folder: Path, *, field: str = "model.path") -> Any:
             f"{field} {str(folder)!r} has no tokenizer that can be read ({_said(error)}): copy the "
             "model's tokenizer files into it"
         ) from error
+
+
+def stop_tokens_of(path: Path, config: Any) -> tuple[int, ...]:
+    """Token ids that end a completion, ascending.
+
+    Args:
+        path: Folder of the model, with generation_config.json if it has one.
+        config: Its transformers config.
+
+    Raises:
+        ValueError: It names none, or one outside the vocabulary.
+    """
+    # A chat model's end of turn stands in generation_config.json; config.json may still name the
+    # base model's end of text.
+    named: Any = None
+    generation_config = path / "generation_config.json"
+    if generation_config.is_file():
+        named = json.loads(generation_config.read_text()).get("eos_token_id")
+    if named is None:
+        named = getattr(config, "eos_token_id", None)
+    tokens = tuple(sorted({named} if isinstance(named, int) else set(named or ())))
+    if not tokens:
+        raise ValueError(
+            f"model path {str(path)!r} names no stop token: set eos_token_id in "
+            "generation_config.json"
+        )
+    outside = [token for token in tokens if not 0 <= token < config.vocab_size]
+    if outside:
+        raise ValueError(
+            f"eos_token_id of {str(path)!r} has {outside}, outside the vocabulary of "
+            f"{config.vocab_size} tokens: correct generation_config.json"
+        )
+    return tokens
 
 
 def _said(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""`rolemesh export`: a checkpoint's policy as a model folder, here and at the Hugging Face hub."""
+"""`rolemesh export`: a checkpoint's policy as a folder, a file for llama.cpp, or at the hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -22,6 +22,7 @@ from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.saving.resume import RUN_FILE
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.engine.specs import GgufType
 
 app = typer.Typer(add_completion=False)
 
@@ -30,7 +31,7 @@ app = typer.Typer(add_completion=False)
 def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="FOLDER", help="Folder to write.")
+        Path | None, typer.Option("--to", metavar="FOLDER", help="Folder to write, or file.")
     ] = None,
     push_to: Annotated[
         str | None,
@@ -55,8 +56,17 @@ def export(
             "--merge", help="Of a run that trains an adapter: add it to its base, as a whole model."
         ),
     ] = False,
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf",
+            metavar="TYPE",
+            help="Write one GGUF file, which llama.cpp serves, with matrices of this type: "
+            f"{', '.join(get_args(GgufType))}.",
+        ),
+    ] = None,
 ) -> None:
-    """Writes the policy of a checkpoint as a Hugging Face folder.
+    """Writes the policy of a checkpoint as a Hugging Face folder, or as a GGUF file.
 
     An adapter becomes a folder in PEFT's format, or with --merge a whole model.
 
@@ -66,6 +76,8 @@ def export(
         refuse("--to is missing: name the folder to write, or a model at the hub with --push")
     if public and push_to is None:
         refuse("--public is given, but not --push: say where to send the model, or leave it out")
+    if gguf is not None:
+        _check_gguf(gguf, dtype, push_to)
     try:
         if push_to is not None:
             check_can_push(push_to)
@@ -75,11 +87,17 @@ def export(
                 f"--merge is given, but {directory} trains a whole model, without "
                 "actor.model.adapter: leave it out"
             )
+        if gguf is not None and not merge and has_adapter(read_config(directory)):
+            refuse(
+                f"--gguf is {gguf}, and {directory} trains an adapter: give --merge, which adds it "
+                "to its base"
+            )
         with _folder(directory, to) as folder:
             command = [
                 *export_command(directory, wanted, folder, is_pushed=push_to is not None),
                 *(() if dtype is None else ("--dtype", dtype)),
                 *(("--merge",) if merge else ()),
+                *(() if gguf is None else ("--gguf", gguf)),
             ]
             # It loads torch, and needs no token.
             environment = {**child_environment(os.environ), "PYTHONSAFEPATH": "1"}
@@ -95,6 +113,20 @@ def export(
         refuse(str(error))
     except PushError as error:
         fail(str(error), EXIT_FAILED)
+
+
+def _check_gguf(kind: str, dtype: str | None, push_to: str | None) -> None:
+    """Refuses what does not go with a GGUF file."""
+    known = get_args(GgufType)
+    if kind not in known:
+        refuse(f"--gguf is {kind!r}: give one of {', '.join(known)}")
+    if dtype is not None:
+        refuse(f"--dtype is {dtype} beside --gguf {kind}, which says the type: leave --dtype out")
+    if push_to is not None:
+        refuse(
+            f"--push is {push_to} beside --gguf {kind}, and sends a Hugging Face folder: write the "
+            "file with --to, and send it with `hf upload`"
+        )
 
 
 @contextlib.contextmanager

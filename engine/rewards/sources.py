@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from rolemesh.engine import reasoning_tasks
-from rolemesh.engine.data.answers import accepted
 from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.rewards.arithmetic import NoAnswerError, arithmetic_score
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from rolemesh.engine.models.rank_model import RankModel
 
 Progress = Callable[[str, int, int], None]
-
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 _NO_ENTRY = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What scorers of reasoning_gym raise for something else than an entry of theirs."""
@@ -91,17 +88,7 @@ def _mean_and_error(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 class ArithmeticReward:
-    r"""How close a completion comes to being the bare answer.
-
-    The exact answer earns `exact`. A bare number that is wrong earns `form`. Text whose last
-    number is the answer earns `contained` times the share of its characters that the answer
-    takes: "1 + 2 = 3" earns a ninth of `contained`, so that dropping words always pays.
-    Of an answer that is a list any item is right.
-
-    Example with the defaults and the answer "12"::
-
-        "12" -> 1.0, " 12\n" -> 1.0, "13" -> 0.1, "5 + 7 = 12" -> 0.2 * 2 / 10, "twelve" -> 0.0
-    """
+    """How close a completion comes to being the bare answer; see `arithmetic_score`."""
 
     columns: tuple[str, ...] = ("completion_text", "answer")
 
@@ -110,31 +97,13 @@ class ArithmeticReward:
         self.full_score: float | None = spec.exact
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
-        """float32 [B]."""
-        completions = batch["completion_text"].strings()
-        answers = batch["answer"].strings()
-        return torch.tensor(
-            [self.score_one(text, ans) for text, ans in zip(completions, answers, strict=True)],
-            dtype=torch.float32,
-        )
-
-    def score_one(self, completion: str, answer: str) -> float:
-        """The reward of one completion; raises RewardInvalidError without an answer."""
-        text = completion.strip()
-        if not answer:
-            raise RewardInvalidError(
-                "a row has no answer, so that arithmetic cannot be judged: use data that has "
-                "answers, or another reward.source"
-            )
-        right = accepted(answer)
-        if text in right:
-            return self._spec.exact
-        if _NUMBER.fullmatch(text):
-            return self._spec.form
-        numbers = _NUMBER.findall(text)
-        if numbers and numbers[-1] in right:
-            return self._spec.contained * len(numbers[-1]) / len(text)
-        return 0.0
+        """float32 [B]; raises RewardInvalidError where a row has no answer."""
+        rows = zip(batch["completion_text"].strings(), batch["answer"].strings(), strict=True)
+        try:
+            scores = [arithmetic_score(self._spec, text, answer) for text, answer in rows]
+        except NoAnswerError as error:
+            raise RewardInvalidError(str(error)) from error
+        return torch.tensor(scores, dtype=torch.float32)
 
 
 class ReasoningGymReward:

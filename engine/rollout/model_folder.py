@@ -5,7 +5,6 @@ Reads config files only. Weights come later, and from the trainer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from rolemesh.engine.layout.families import DecoderShape, known_shape
 from rolemesh.engine.models.adapters import adapted_parameters, factor_shapes
 from rolemesh.engine.models.buffers import saved_buffers
-from rolemesh.engine.pretrained import load_config
+from rolemesh.engine.pretrained import load_config, stop_tokens_of
 from rolemesh.engine.specs import AdapterSpec
 
 
@@ -65,32 +64,8 @@ def read_model_folder(path: Path, max_model_len: int) -> ModelFolder:
         path=path,
         config=config,
         vocab_size=int(config.vocab_size),
-        stop_tokens=_stop_tokens(path, config),
+        stop_tokens=stop_tokens_of(path, config),
     )
-
-
-def _stop_tokens(path: Path, config: Any) -> tuple[int, ...]:
-    # A chat model's end of turn stands in generation_config.json; config.json may still name the
-    # base model's end of text.
-    named: Any = None
-    generation_config = path / "generation_config.json"
-    if generation_config.is_file():
-        named = json.loads(generation_config.read_text()).get("eos_token_id")
-    if named is None:
-        named = getattr(config, "eos_token_id", None)
-    tokens = tuple(sorted({named} if isinstance(named, int) else set(named or ())))
-    if not tokens:
-        raise ValueError(
-            f"model path {str(path)!r} names no stop token: set eos_token_id in "
-            "generation_config.json"
-        )
-    outside = [token for token in tokens if not 0 <= token < config.vocab_size]
-    if outside:
-        raise ValueError(
-            f"eos_token_id of {str(path)!r} has {outside}, outside the vocabulary of "
-            f"{config.vocab_size} tokens: correct generation_config.json"
-        )
-    return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ from rolemesh.engine.specs.models import AdamwStepSpec as AdamwStepSpec
 from rolemesh.engine.specs.models import AnyOptimizerSpec as AnyOptimizerSpec
 from rolemesh.engine.specs.models import ComputeDtype as ComputeDtype
 from rolemesh.engine.specs.models import GenerateSpec as GenerateSpec
+from rolemesh.engine.specs.models import GgufType as GgufType
 from rolemesh.engine.specs.models import LayoutSpec as LayoutSpec
 from rolemesh.engine.specs.models import ModelSpec as ModelSpec
 from rolemesh.engine.specs.models import MuonSpec as MuonSpec

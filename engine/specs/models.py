@@ -14,6 +14,8 @@ from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.rates import ConstantRateSpec, DecaySpec, RateScheduleSpec
 
 ComputeDtype = Literal["float32", "bfloat16"]
+GgufType = Literal["f32", "f16", "bf16", "q8_0"]
+"""Type of the matrices of a GGUF file; its vectors are float32, as llama.cpp computes with them."""
 
 Numerics = Literal["exact", "fast"]
 """exact: log-probs of trainer and sampler agree as far as the device allows. fast: bfloat16 from

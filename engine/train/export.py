@@ -1,9 +1,9 @@
-"""Turns a policy's checkpoint into a Hugging Face folder, without a running mesh.
+"""Turns a policy's checkpoint into a Hugging Face folder or a GGUF file, without a running mesh.
 
 python -m rolemesh.engine.train.export --checkpoint DIR --model DIR --out DIR
 
 The checkpoint of an adapter becomes the adapter's folder, in PEFT's format, or with --merge a whole
-model.
+model. With --gguf a whole model becomes one file, which llama.cpp serves.
 
 Shape letters: I inputs, O outputs, R rank.
 """
@@ -34,7 +34,8 @@ from rolemesh.engine.models.base_identity import BaseIdentity
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.parameter_files import ParameterFiles
-from rolemesh.engine.specs import AdapterSpec, ComputeDtype, ModelSpec
+from rolemesh.engine.pretrained import stop_tokens_of
+from rolemesh.engine.specs import AdapterSpec, ComputeDtype, GgufType, ModelSpec
 from rolemesh.engine.train.state import check_base, check_fits
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
@@ -52,10 +53,11 @@ def export_policy(
     dtype: ComputeDtype | None = None,
     *,
     merges: bool = False,
+    gguf: GgufType | None = None,
     base_name: str | None = None,
     base_revision: str | None = None,
 ) -> str:
-    """Writes the folder and returns what it holds, for people.
+    """Writes the folder, or file, and returns what it holds, for people.
 
     Reads one parameter after another, whatever layout wrote them: it takes the memory of one file.
 
@@ -63,14 +65,17 @@ def export_policy(
         checkpoint: Folder that the actor wrote.
         model: Folder of the model that the run started from: config and tokenizer come from it, and
             beneath an adapter its weights.
-        directory: The folder to write.
+        directory: The folder to write; with gguf the file.
         dtype: Type of the saved weights; None: bfloat16, but float32 for an adapter's folder.
-        merges: Whether an adapter becomes a part of its base, in a folder of a whole model.
+        merges: Whether an adapter becomes a part of its base, in a whole model.
+        gguf: Type of the matrices of a GGUF file; None: a folder is written.
         base_name: What an adapter's folder calls its base, e.g. ORG/NAME; None: by its path.
         base_revision: Commit of the base at the hub.
 
     Raises:
-        ValueError: A folder cannot be used, or they do not belong together.
+        ValueError: A folder cannot be used, or they do not belong together, or llama.cpp would
+            compute something else than the model.
+        ModuleNotFoundError: gguf is given, and its package is not installed.
         CheckpointCorruptError: A file of the checkpoint is missing, cut or changed.
     """
     reader = open_checkpoint(checkpoint)
@@ -79,6 +84,15 @@ def export_policy(
         raise ValueError(
             f"--merge is given, but checkpoint {str(checkpoint)!r} is of a whole model, not of an "
             "adapter: leave it out"
+        )
+    if gguf is not None and dtype is not None:
+        raise ValueError(
+            f"--dtype is {dtype} beside --gguf {gguf}, which says the type: leave --dtype out"
+        )
+    if gguf is not None and is_adapter and not merges:
+        raise ValueError(
+            f"--gguf is {gguf}, and checkpoint {str(checkpoint)!r} is of an adapter: give --merge, "
+            "which adds it to its base"
         )
     if is_adapter and not merges and dtype not in (None, "float32"):
         raise ValueError(
@@ -99,22 +113,34 @@ def export_policy(
     }
     for name, buffer in saved_buffers(lm):
         manifest[name] = Parameter(tuple(buffer.shape), "float32", keeps_dtype=True)
-    chosen = dtype or "bfloat16"
-
+    chosen = gguf or dtype or "bfloat16"
     shape = known_shape(config.to_dict())
+    if gguf is None:
 
-    def write(parameters: Iterator[tuple[str, torch.Tensor]]) -> None:
-        write_model_folder(
+        def write(parameters: Iterator[tuple[str, torch.Tensor]]) -> None:
+            write_model_folder(
+                directory,
+                config=config,
+                architecture=type(lm).__name__,
+                manifest=manifest,
+                parameters=parameters,
+                source=model,
+                shape=shape,
+                dtype=dtype or "bfloat16",
+            )
+
+    else:
+        # Here: its package is not needed for a folder.
+        from rolemesh.engine.llama_cpp.gguf_file import GgufFile
+
+        write = GgufFile(
             directory,
+            gguf,
             config=config,
-            architecture=type(lm).__name__,
             manifest=manifest,
-            parameters=parameters,
             source=model,
-            shape=shape,
-            dtype=chosen,
-        )
-
+            stop_tokens=stop_tokens_of(model, config),
+        ).write
     if merges:
         spec = _checked_adapter(reader, lm, model)
         with ParameterFiles(model, shape) as base:
@@ -228,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder the actor wrote")
     parser.add_argument("--model", type=Path, required=True, help="model the run started from")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write, or file")
     parser.add_argument(
         "--dtype",
         choices=get_args(ComputeDtype),
@@ -236,6 +262,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--merge", action="store_true", help="add an adapter to its base: write a whole model"
+    )
+    parser.add_argument(
+        "--gguf",
+        choices=get_args(GgufType),
+        help="write one GGUF file for llama.cpp, with matrices of this type",
     )
     parser.add_argument(
         "--base-name", help="what an adapter's folder calls its base, in place of --model"
@@ -249,9 +280,15 @@ def main(arguments: list[str] | None = None) -> int:
             options.out,
             options.dtype,
             merges=options.merge,
+            gguf=options.gguf,
             base_name=options.base_name,
             base_revision=options.base_revision,
         )
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        print("error: --gguf needs the package gguf: pip install 'gguf>=0.19'", file=sys.stderr)
+        return 1
     except (ValueError, CheckpointCorruptError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Folders that are either whole or absent, also after a crash, and with several writers.
+"""Folders and files that are either whole or absent, also after a crash, and with several writers.
 
 A folder is written under a temporary name beside its target, forced to disk, and renamed. A
 crash leaves at most a `<name>.tmp-<uuid>`, which no reader opens.
@@ -40,6 +40,28 @@ def settle_file(path: Path) -> None:
     """
     path.chmod(_FILE_MODE)
     sync_path(path)
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Yields the name of a file to write, which becomes the target when the block ends well.
+
+    When the block raises, what was written is removed and the target is as before.
+
+    Args:
+        target: The file to make, or to replace; parents are made if absent.
+    """
+    target = Path(target).absolute()
+    temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        settle_file(temporary)
+        temporary.replace(target)
+        sync_path(target.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _settle_tree(directory: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rolemesh.engine import reasoning_tasks
 from rolemesh.engine.data.rows import PromptRow
+from rolemesh.engine.rewards.arithmetic import NoAnswerError, arithmetic_score
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
@@ -213,15 +214,10 @@ def _gym_score(answer: Answer) -> float:
 
 
 def _arithmetic(spec: ArithmeticRewardSpec) -> Callable[[Answer], float]:
-    # Here: it comes with torch, which other scorers do without.
-    from rolemesh.engine.rewards.sources import ArithmeticReward, RewardInvalidError
-
-    reward = ArithmeticReward(spec)
-
     def score(answer: Answer) -> float:
         try:
-            return reward.score_one(answer.completion, answer.row.answer)
-        except RewardInvalidError as error:
+            return arithmetic_score(spec, answer.completion, answer.row.answer)
+        except NoAnswerError as error:
             raise UnscoredError(f"{answer.row.where}: {error}") from error
 
     return score

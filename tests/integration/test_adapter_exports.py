@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import peft
 import pytest
 import torch
@@ -73,6 +74,41 @@ def test_the_last_checkpoint_becomes_the_runs_adapter_or_a_whole_model(
     for name, weight in ours.named_parameters():
         assert torch.equal(weight, expected[name]), name
     assert any(not torch.equal(weight, expected[name]) for name, weight in before.items())
+
+
+def test_the_merged_model_becomes_a_gguf_file(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    ended = export(run, "--merge", "--gguf", "f32", "--to", str(file))
+    assert ended.returncode == 0, ended.stderr
+    assert f"{file}: policy_version " in ended.stdout
+    ended = export(run, "--merge", "--to", str(tmp_path / "whole"), "--dtype", "float32")
+    assert ended.returncode == 0, ended.stderr
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    stored = {one.name: one.data for one in gguf.GGUFReader(file).tensors}
+    assert len(stored) == len(weights)
+    for theirs, ours in (
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("blk.1.attn_v.weight", "model.layers.1.self_attn.v_proj.weight"),
+    ):
+        assert (stored[theirs] == weights[ours].numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--gguf", "q4_0"), "--gguf is 'q4_0': give one of f32, f16, bf16, q8_0"),
+        (("--gguf", "f32"), "trains an adapter: give --merge, which adds it to its base"),
+        (("--gguf", "f16", "--merge", "--dtype", "float32"), "which says the type: leave --dtype"),
+        (("--gguf", "f16", "--merge", "--push", "me/it"), "sends a Hugging Face folder: write the"),
+    ],
+)
+def test_what_does_not_go_with_a_gguf_file_is_refused(
+    run: Path, tmp_path: Path, flags: tuple[str, ...], why: str
+) -> None:
+    ended = export(run, "--to", str(tmp_path / "model.gguf"), *flags)
+    assert ended.returncode == 2
+    assert why in ended.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_adapter_is_sent_to_the_hub_without_a_path_of_this_machine(
