@@ -38,7 +38,7 @@ COMMANDS = {
     "damaged.",
     "cuts": "Lists what runs keep in this host's shared memory, and removes what no live run "
     "holds.",
-    "export": "Writes the policy of a checkpoint as a Hugging Face folder.",
+    "export": "Writes the policy of a checkpoint as a Hugging Face folder, or as a GGUF file.",
     "serve-policy": "Serves the policy of a run, a checkpoint or a model folder over OpenAI's "
     "protocol.",
     "tinker": "Serves Tinker's training API: clients train adapters on the recipe's model, and "

@@ -46,6 +46,8 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.model_files.ModelFolderError": "SPEC_INVALID",
         "rolemesh.engine.adapter_config.AdapterFolderError": "SPEC_INVALID",
         "rolemesh.engine.pretrained.NoTokenizerError": "SPEC_INVALID",
+        # Of a command that exports by itself.
+        "rolemesh.engine.llama_cpp.architecture.UnwritableModelError": "SPEC_INVALID",
         "rolemesh.engine.data.rows.EmptyDataError": "DATA_EMPTY",
         "rolemesh.engine.data.rows.DataInvalidError": "DATA_INVALID",
         "rolemesh.engine.environments.arithmetic.ArithmeticInvalidError": "ARITHMETIC_INVALID",
@@ -92,6 +94,7 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.evaluation.asking.UnansweredError": "SAMPLER_REFUSED",
         "rolemesh.services.evaluation.answers.UnscoredError": "REWARD_FAILED",
         "rolemesh.engine.rewards.sources.RewardInvalidError": "REWARD_INVALID",
+        "rolemesh.engine.rewards.arithmetic.NoAnswerError": "REWARD_INVALID",
         "rolemesh.engine.transport.rendezvous.OfferInvalidError": "TRANSPORT_MISMATCH",
         "rolemesh.engine.transport.selection.TransportUnavailableError": "TRANSPORT_UNAVAILABLE",
         "rolemesh.engine.weights.transfer.TransferMismatchError": "WEIGHTS_MISMATCH",
