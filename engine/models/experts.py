@@ -216,7 +216,7 @@ def grouped_linear(
     products = arithmetic.products or x.dtype
     if products == torch.bfloat16 and not device_of(kind_of(x.device)).multiplies_bfloat16:
         arithmetic = Arithmetic(rounds=True, products=torch.float32)
-    elif products == torch.bfloat16 and x.is_cuda:
+    elif products == torch.bfloat16 and x.is_cuda and fits_grouped_kernel(weight_EOC):
         # One kernel for all experts. Not tried on a GPU.
         ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
         weight_ECO = weight_EOC.bfloat16().transpose(1, 2)
@@ -227,6 +227,14 @@ def grouped_linear(
         x, weight_EOC, counts, arithmetic, reads, sums
     )
     return made
+
+
+def fits_grouped_kernel(weight_EOC: torch.Tensor) -> bool:
+    """Whether torch's grouped product takes experts of these sizes in bfloat16, and its gradients.
+
+    It wants rows of a multiple of 16 bytes, which factors of an adapter of rank 4 have not.
+    """
+    return all(size % 8 == 0 for size in weight_EOC.shape[1:])
 
 
 class _GroupedLinear(torch.autograd.Function):

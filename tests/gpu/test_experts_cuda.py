@@ -28,12 +28,13 @@ STEP = 2**-7
 """Of bfloat16, relative."""
 
 
-def test_the_grouped_product_is_that_of_each_expert():
+@pytest.mark.parametrize("outputs", [96, 4], ids=["one kernel", "rank 4 of an adapter"])
+def test_the_grouped_product_is_that_of_each_expert(outputs):
     generator = torch.Generator().manual_seed(1)
     counts = [40, 0, 24, 64]
     x_NC = torch.randn(128, 64, generator=generator).bfloat16()
-    weight_EOC = torch.randn(4, 96, 64, generator=generator).bfloat16()
-    upstream = torch.randn(128, 96, generator=generator).bfloat16()
+    weight_EOC = torch.randn(4, outputs, 64, generator=generator).bfloat16()
+    upstream = torch.randn(128, outputs, generator=generator).bfloat16()
     found = {}
     for device in ("cpu", CUDA):
         x, weight = (one.to(device).requires_grad_() for one in (x_NC, weight_EOC))

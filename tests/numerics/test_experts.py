@@ -21,12 +21,13 @@ from support.rank_processes import RankContext, RankPool
 from support.slow_cases import mostly_slow
 from support.tiny_families import write_tiny_decoder
 from support.token_batches import token_batch
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.layout.slices import check_layout
-from rolemesh.engine.models.experts import group_experts, grouped_linear
+from rolemesh.engine.models.experts import fits_grouped_kernel, group_experts, grouped_linear
 from rolemesh.engine.models.rounding import round_weights, rounded_product
 from rolemesh.engine.parallel.expert_exchange import computed_by_owners
 from rolemesh.engine.parallel.expert_modules import experts_of
@@ -292,6 +293,26 @@ def test_ranks_that_share_experts_train_as_one(
     alone = joined(rank_pool.run(train, 1, job), TrainLayout())
     spread = replace(job, layout=layout, model=fields)
     assert_agree(joined(rank_pool.run(train, layout.world_size, spread), layout), alone)
+
+
+@pytest.mark.parametrize("rows", [4, 8, 12, 16])
+@pytest.mark.parametrize("columns", [6, 16])
+def test_torch_says_which_sizes_its_grouped_product_takes(rows: int, columns: int) -> None:
+    # Its check is the same for every device.
+    x_NC = torch.randn(32, columns, dtype=torch.bfloat16, requires_grad=True)
+    weight_EOC = torch.randn(2, rows, columns, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([16, 32], dtype=torch.int32)
+    try:
+        functional.grouped_mm(x_NC, weight_EOC.transpose(1, 2), offs=ends).sum().backward()
+    except (RuntimeError, ValueError) as error:
+        assert "multiple of 16 bytes" in str(error)  # noqa: PT017
+        takes = False
+    else:
+        takes = True
+    assert takes or not fits_grouped_kernel(weight_EOC)
+    if (rows, columns) in {(8, 16), (16, 16)}:
+        assert takes
+        assert fits_grouped_kernel(weight_EOC)
 
 
 # --- layouts --------------------------------------------------------------------------------
