@@ -209,10 +209,7 @@ def _adapter_choice(
     spec: VllmSpec, activations: Choice, *, on_gpu: bool, adapts_experts: bool
 ) -> Choice:
     """How vLLM adds an adapter; raises ValueError where it is not served as the spec says."""
-    if adapts_experts and "slots" in (
-        spec.adapters,
-        "slots" if activations.value == "bfloat16" else None,
-    ):
+    if adapts_experts and (spec.adapters == "slots" or activations.value == "bfloat16"):
         raise ValueError(
             f"adapter.targets has experts, and the sampler computes in {activations.value} "
             f"({activations.reason}) with rollout.adapters {spec.adapters or 'slots'}: vLLM's "
