@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.fitted_work import TOLERANCE, exchanges_released, measure, work_of
-from support.rank_processes import RankContext, RankPool
+from support.fitted_work import TOLERANCE, measure, work_of
+from support.rank_processes import RankPool
 from support.tiny_families import write_tiny_decoder
 
 from rolemesh.engine.fit.rank_memory import RankWork, estimated
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-
-
-def measure_cut(at: RankContext, work: RankWork) -> int:
-    with exchanges_released():
-        return measure(at, work)
 
 
 def _work(folder: Path, cp: int) -> RankWork:
@@ -48,7 +43,7 @@ def test_the_peak_falls_with_the_ranks_that_cut_a_row_as_estimated(
         work = _work(folder, cp)
         found[cp] = estimated(work, "cpu").peak
         # Ranks hold the same, and now and then a message that gloo has not let go of.
-        measured[cp] = min(rank_pool.run(measure_cut, cp, work))
+        measured[cp] = min(rank_pool.run(measure, cp, work))
         assert found[cp] == pytest.approx(measured[cp], rel=TOLERANCE)
     for more, fewer in ((1, 2), (2, 4)):
         fall = found[more] - found[fewer]

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.fitted_work import TOLERANCE, exchanges_released, measure, really, work_of
+from support.fitted_work import TOLERANCE, measure, really, work_of
 from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
@@ -36,7 +36,7 @@ def chosen_equally_often() -> Iterator[None]:
 
 
 def measure_mixture(at: RankContext, work: RankWork) -> int:
-    with chosen_equally_often(), exchanges_released():
+    with chosen_equally_often():
         return measure(at, work)
 
 
