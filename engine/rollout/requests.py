@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rolemesh.engine.data.rows import PromptTooLongError
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.specs import SamplingSpec
 
 MAX_SEED = 2**63
@@ -21,7 +22,7 @@ class RolloutRequest:
     row: int
     """Row of the batch that the trajectory will fill."""
     prompt_tokens: Sequence[int]
-    """Token ids of the prompt, at least one."""
+    """Token ids of the prompt, at least one; an image has all of its places."""
     seed: int
     """Seed of this completion alone, 0 <= seed < 2**63."""
     max_new_tokens: int | None = None
@@ -29,6 +30,8 @@ class RolloutRequest:
     is_complete: Callable[[Sequence[int]], bool] | None = None
     """Asked after each sampled token with all of them so far; True ends the completion, like a stop
     token. It must depend on the tokens alone: ranks that sample together ask each for itself."""
+    images: Sequence[PromptImage] = ()
+    """Of the prompt, in the order of their places among its tokens."""
 
 
 class LaterRequests(Protocol):

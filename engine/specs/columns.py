@@ -60,6 +60,8 @@ COLUMNS: Final[Mapping[str, ColumnType]] = {
     # It has a number for each layer with experts and each expert of a token.
     "routes": ColumnType("sequence", "uint8"),
     "sequence_ratio_mask": ColumnType("completion", "float32"),
+    # Of the prompt; see `engine/images/prompt_images.py`.
+    "images": _TEXT,
 }
 
 INPUT_COLUMNS: Final = ("tokens", "prompt_lengths")
@@ -139,6 +141,9 @@ ROUTES: Final = "routes"
 
 NO_ROUTE: Final = 255
 """Stands there for each expert of a token whose route is not known: it goes its own way."""
+
+IMAGES: Final = "images"
+"""The images of each row's prompt, where the data has any: their bytes and grids."""
 
 IS_JUDGED: Final = "is_judged"
 """False in the rows that no reward could be had for, which the step leaves out. A batch without the
