@@ -9,7 +9,6 @@ Shape letters: F tokens of an image, D width of the text model, P patches.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,14 +21,12 @@ import torch
 from rolemesh.engine.images.decoding import ImageReader
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage
-from rolemesh.engine.models.parameter_files import FolderTensors
+from rolemesh.engine.images.whole_models import tower_tensors
 
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2**30
 """Of features that are kept, at most; the images that were asked for longest ago give way."""
-
-_IN_FILES = re.compile(r"(?:model\.)?visual\.(.+)")
 
 _towers: WeakValueDictionary[tuple[Path, str], Tower] = WeakValueDictionary()
 _lock = threading.Lock()
@@ -69,7 +66,7 @@ class Tower:
             model: Any = Qwen2_5_VisionTransformerPretrainedModel(vision)
         # Frequencies are not in the files.
         model.rotary_pos_emb = type(model.rotary_pos_emb)(vision)
-        model.load_state_dict(_weights(folder), assign=True)
+        model.load_state_dict(dict(tower_tensors(folder)), assign=True)
         self._model = model.requires_grad_(False).eval().to(device, self._dtype)
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
@@ -112,12 +109,3 @@ class Tower:
             made = self._model(given, grid_thw=torch.tensor([grid], device=self._device))
         features: torch.Tensor = made.pooler_output.float()
         return features
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    with FolderTensors(folder) as files:
-        return {
-            match[1]: files.read(key, tuple((0, size) for size in files.shape(key)))
-            for key in files.names()
-            if (match := _IN_FILES.fullmatch(key))
-        }

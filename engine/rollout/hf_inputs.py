@@ -84,8 +84,8 @@ class FirstInputs:
         places = []
         differing: list[RunningRow] = []
         for row in wave:
-            images = (image.sha256 for image in row.request.images)
-            key = (*images, *row.request.prompt_tokens, *row.tokens)
+            shown = (image.sha256 for image in row.request.images)
+            key = (*shown, *row.request.prompt_tokens, *row.tokens)
             places.append(numbers.setdefault(key, len(numbers)))
             if len(differing) < len(numbers):
                 differing.append(row)

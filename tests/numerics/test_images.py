@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.image_rows import pictures, shown, with_images
 from support.parallel_training import Job, assert_agree, joined, near_policy, train
-from support.rank_processes import RankPool
+from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.tiny_images import IMAGE_PAD, noise, write_tiny_image_model
 from support.token_batches import token_batch, with_shared_prompts
+from support.updates import update_whole
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rolemesh.engine.experience import Experience
@@ -29,7 +32,7 @@ from rolemesh.engine.images.prompt_images import (
     images_text,
 )
 from rolemesh.engine.images.tower import tower_of
-from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
@@ -38,10 +41,12 @@ from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
     HfSpec,
     ModelSpec,
+    OptimizerSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
     SamplingSpec,
 )
+from rolemesh.engine.train.trainer import Trainer
 
 TOLERANCE = 3e-6
 """Of log-probs in float32: sums in another order."""
@@ -248,3 +253,67 @@ def test_bytes_that_changed_on_their_way_are_refused(folder: Path) -> None:
     assert images_of(text)
     with pytest.raises(ImageInvalidError, match="changed on their way"):
         images_of(changed)
+
+
+# --- folders ---------------------------------------------------------------------------------
+
+
+def test_an_export_loads_as_the_whole_model(
+    folder: Path, batch: Experience, tmp_path: Path
+) -> None:
+    """Trained text, the tower as it was, and all that shows images to it."""
+    trainer = Trainer.policy(
+        ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec(learning_rate=1e-2)
+    )
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    update_whole(
+        trainer,
+        near_policy(batch, scored),
+        PpoPolicyLossSpec(),
+        epochs=1,
+        mini_batch_rows=8,
+        seed=0,
+    )
+    trainer.export(tmp_path / "export", dtype="float32")
+    found = compute_logprobs(trainer.rank_model, batch, temperature=1.0)["logprobs"]
+    for row, expected in zip(
+        found.rows(), by_transformers(tmp_path / "export", batch), strict=True
+    ):
+        torch.testing.assert_close(row, expected, rtol=0, atol=TOLERANCE)
+    assert not torch.allclose(found.values, scored.values, rtol=0, atol=1e-3)
+    # It is trained further from there, by any of its ways in.
+    again = compute_logprobs(model_of(tmp_path / "export"), batch, temperature=1.0)["logprobs"]
+    assert torch.equal(again.values, found.values)
+
+
+def test_files_of_the_newer_names_are_read(
+    folder: Path, batch: Experience, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """`model.language_model.` and `model.visual.`, whole and by slices."""
+    newer = shutil.copytree(folder, tmp_path / "newer")
+    tensors = load_file(newer / "model.safetensors")
+    renamed = {
+        name
+        if name.startswith("lm_head")
+        else "model." + name
+        if name.startswith("visual")
+        else name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, newer / "model.safetensors", metadata={"format": "pt"})
+    found, expected = (
+        compute_logprobs(model_of(one), batch, temperature=1.0)["logprobs"].values
+        for one in (newer, folder)
+    )
+    assert torch.equal(found, expected)
+    for parts in zip(
+        *(rank_pool.run(score_in_slices, 2, one, batch) for one in (newer, folder)), strict=True
+    ):
+        assert torch.equal(*parts)
+
+
+def score_in_slices(at: RankContext, folder: Path, batch: Experience) -> torch.Tensor:
+    with at.connect(HybridLayout(TrainLayout(tp=2))) as mesh:
+        spec = ModelSpec(path=folder, compute_dtype="float32")
+        model = RankModel(CausalLm(spec, mesh=mesh))
+        return compute_logprobs(model, batch, temperature=1.0)["logprobs"].values
