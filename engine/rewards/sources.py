@@ -36,6 +36,8 @@ class RewardSource(Protocol):
 
     columns: tuple[str, ...]
     """Columns of the experience that it reads."""
+    reads_images: bool
+    """Whether it reads the images of prompts too, where there are any."""
     full_score: float | None
     """Reward of a fully right trajectory; None if there is no such reward."""
 
@@ -91,6 +93,7 @@ class ArithmeticReward:
     """How close a completion comes to being the bare answer; see `arithmetic_score`."""
 
     columns: tuple[str, ...] = ("completion_text", "answer")
+    reads_images = False
 
     def __init__(self, spec: ArithmeticRewardSpec) -> None:
         self._spec = spec
@@ -110,6 +113,7 @@ class ReasoningGymReward:
     """The scorer of the task that made the prompt, on the whole completion."""
 
     columns: tuple[str, ...] = ("completion_text", "answer", "metadata")
+    reads_images = False
     full_score: float | None = 1.0
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
@@ -137,6 +141,7 @@ class EnvironmentReward:
     """The reward that the environment gave while the trajectory was sampled."""
 
     columns: tuple[str, ...] = (ENVIRONMENT_REWARDS,)
+    reads_images = False
 
     def __init__(self, spec: EnvironmentRewardSpec) -> None:
         self.full_score = spec.full_score
@@ -153,6 +158,7 @@ class ClassifierReward:
     """
 
     columns: tuple[str, ...] = ("prompt_text", "completion_text")
+    reads_images = True
     full_score: float | None = None
 
     def __init__(
