@@ -94,7 +94,7 @@ class ImageProcessor:
         )
 
         self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(
-            folder, local_files_only=True
+            folder, local_files_only=True, trust_remote_code=False
         )
         self.tokens = ImageTokens(config["image_token_id"], self._processor.merge_size)
         self.merge: int = self._processor.merge_size
