@@ -23,6 +23,9 @@ from rolemesh.engine.data.rows import DataInvalidError, PromptRow
 ROWS_AT_ONCE = 1024
 """Rows that are read, measured and written together."""
 
+ROWS_WITH_IMAGES_AT_ONCE = 32
+"""The same of rows that may hold images: each of these may have megabytes."""
+
 UNMEASURED = -(2**31)
 """Tokens of a row of which nobody asked the length."""
 
