@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from support.tiny_images import IMAGE_PAD, noise, plain, png, write_tiny_image_model
-from support.tiny_model import write_tiny_model
+from support.tiny_models import write_tiny_llama
 
 from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
 from rolemesh.engine.data.row_store import RowStore
@@ -66,9 +66,7 @@ class Loading:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         section = {"folder": str(self.folder)} if images is ... else images
         spec = {"type": "jsonl", "path": str(path), "images": section}
-        loaded = {
-            name: others.pop(name) for name in ("max_model_len", "model") if name in others
-        }
+        loaded = {name: others.pop(name) for name in ("max_model_len", "model") if name in others}
         return load_prompts(
             SPEC.validate_python(spec | others),
             tokenizer=self.tokenizer,
@@ -355,8 +353,8 @@ def test_lengths_count_the_places(load: Loading) -> None:
 
 
 def test_a_model_without_images_is_refused(load: Loading, tmp_path: Path) -> None:
-    text_model = write_tiny_model(tmp_path / "text", "qwen2")
-    with pytest.raises(ModelFolderError, match="is a qwen2 model, and images are served for"):
+    text_model = write_tiny_llama(tmp_path / "text")
+    with pytest.raises(ModelFolderError, match="is a llama model, and images are served for"):
         load([{"prompt": "?", "images": ["wide.png"]}], model=text_model)
     with pytest.raises(DataInvalidError, match="there is no model folder"):
         load([{"prompt": "?", "images": ["wide.png"]}], model=None)
@@ -382,7 +380,10 @@ def test_rows_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
         for number, row in enumerate(rows):
             found = again[number]
             assert [dict(turn) for turn in found.messages] == [dict(turn) for turn in row.messages]
-            assert (tuple(found.images), found.image_folder) == (tuple(row.images), row.image_folder)
+            assert (tuple(found.images), found.image_folder) == (
+                tuple(row.images),
+                row.image_folder,
+            )
             assert found.identity == row.identity
     # A row of text lies there as it did before there were images.
     assert (tmp_path / "rows").read_bytes().endswith(b',null,"two"]')
