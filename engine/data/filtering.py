@@ -44,12 +44,16 @@ class Bounds:
         self._least = min((bound for bound in bounds if bound is not None), default=None)
 
     def __call__(self, rows: Sequence[PromptRow]) -> list[_Found]:
-        """The lengths of some rows; raises DataInvalidError if one cannot be rendered."""
+        """The lengths of some rows; raises DataInvalidError if one cannot be rendered or read."""
         if self._least is None:
+            for row in rows:
+                if row.images:
+                    # Their faults show at the start, as those of texts do.
+                    self._renderer.prompt(row)
             return [(UNMEASURED, UNMEASURED, True)] * len(rows)
         prompts = [row for row in rows if row.text is None]
         texts = self._renderer.prompt_texts(prompts)
-        lengths = self._renderer.lengths_over(texts, self._least)
+        lengths = self._renderer.prompt_lengths(prompts, texts, self._least)
         if self._max_row_tokens is None:
             found = iter([self._judged(length, length) for length in lengths])
         else:
@@ -108,8 +112,9 @@ def long_prompts(rows: Rows, renderer: Renderer, max_tokens: int) -> list[tuple[
     doubtful = numpy.flatnonzero(long & (known < 0)).tolist()
     for first in range(0, len(doubtful), ROWS_AT_ONCE):
         places = doubtful[first : first + ROWS_AT_ONCE]
-        texts = renderer.prompt_texts([rows[at] for at in places])
-        lengths = renderer.lengths_over(texts, max_tokens)
+        doubted = [rows[at] for at in places]
+        texts = renderer.prompt_texts(doubted)
+        lengths = renderer.prompt_lengths(doubted, texts, max_tokens)
         found += [(length, at) for length, at in zip(lengths, places, strict=True) if length > 0]
     found = [one for one in found if one[0] > max_tokens]
     return sorted(found, key=lambda one: (-one[0], one[1]))

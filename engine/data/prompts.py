@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from rolemesh.engine.data.curriculum import epoch_order
 from rolemesh.engine.data.filtering import long_prompts
+from rolemesh.engine.data.image_rows import RowImages, images_of_data
 from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.row_store import Rows
@@ -26,6 +28,7 @@ from rolemesh.engine.data.sections import (
     load_section,
 )
 from rolemesh.engine.data.sources import Source, load_sources
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.specs import DataSpec
 
 Split = Literal["train", "held_out", "pretraining"]
@@ -44,7 +47,7 @@ class Prompt:
     text: str
     """The rendered prompt."""
     tokens: Sequence[int]
-    """Token ids of the rendered prompt."""
+    """Token ids of the rendered prompt; an image has all of its places."""
     answer: str
     """Expected answer as text; empty when the data has none. A list, an object, true and false are
     JSON here, and as they are in the metadata: `json.loads(row.metadata)["answer"]`."""
@@ -52,6 +55,8 @@ class Prompt:
     """A JSON object of the row's other columns, as text: `json.loads(row.metadata)["level"]`."""
     messages: Sequence[Message] = ()
     """The turns that `text` renders, as the data has them; none for a prompt that is tokens."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt, in the order of their places among `tokens`."""
 
 
 class PromptSet:
@@ -74,6 +79,7 @@ class PromptSet:
         orders: Mapping[Split, Order] | None = None,
         num_filtered: Mapping[Split, int] | None = None,
         num_repeated: int = 0,
+        images: RowImages | None = None,
     ) -> None:
         """Takes the rows of each split.
 
@@ -86,6 +92,7 @@ class PromptSet:
             orders: Orders of the endless splits; a split without one is shuffled in each epoch.
             num_filtered: Rows of each split that were left out because of their length.
             num_repeated: Training rows left out because a source of the mixture holds them out.
+            images: Finds the images of rows; None: the data has none.
         """
         self._rows: dict[Split, Rows] = {
             "train": Rows.of(train),
@@ -100,11 +107,22 @@ class PromptSet:
             **(orders or {}),
         }
         self.tokenizer = tokenizer
-        self.renderer = Renderer(tokenizer)
+        self.renderer = Renderer(tokenizer, images=images)
         self.num_filtered: Mapping[Split, int] = MappingProxyType(
             dict.fromkeys(self._rows, 0) | dict(num_filtered or {})
         )
         self.num_repeated = num_repeated
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows may have images: so says the data's section, not its rows."""
+        return self.renderer.images is not None
+
+    def without_images(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens of a prompt without the places of its images."""
+        images = self.renderer.images
+        placeholder = None if images is None else images.processor.tokens.placeholder
+        return [token for token in tokens if token != placeholder]
 
     def size(self, split: Split) -> int:
         """Rows in the split."""
@@ -123,6 +141,8 @@ class PromptSet:
         }
         if self.num_repeated:
             facts["data.repeated_prompts"] = str(self.num_repeated)
+        if self.renderer.images is not None:
+            facts["data.image_processor"] = self.renderer.images.processor.fingerprint
         if self.size("pretraining"):
             facts["data.pretraining_rows"] = str(self.size("pretraining"))
         return facts
@@ -162,7 +182,8 @@ class PromptSet:
 
         Raises:
             EmptyDataError: The split has no prompts.
-            DataInvalidError: A row is bare text, or the chat template refuses its turns.
+            DataInvalidError: A row is bare text, the chat template refuses its turns, or an image
+                cannot be read.
             ValueError: The range is not valid, or reaches beyond the held-out split.
         """
         return [self.render(index, row) for index, row in self.rows(split, start, count)]
@@ -176,16 +197,18 @@ class PromptSet:
         """A row as a prompt, under the given id.
 
         Raises:
-            DataInvalidError: The row is bare text, or the chat template refuses its turns.
+            DataInvalidError: The row is bare text, the chat template refuses its turns, or an image
+                cannot be read.
         """
-        text = self.renderer.prompt_text(row)
+        rendered = self.renderer.prompt(row)
         return Prompt(
             prompt_id=index,
-            text=text,
-            tokens=self.renderer.tokens(text),
+            text=rendered.text,
+            tokens=rendered.tokens,
             answer=row.answer,
             metadata=row.metadata,
             messages=tuple(dict(message) for message in row.messages),
+            images=rendered.images,
         )
 
 
@@ -198,6 +221,7 @@ def load_prompts(
     max_model_len: int | None = None,
     measured_from: int | None = None,
     progress: Progress | None = None,
+    model: Path | None = None,
 ) -> PromptSet:
     """Reads all rows of a role at once, so that faults show at the start.
 
@@ -209,24 +233,28 @@ def load_prompts(
         max_model_len: Longest sequence of the sampler, in tokens; None: prompts are not sampled.
         measured_from: Prompts of more tokens than this will be counted; None: none will be.
         progress: Called from time to time while rows are read.
+        model: Folder of the policy, whose processor cuts images; None: the data has none.
 
     Raises:
         EmptyDataError: A source has no training row, or all of them are too long.
         DataInvalidError: A file cannot be read, or a row is invalid.
+        ModelFolderError: The data has images, and the model takes none.
         PromptTooLongError: A prompt leaves the sampler no room for one token.
     """
     if max_model_len is not None:
         measured_from = max_model_len - 1
+    images = RowImages.of_data(data, model)
     section = load_section(
         data,
         "data",
         tokenizer,
         measured_from=measured_from,
         progress=progress,
+        images=images,
     )
     sources = section.sources
     if max_model_len is not None:
-        renderer = Renderer(tokenizer)
+        renderer = Renderer(tokenizer, images=images)
         for source in sources:
             _check_room(source, data, renderer, max_model_len)
     num_filtered: dict[Split, int] = {
@@ -237,6 +265,11 @@ def load_prompts(
     orders: dict[Split, Order] = {"train": _order(sources, seed, str(seed))}
     held_out = Rows.joined([source.held_out for source in sources])
     if pretraining is not None:
+        if images_of_data(pretraining):
+            raise DataInvalidError(
+                "pretraining_data has images, which texts without a prompt do not show: take its "
+                "images out"
+            )
         read = load_section(
             pretraining, "pretraining_data", tokenizer, with_identities=len(held_out) > 0
         )
@@ -253,6 +286,7 @@ def load_prompts(
         orders=orders,
         num_filtered=num_filtered,
         num_repeated=sum(source.num_repeated for source in sources),
+        images=images,
     )
 
 

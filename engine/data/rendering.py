@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rolemesh.engine.data.fixed_ends import FixedEnds
 from rolemesh.engine.data.rows import Completion, DataInvalidError, Message, PromptRow
@@ -15,6 +15,8 @@ from rolemesh.engine.data.token_bounds import most_tokens
 if TYPE_CHECKING:
     # jinja2 comes with a tokenizer: what sends messages to an endpoint does without both.
     from rolemesh.engine.data.frames import Frames
+    from rolemesh.engine.data.image_rows import RowImages
+    from rolemesh.engine.images.prompt_images import PromptImage
 
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _PROBE: Sequence[Message] = ({"role": "user", "content": "a"},)
@@ -35,6 +37,17 @@ class ChatTokenizer(Protocol):
         """Text of tokens."""
 
 
+class RenderedPrompt(NamedTuple):
+    """A prompt as text and as tokens."""
+
+    text: str
+    """What the chat template makes of the turns."""
+    tokens: Sequence[int]
+    """Token ids; an image has all of its places."""
+    images: tuple[PromptImage, ...]
+    """The images, in the order of their places."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionTokens:
     """A given completion as tokens."""
@@ -52,9 +65,22 @@ class Renderer:
     So trained and sampled sequences have the same border.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, *, template: str | None = None) -> None:
-        """Takes the tokenizer of the policy; `template` stands for its own chat template."""
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        template: str | None = None,
+        images: RowImages | None = None,
+    ) -> None:
+        """Takes the tokenizer of the policy.
+
+        Args:
+            tokenizer: Of the policy.
+            template: Stands for its own chat template.
+            images: Finds the images of rows; None: a row with images is refused.
+        """
         self._tokenizer = tokenizer
+        self.images = images
         self._template = template
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         """The same for many texts at once, where it has threads of its own."""
@@ -73,6 +99,29 @@ class Renderer:
                 "prompt's column in data.columns.prompt"
             )
         return self._rendered(row.messages, row, answered=False) + row.assistant_prefix
+
+    def prompt(self, row: PromptRow, text: str | None = None) -> RenderedPrompt:
+        """The prompt with its tokens and images.
+
+        Args:
+            row: The row.
+            text: What `prompt_text` makes of it, where that is known.
+
+        Raises:
+            DataInvalidError: It cannot be rendered, or an image cannot be read or has no place.
+        """
+        if text is None:
+            text = self.prompt_text(row)
+        tokens = self.tokens(text)
+        if self.images is None:
+            if row.images:
+                raise DataInvalidError(
+                    f"{row.where}: has images, which are not taken here: give rows without images"
+                )
+            return RenderedPrompt(text, tokens, ())
+        images = self.images.of(row)
+        # Of a row without images too: its text might hold the placeholder.
+        return RenderedPrompt(text, self.images.expanded(tokens, images, row), images)
 
     def prompt_texts(self, rows: Sequence[PromptRow]) -> list[str]:
         """The same for each of several rows, of most templates in a seventh of the time."""
@@ -138,6 +187,20 @@ class Renderer:
         long = [text for text, most in zip(rest, bounds, strict=True) if most > limit]
         measured = iter(self.batch_lengths(long))
         return [fixed + next(measured) if most > limit else -int(most) for most in bounds]
+
+    def prompt_lengths(
+        self, rows: Sequence[PromptRow], texts: Sequence[str], limit: int
+    ) -> list[int]:
+        """The same of rendered prompts; of a row with images always its number of tokens.
+
+        Raises:
+            DataInvalidError: An image cannot be read, or has no place.
+        """
+        lengths = self.lengths_over(texts, limit)
+        for at, row in enumerate(rows):
+            if row.images:
+                lengths[at] = len(self.prompt(row, texts[at]).tokens)
+        return lengths
 
     def most_tokens(self, text: str) -> float:
         """The most tokens that a text can have, without added special tokens."""

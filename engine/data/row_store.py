@@ -23,6 +23,9 @@ from rolemesh.engine.data.rows import DataInvalidError, PromptRow
 ROWS_AT_ONCE = 1024
 """Rows that are read, measured and written together."""
 
+ROWS_WITH_IMAGES_AT_ONCE = 32
+"""The same of rows that may hold images: each of these may have megabytes."""
+
 UNMEASURED = -(2**31)
 """Tokens of a row of which nobody asked the length."""
 
@@ -215,7 +218,7 @@ def _identity(row: PromptRow) -> bytes:
 
 
 def _encoded(row: PromptRow) -> bytes:
-    values = (
+    values: tuple[Any, ...] = (
         row.messages,
         row.assistant_prefix,
         row.answer,
@@ -228,6 +231,8 @@ def _encoded(row: PromptRow) -> bytes:
         row.max_text_tokens,
         row.where,
     )
+    if row.images:
+        values = (*values, row.images, row.image_folder)
     if _has_texts_alone(row):
         try:
             return _QUICK.encode(values)
@@ -262,7 +267,9 @@ def _decoded(text: bytes) -> PromptRow:
         bare_text,
         max_text_tokens,
         where,
+        *shown,
     ) = json.loads(text.decode("utf-8", "surrogatepass"))
+    images, image_folder = shown or ((), "")
     return PromptRow(
         messages=messages or (),
         assistant_prefix=assistant_prefix,
@@ -275,4 +282,6 @@ def _decoded(text: bytes) -> PromptRow:
         text=bare_text,
         max_text_tokens=max_text_tokens,
         where=where,
+        images=tuple(images),
+        image_folder=image_folder,
     )

@@ -11,6 +11,8 @@ import msgspec
 
 from rolemesh.engine import nested
 from rolemesh.engine.data.answers import ANSWER, json_text
+from rolemesh.engine.images import turns as image_turns
+from rolemesh.engine.images.prompt_images import ImageInvalidError
 from rolemesh.engine.specs import StoredRowsSpec
 
 MAX_METADATA_BYTES = 64 * 1024
@@ -68,6 +70,11 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
     """Text of a row without a prompt."""
     max_text_tokens: int | None = None
     """Most tokens of `text`, which is cut there; None does not cut."""
+    images: Sequence[str] = ()
+    """Images that the prompt shows, in its order: each a path below `image_folder`, or a data URL.
+    A turn that shows one has parts as its content, see `images.turns`."""
+    image_folder: str = ""
+    """Folder of those that are paths."""
     where: str = "a row"
     """Place of the row, for messages."""
 
@@ -76,7 +83,9 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes that are equal for rows with equal prompts."""
         if self.text is not None:
             return self.text.encode("utf-8", "surrogatepass")
-        prompt = (self.messages, self.assistant_prefix)
+        prompt: tuple[Any, ...] = (self.messages, self.assistant_prefix)
+        if self.images:
+            prompt = (*prompt, self.images)
         try:
             return _IDENTITY.encode(prompt)
         except (TypeError, ValueError):
@@ -92,6 +101,14 @@ class RowReader:
         self._spec = spec
         self._field = field
         named = dict(spec.columns)
+        self._images = spec.images
+        if spec.images is None:
+            # A column of that name is like any other then.
+            del named["images"]
+        folder = None if spec.images is None else spec.images.folder
+        self._image_folder = "" if folder is None else str(folder)
+        self._contents = str if spec.images is None else (str, list)
+        """Types that a turn's content may have."""
         claimed = set(named.values()) - {None}
         self._columns: dict[str, str | None] = {
             meaning: name or (None if meaning in claimed else meaning)
@@ -105,6 +122,9 @@ class RowReader:
             if column is not None
         ]
         required = [(f"columns.{meaning}", column) for meaning, column in named.items()]
+        if spec.images is not None and named["images"] is None:
+            # A name that is wrong must not make a run without images.
+            required.append(("columns.images", "images"))
         required += [("metadata", column) for column in spec.metadata or ()]
         self._required = [(name, column) for name, column in required if column is not None]
         """Columns that the recipe names, each with its field."""
@@ -138,6 +158,25 @@ class RowReader:
             if (value := nested.value_of(record, column) if is_dotted else record.get(column))
             is not None
         }
+        if self._images is None:
+            return self._row(record, values, (), where)
+        try:
+            images = image_turns.references_of(
+                values.get("images"), self._images, self._name("images")
+            )
+            row = self._row(record, values, images, where)
+        except ImageInvalidError as error:
+            raise DataInvalidError(f"{where}: {error}") from error
+        return row
+
+    def _row(
+        self,
+        record: Mapping[str, Any],
+        values: Mapping[str, Any],
+        images: Sequence[str],
+        where: str,
+    ) -> PromptRow:
+        """A row of the values by their meanings; raises ImageInvalidError besides."""
         answer, other = self._answer(values.get("answer"), where)
         metadata = self._metadata(record, other, where)
         if "prompt" in values:
@@ -146,7 +185,7 @@ class RowReader:
             messages, completion = self._conversation(
                 values["messages"], values.get("completion"), where
             )
-        elif "text" in values:
+        elif "text" in values and not images:
             text = self._text(values["text"], "text", where)
             return PromptRow(messages=(), text=text, metadata=metadata, where=where)
         else:
@@ -161,8 +200,11 @@ class RowReader:
             raise DataInvalidError(
                 f"{where}: {self._name(lacking)!r} is missing: a preference needs both completions"
             )
+        shown = messages
+        if self._images is not None:
+            shown = image_turns.placed(messages, len(images), self._name("images"))
         return PromptRow(
-            messages=self._with_system(messages),
+            messages=self._with_system(shown),
             assistant_prefix=self._spec.assistant_prefix,
             answer=answer,
             metadata=metadata,
@@ -171,6 +213,8 @@ class RowReader:
             rejected=self._completion(rejected, "rejected", messages, where),
             is_wanted=self._label(values.get("label"), where),
             where=where,
+            images=images,
+            image_folder=self._image_folder if images else "",
         )
 
     def _check_named(self, record: Mapping[str, Any], where: str) -> None:
@@ -237,6 +281,11 @@ class RowReader:
         # Turns after the last answer have no answer, so they are not allowed.
         while answered and answered[-1]["role"] != "assistant":
             answered.pop()
+        if any(not isinstance(turn["content"], str) for turn in answered):
+            raise DataInvalidError(
+                f"{where}: {name!r} shows an image behind the first answer: images stand in the "
+                "prompt alone"
+            )
         return checked[:first], answered or None
 
     def _completion(
@@ -255,16 +304,27 @@ class RowReader:
                 f"{where}: {self._name(meaning)!r} must begin (after the prompt's turns) and end "
                 "with an assistant turn"
             )
+        if any(not isinstance(turn["content"], str) for turn in turns):
+            raise DataInvalidError(
+                f"{where}: {self._name(meaning)!r} shows an image behind the first answer: images "
+                "stand in the prompt alone"
+            )
         return turns
 
     def _turns(self, value: Any, meaning: str, where: str) -> list[Message]:
+        if self._images is not None and isinstance(value, list):
+            name = self._name(meaning)
+            value = [
+                image_turns.joined_parts(turn, name) if isinstance(turn, Mapping) else turn
+                for turn in value
+            ]
         if (
             not isinstance(value, list)
             or not value
             or not all(
                 isinstance(turn, Mapping)
                 and isinstance(turn.get("role"), str)
-                and isinstance(turn.get("content"), str)
+                and isinstance(turn.get("content"), self._contents)
                 for turn in value
             )
         ):
@@ -278,7 +338,8 @@ class RowReader:
         ]
         for at, turn in enumerate(turns):
             role = turn["role"]
-            self._text(turn["content"], meaning, where)
+            for text in image_turns.texts_of(turn):
+                self._text(text, meaning, where)
             if at and role == "system":
                 raise DataInvalidError(
                     f"{where}: {self._name(meaning)!r}, turn {at} is a system turn: there is one "

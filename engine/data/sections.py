@@ -15,10 +15,16 @@ from typing import Any
 from rolemesh.engine.data import index
 from rolemesh.engine.data.curriculum import sorting_values
 from rolemesh.engine.data.filtering import Bounds
+from rolemesh.engine.data.image_rows import RowImages, images_of_data, images_of_source
 from rolemesh.engine.data.jsonl import Lines
 from rolemesh.engine.data.parts import PartSpec, read_in_parts
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
-from rolemesh.engine.data.row_store import Rows, RowStore
+from rolemesh.engine.data.row_store import (
+    ROWS_AT_ONCE,
+    ROWS_WITH_IMAGES_AT_ONCE,
+    Rows,
+    RowStore,
+)
 from rolemesh.engine.data.rows import EmptyDataError
 from rolemesh.engine.data.sources import (
     Intake,
@@ -55,6 +61,7 @@ def load_section(
     measured_from: int | None = None,
     with_identities: bool = False,
     progress: Progress | None = None,
+    images: RowImages | None = None,
 ) -> Section:
     """Loads a section.
 
@@ -65,6 +72,7 @@ def load_section(
         measured_from: Prompts of more tokens than this are looked for later; None: none are.
         with_identities: Whether prompts are compared later, even if none is held out.
         progress: Called from time to time while rows are read.
+        images: Finds the images of rows, where the section has any.
 
     Raises:
         EmptyDataError: A source has no training row, or all of them are too long.
@@ -77,8 +85,12 @@ def load_section(
         measured_from=measured_from,
         with_identities=with_identities or compares_prompts(data),
         progress=progress,
+        images=images,
     )
     folder = index.cache_folder()
+    if any(one.folder is not None for one in images_of_data(data)):
+        # What is known of a row depends on files that no key names; the rows hold paths alone.
+        folder = None
     try:
         files = files_of(data)
         if folder is None or sum(file.stat().st_size for file in files) < LARGE_BYTES:
@@ -119,6 +131,7 @@ class _Reading:
     measured_from: int | None
     with_identities: bool
     progress: Progress | None
+    images: RowImages | None
 
     def depends_on(self) -> dict[str, Any]:
         """All but files and tokenizer that decides the rows, and what is known of them."""
@@ -128,6 +141,7 @@ class _Reading:
             "with_identities": self.with_identities,
             # From which length on does not matter: what lacks is measured when it is asked for.
             "is_measured": self.measured_from is not None,
+            "images": None if self.images is None else self.images.processor.fingerprint,
         }
 
     def read(self, store: RowStore, folder: Path | None = None) -> Section:
@@ -209,6 +223,10 @@ class _Reading:
 
     def _intake(self, store: RowStore, spec: SourceSpec, folder: Path | None) -> Intake:
         bounds = bounds_of(spec, self.data)
+        of_source = images_of_source(spec)
+        images = None
+        if self.images is not None and of_source is not None:
+            images = self.images.within(of_source)
 
         def in_parts(
             source: JsonlSpec,
@@ -239,9 +257,15 @@ class _Reading:
             store=store,
             with_identities=self.with_identities,
             max_row_tokens=bounds["max_row_tokens"],
-            measure=Bounds(Renderer(self.tokenizer), **bounds, measured_from=self.measured_from),
+            measure=Bounds(
+                Renderer(self.tokenizer, images=images),
+                **bounds,
+                measured_from=self.measured_from,
+            ),
             progress=self.progress,
-            in_parts=None if folder is None else in_parts,
+            # Other processes would each need one that decodes.
+            in_parts=None if folder is None or of_source is not None else in_parts,
+            rows_at_once=ROWS_AT_ONCE if of_source is None else ROWS_WITH_IMAGES_AT_ONCE,
         )
 
     def _refuse_all(self, source: Source) -> None:

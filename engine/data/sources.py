@@ -16,7 +16,13 @@ import numpy
 
 from rolemesh.engine.data import jsonl
 from rolemesh.engine.data.jsonl import Lines
-from rolemesh.engine.data.row_store import ROWS_AT_ONCE, Measure, Rows, RowStore
+from rolemesh.engine.data.row_store import (
+    ROWS_AT_ONCE,
+    ROWS_WITH_IMAGES_AT_ONCE,
+    Measure,
+    Rows,
+    RowStore,
+)
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow, RowReader
 from rolemesh.engine.specs import (
     DataSpec,
@@ -63,6 +69,8 @@ class Intake:
     """Finds the lengths of rows; None: any are short enough."""
     progress: Callable[[], None] | None = None
     """Called from time to time."""
+    rows_at_once: int = ROWS_AT_ONCE
+    """Rows that are in memory together, beside the store."""
     in_parts: Callable[[JsonlSpec, str, Path, str, Callable[[Lines], Rows]], Rows] | None = None
     """Takes the rows of a file with the help of other processes. It gets the source, its field, the
     file, the field that names that, and what takes the rows of some lines in this process."""
@@ -72,7 +80,7 @@ class Intake:
         start = len(self.store)
         source = iter(rows)
         with _few_collections():
-            while some := list(itertools.islice(source, ROWS_AT_ONCE)):
+            while some := list(itertools.islice(source, self.rows_at_once)):
                 if self.max_row_tokens is not None:
                     some = [self._cut(row) for row in some]
                 self.store.add(some, self.measure, with_identities=self.with_identities)
@@ -236,14 +244,15 @@ def _records(
 ) -> Iterable[tuple[Any, str]]:
     from rolemesh.engine.data import tables
 
+    rows_at_once = tables.ROWS_AT_ONCE if spec.images is None else ROWS_WITH_IMAGES_AT_ONCE
     # Held-out ones are asked for only where the spec names some.
     if isinstance(spec, HfDatasetSpec):
         split = spec.held_out_split if held_out else spec.split
         assert split is not None
-        return tables.hf_records(spec, split, field, reader.wanted)
+        return tables.hf_records(spec, split, field, reader.wanted, rows_at_once)
     assert isinstance(spec, ParquetSpec)
     path, path_field = _file(spec, field, held_out=held_out)
-    return tables.parquet_records(path, path_field, reader.wanted)
+    return tables.parquet_records(path, path_field, reader.wanted, rows_at_once)
 
 
 def draw_held_out(rows: Rows, spec: StoredRowsSpec, field: str) -> tuple[Rows, Rows]:

@@ -10,6 +10,8 @@ from rolemesh.engine.data.prompts import PromptSet, Split
 from rolemesh.engine.data.rendering import CompletionTokens
 from rolemesh.engine.data.rows import Completion, DataInvalidError, PromptRow, PromptTooLongError
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.images.prompt_images import PromptImage, images_text
+from rolemesh.engine.specs.columns import IMAGES
 
 Kind = Literal["demonstration", "preference", "judgement"]
 
@@ -23,6 +25,7 @@ class _Given:
     row: PromptRow
     text: str
     tokens: Sequence[int]
+    images: Sequence[PromptImage] = ()
 
 
 _Row = tuple[_Given, CompletionTokens, float]
@@ -67,7 +70,8 @@ def read_trajectories(
     Returns:
         B = count rows for demonstrations, otherwise 2 * count: tokens int64 (sequence),
         prompt_lengths int64 (row), loss_mask bool (completion), prompt_ids int64 (row, index of
-        the data row), prompt_text, completion_text, answer, metadata (text); and for pairs
+        the data row), prompt_text, completion_text, answer, metadata (text); where the data has
+        images, images (text, see `images.prompt_images`); and for pairs
         pair_ids int64 (row, the position, which also distinguishes two passages of one data row)
         and preference float32 (row).
 
@@ -87,16 +91,20 @@ def read_trajectories(
     found = prompts.rows(split, start, count)
     data = [(at, index, row) for at, (index, row) in enumerate(found, start=start)]
     rows = list(read(prompts, data, max_tokens))
-    return _experience(rows, prompts.tokenizer, with_pairs=kind != "demonstration")
+    return _experience(
+        rows,
+        prompts.tokenizer,
+        with_pairs=kind != "demonstration",
+        with_images=prompts.has_images,
+    )
 
 
 _Positioned = Sequence[tuple[int, int, PromptRow]]
 
 
 def _given(prompts: PromptSet, position: int, index: int, row: PromptRow) -> _Given:
-    text = prompts.renderer.prompt_text(row)
-    tokens = prompts.renderer.tokens(text)
-    return _Given(position=position, index=index, row=row, text=text, tokens=tokens)
+    text, tokens, images = prompts.renderer.prompt(row)
+    return _Given(position=position, index=index, row=row, text=text, tokens=tokens, images=images)
 
 
 def _demonstrations(
@@ -163,6 +171,8 @@ def _completion(
     max_tokens: int | None,
 ) -> CompletionTokens:
     made = prompts.renderer.completion(given.row, completion)
+    if prompts.renderer.images is not None:
+        prompts.renderer.images.check_answer(made.tokens, given.row)
     num_tokens = len(given.tokens) + len(made.tokens)
     if max_tokens is not None and num_tokens > max_tokens:
         raise PromptTooLongError(
@@ -173,7 +183,9 @@ def _completion(
     return made
 
 
-def _experience(rows: Sequence[_Row], tokenizer: Any, *, with_pairs: bool) -> Experience:
+def _experience(
+    rows: Sequence[_Row], tokenizer: Any, *, with_pairs: bool, with_images: bool
+) -> Experience:
     columns: dict[str, Sequence[Any]] = {
         "tokens": [[*given.tokens, *completion.tokens] for given, completion, _ in rows],
         "prompt_lengths": [len(given.tokens) for given, _, _ in rows],
@@ -187,6 +199,8 @@ def _experience(rows: Sequence[_Row], tokenizer: Any, *, with_pairs: bool) -> Ex
         "answer": [given.row.answer for given, _, _ in rows],
         "metadata": [given.row.metadata for given, _, _ in rows],
     }
+    if with_images:
+        columns[IMAGES] = [images_text(given.images) for given, _, _ in rows]
     if with_pairs:
         columns["pair_ids"] = [given.position for given, _, _ in rows]
         columns["preference"] = [preference for _, _, preference in rows]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolemesh.engine.data import reasoning_gym
+from rolemesh.engine.data.image_rows import images_of_data
 from rolemesh.engine.data.prompts import Prompt, load_prompts, load_rows
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow
@@ -77,6 +78,11 @@ def _held_out(
 ) -> tuple[int, Sequence[PromptRow]]:
     """How many training rows there are, which are numbered first, and the held-out rows."""
     data = task.data
+    if images_of_data(data):
+        raise DataInvalidError(
+            f"task {task.name}: its data has images, and evaluations ask with text alone: give "
+            "data without images"
+        )
     if isinstance(data, ReasoningGymSpec) and data.max_prompt_tokens is None:
         return _counted(*reasoning_gym.load(data))
     if tokenizer is not None:

@@ -109,7 +109,7 @@ class ImageProcessor:
         )
 
         self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(
-            folder, local_files_only=True
+            folder, local_files_only=True, trust_remote_code=False
         )
         if self._processor.merge_size != tokens.merge:
             raise ModelFolderError(

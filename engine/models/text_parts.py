@@ -50,9 +50,11 @@ class Qwen2_5_VLForCausalLM(_TextPart, GenerationMixin):  # type: ignore[misc]
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
+    def forward(
+        self, input_ids: torch.Tensor | None = None, *, logits_to_keep: int = 0, **inputs: Any
+    ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocabulary], of the last `logits_to_keep` places alone if that is not 0."""
-        outputs = self.model(**inputs)
+        outputs = self.model(input_ids, **inputs)
         hidden: torch.Tensor = outputs.last_hidden_state
         return CausalLMOutputWithPast(
             logits=self.lm_head(hidden[:, -logits_to_keep or None :]),

@@ -13,6 +13,7 @@ import torch
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.experience import Column, Experience
+from rolemesh.engine.images.prompt_images import images_text
 from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.episode import Episode, as_episode
 from rolemesh.engine.rollout.episodes import EpisodeRunner
@@ -23,6 +24,7 @@ from rolemesh.engine.specs import SamplingSpec
 from rolemesh.engine.specs.columns import (
     COLUMNS,
     ENVIRONMENT_REWARDS,
+    IMAGES,
     NO_ROUTE,
     ROLLOUT_COLUMNS,
     ROUTES,
@@ -73,6 +75,7 @@ def sample_experience(
     on_block: OnBlock | None = None,
     episodes: EpisodeRunner | None = None,
     agents: Agents | None = None,
+    has_images: bool = False,
 ) -> Experience:
     """Samples `samples_per_prompt` completions a prompt.
 
@@ -104,11 +107,13 @@ def sample_experience(
         episodes: Plays each row with an environment; None: a completion is one turn.
         agents: Plays them by programs of their own, without blocks. A trajectory then has a row for
             each of its branches, or none where it was left out.
+        has_images: Whether prompts of the run's data may have images. All slices of a batch must
+            be told the same, whatever their own prompts have.
 
     Returns:
         The columns that RolloutService.Generate promises, B = prompts * samples_per_prompt rows.
         With an environment, environment_rewards besides; with agents, another number of rows, and
-        session.
+        session. With has_images, images besides.
 
     Raises:
         ValueError: block_rows would cut the samples of a prompt apart.
@@ -144,6 +149,7 @@ def sample_experience(
                         run_seed, step, prompt.prompt_id, sample_index, lineage=lineage
                     ),
                     is_complete=is_complete,
+                    images=prompt.images,
                 )
             )
 
@@ -160,6 +166,7 @@ def sample_experience(
             [_row_of(rows[one.row], sample_indexes[one.row], one, tokenizer) for one in branches],
             has_rewards=agents.gives_reward,
             route_width=0,
+            has_images=has_images,
         )
         return batch | Experience.of_rows({SESSION: [one.session for one in branches]})
 
@@ -190,6 +197,7 @@ def sample_experience(
                 [finished.pop(member) for member in here],
                 has_rewards=episodes is not None,
                 route_width=backend.route_width,
+                has_images=has_images,
             )
             if block_rows and on_block is not None:
                 on_block(block, assembled[block])
@@ -200,7 +208,11 @@ def sample_experience(
             "completions"
         )
     if not assembled:
-        return _assemble([], has_rewards=episodes is not None, route_width=backend.route_width)
+        return without_rows(
+            has_rewards=episodes is not None,
+            route_width=backend.route_width,
+            has_images=has_images,
+        )
     if len(assembled) == 1:
         return next(iter(assembled.values()))
     return Experience.concat([assembled[block] for block in sorted(assembled)])
@@ -245,6 +257,7 @@ def _row_of(prompt: Prompt, sample_index: int, episode: Episode, tokenizer: Chat
         "completion_text": tokenizer.decode(completion, skip_special_tokens=True),
         "answer": prompt.answer,
         "metadata": prompt.metadata,
+        IMAGES: images_text(prompt.images),
         ENVIRONMENT_REWARDS: episode.reward,
         ROUTES: None
         if episode.routes is None
@@ -264,13 +277,21 @@ def _packed(name: str, values: Sequence[float]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=COLUMNS[name].dtype))
 
 
-def without_rows(*, has_rewards: bool, route_width: int = 0) -> Experience:
+def without_rows(
+    *, has_rewards: bool, route_width: int = 0, has_images: bool = False
+) -> Experience:
     """The columns of a sampled batch of which another rank has all rows."""
-    return _assemble([], has_rewards=has_rewards, route_width=route_width)
+    return _assemble([], has_rewards=has_rewards, route_width=route_width, has_images=has_images)
 
 
-def _assemble(rows: Sequence[_Row], *, has_rewards: bool, route_width: int) -> Experience:
-    names = (*ROLLOUT_COLUMNS, ENVIRONMENT_REWARDS) if has_rewards else ROLLOUT_COLUMNS
+def _assemble(
+    rows: Sequence[_Row], *, has_rewards: bool, route_width: int, has_images: bool
+) -> Experience:
+    names = [*ROLLOUT_COLUMNS]
+    if has_rewards:
+        names.append(ENVIRONMENT_REWARDS)
+    if has_images:
+        names.append(IMAGES)
     batch = Experience.of_rows({name: [row[name] for row in rows] for name in names})
     if not route_width:
         return batch

@@ -17,6 +17,7 @@ from rolemesh.engine.specs.data import HELD_OUT_SPLITS as HELD_OUT_SPLITS
 from rolemesh.engine.specs.data import CurriculumSpec as CurriculumSpec
 from rolemesh.engine.specs.data import DataSpec as DataSpec
 from rolemesh.engine.specs.data import HfDatasetSpec as HfDatasetSpec
+from rolemesh.engine.specs.data import ImagesSpec as ImagesSpec
 from rolemesh.engine.specs.data import JsonlSpec as JsonlSpec
 from rolemesh.engine.specs.data import MixtureSpec as MixtureSpec
 from rolemesh.engine.specs.data import ParquetSpec as ParquetSpec

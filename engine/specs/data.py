@@ -45,6 +45,8 @@ class ColumnsSpec(Spec):
     """The worse of two completions."""
     label: str | None = None
     """Whether the completion is wanted: a boolean, 0 or 1."""
+    images: str | None = None
+    """Images of the prompt, one or a list; read only where the source has `images`."""
 
     @model_validator(mode="after")
     def _check_distinct(self) -> Self:
@@ -95,6 +97,22 @@ class BoundedSpec(Spec):
     A text without a prompt is cut there instead of being left out."""
 
 
+class ImagesSpec(Spec):
+    """Images that rows have in the column `images`, and their bounds.
+
+    One that is beyond a bound is an error that names its row; none is left out or made smaller.
+    """
+
+    folder: Path | None = None
+    """Folder below which paths in the column lie; None: the column holds bytes or data URLs."""
+    max_pixels: int = Field(default=1 << 24, ge=1)
+    """Most pixels of an image, width times height; checked before it is decoded."""
+    max_bytes: int = Field(default=8 << 20, ge=1, le=128 << 20)
+    """Most bytes of an image's file."""
+    max_per_prompt: int = Field(default=8, ge=1)
+    """Most images of a row."""
+
+
 class SourceSpec(BoundedSpec):
     """One source of rows."""
 
@@ -138,6 +156,8 @@ class StoredRowsSpec(SourceSpec):
     """Prompts that are drawn from the training rows and held out; each distinct."""
     seed: int = Field(default=0, ge=0)
     """Seed of the draw of held-out rows."""
+    images: ImagesSpec | None = None
+    """Images of the prompts; None: there are none, and a column `images` is metadata."""
 
     @abstractmethod
     def held_out_field(self) -> str | None:
@@ -150,6 +170,15 @@ class StoredRowsSpec(SourceSpec):
             raise ValueError(
                 f"{field} is set and held_out_size is {self.held_out_size}: held-out prompts are "
                 "either given or drawn; take one out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        if self.columns.images is not None and self.images is None:
+            raise ValueError(
+                f"columns.images is {self.columns.images!r}, but images is not given: give it, "
+                "with {} for its defaults, or take the column out"
             )
         return self
 

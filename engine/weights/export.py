@@ -156,14 +156,14 @@ def write_adapter_folder(
         (folder / CONFIG_FILE).write_text(text)
         _copy_companions(folder, source)
 
-    stored = stored_manifest(manifest)
+    stored = stored_manifest(manifest, source)
     _write_folder(
         directory,
         # PEFT knows one file alone.
         lambda folder: _WeightFiles(
             folder, stored, "float32", stem="adapter_model", is_one_file=True
         ),
-        as_stored(parameters),
+        as_stored(parameters, source),
         write_companions,
         peers,
     )

@@ -134,6 +134,7 @@ class Preview:
             seed=spec.seed,
             measured_from=self._fits_whole,
             progress=progress,
+            model=spec.model,
         )
 
     def counts(self) -> dict[str, Any]:

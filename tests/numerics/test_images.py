@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import shutil
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.image_rows import pictures, shown, with_images
@@ -39,6 +42,7 @@ from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
+    AdapterSpec,
     HfSpec,
     ModelSpec,
     OptimizerSpec,
@@ -72,9 +76,12 @@ def model_of(folder: Path, **fields: Any) -> RankModel:
     return RankModel(CausalLm(spec))
 
 
-def by_transformers(folder: Path, batch: Experience) -> list[torch.Tensor]:
+def by_transformers(
+    folder: Path, batch: Experience, adapted: Callable[[Any], Any] = lambda whole: whole
+) -> list[torch.Tensor]:
     """Log-probs of completion tokens by transformers' whole model, a row at a time."""
-    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    whole = adapted(loaded).eval()
     processor = ImageProcessor(folder)
     found = []
     rows = zip(
@@ -317,3 +324,36 @@ def score_in_slices(at: RankContext, folder: Path, batch: Experience) -> torch.T
         spec = ModelSpec(path=folder, compute_dtype="float32")
         model = RankModel(CausalLm(spec, mesh=mesh))
         return compute_logprobs(model, batch, temperature=1.0)["logprobs"].values
+
+
+def test_an_adapter_loads_in_peft_over_the_whole_model(
+    folder: Path, batch: Experience, tmp_path: Path
+) -> None:
+    """On the text's matrices alone, though the tower has some of the same names."""
+    adapter = AdapterSpec(rank=4)
+    spec = ModelSpec(path=folder, compute_dtype="float32", adapter=adapter)
+    trainer = Trainer.policy(spec, OptimizerSpec(learning_rate=3e-2))
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    update_whole(
+        trainer,
+        near_policy(batch, scored),
+        PpoPolicyLossSpec(),
+        epochs=1,
+        mini_batch_rows=2,
+        seed=0,
+    )
+    trainer.export(tmp_path / "adapter")
+    found = compute_logprobs(trainer.rank_model, batch, temperature=1.0)["logprobs"]
+    assert not torch.allclose(found.values, scored.values, rtol=0, atol=1e-3)
+
+    def adapted(whole: Any) -> Any:
+        with warnings.catch_warnings():
+            # Of keys that are missing, or in vain.
+            warnings.simplefilter("error")
+            return PeftModel.from_pretrained(whole, tmp_path / "adapter")
+
+    for row, expected in zip(found.rows(), by_transformers(folder, batch, adapted), strict=True):
+        torch.testing.assert_close(row, expected, rtol=0, atol=TOLERANCE)
+    again = model_of(folder, adapter=adapter.model_copy(update={"start": tmp_path / "adapter"}))
+    values = compute_logprobs(again, batch, temperature=1.0)["logprobs"].values
+    assert torch.equal(values, found.values)

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rolemesh.engine.data.prompts import PromptSet, load_prompts
+from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.model_files import check_model_files
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -85,6 +86,7 @@ class PromptSource:
             seed=run_seed,
             pretraining=pretraining,
             max_model_len=max_model_len,
+            model=model.path,
         )
         self.run_seed = run_seed
         self.facts = self.prompts.facts()
@@ -99,7 +101,7 @@ class PromptSource:
         row: list[int] = []
         for number in range(LONG_PROBE_TOKENS):
             # Behind the last prompt come those of the next epoch.
-            row += self.prompts.slice("train", number, 1)[0].tokens
+            row += self.prompts.without_images(self.prompts.slice("train", number, 1)[0].tokens)
             if len(row) >= LONG_PROBE_TOKENS:
                 break
         return row[:LONG_PROBE_TOKENS]
@@ -121,7 +123,14 @@ class PromptSource:
 
         Raises:
             UserCodeError: The class of the environment cannot be loaded.
+            DataInvalidError: The data has images.
         """
+        if environment is not None and self.prompts.has_images:
+            raise DataInvalidError(
+                f"data.images is given, but the policy talks to an environment of type "
+                f"{environment.type!r}, and turns with environments and agents show no images: "
+                "take one of both out"
+            )
         if environment is not None and not isinstance(environment, AgentSpec):
             self.episodes = EpisodeRunner(
                 environment,
@@ -204,6 +213,7 @@ class SamplingRole(ABC):
             on_block=on_block,
             episodes=source.episodes,
             agents=source.agents,
+            has_images=source.prompts.has_images,
         )
 
 

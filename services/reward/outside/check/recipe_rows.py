@@ -32,7 +32,7 @@ def recipe_rows(spec: RecipeRowsSpec) -> list[RewardRow]:
         ValueError: The data or the tokenizer cannot be read.
     """
     tokenizer = load_light_tokenizer(spec.model)
-    prompts = load_prompts(spec.data, tokenizer=tokenizer, seed=spec.seed)
+    prompts = load_prompts(spec.data, tokenizer=tokenizer, seed=spec.seed, model=spec.model)
     count = min(MOST_PROMPTS, prompts.size("train"))
     return [
         row

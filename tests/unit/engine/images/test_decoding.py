@@ -127,9 +127,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(reader: ImageReader
         for kind, body in ((b"IHDR", head), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b""))
     )
     for ask in (reader.size, reader.pixels):
-        with pytest.raises(
-            ImageInvalidError, match=r"bomb has 40000 x 40000 pixels, more than 104"
-        ):
+        with pytest.raises(ImageInvalidError, match=r"bomb has 40000 x 40000 pixels, more"):
             ask(bomb, "bomb")
 
 

@@ -1,0 +1,450 @@
+"""Rows with images, from files to prompts with a place for each image's tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from support.tiny_images import IMAGE_PAD, noise, plain, png, write_tiny_image_model
+from support.tiny_models import write_tiny_llama
+
+from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
+from rolemesh.engine.data.row_store import RowStore
+from rolemesh.engine.data.rows import DataInvalidError, PromptRow, PromptTooLongError
+from rolemesh.engine.data.trajectories import read_trajectories
+from rolemesh.engine.grants import Grant, NotGrantedError
+from rolemesh.engine.images.prompt_images import images_of
+from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.specs import DataSpec
+
+WIDE, SMALL = png(noise(width=112, height=84)), png(plain((255, 0, 0)))
+WIDE_TOKENS, SMALL_TOKENS = 12, 4
+"""(112 / 28) * (84 / 28), and (56 / 28) squared."""
+PART = {"type": "image"}
+SPEC: TypeAdapter[Any] = TypeAdapter(DataSpec)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_image_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    return load_tokenizer(model)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "pictures"
+    (made / "deep").mkdir(parents=True)
+    (made / "wide.png").write_bytes(WIDE)
+    (made / "deep" / "small.png").write_bytes(SMALL)
+    return made
+
+
+class Loading:
+    """Loads rows of a test as a run does."""
+
+    def __init__(self, model: Path, tokenizer: Any, place: Path, folder: Path) -> None:
+        self.model, self.tokenizer, self.place, self.folder = model, tokenizer, place, folder
+
+    def __call__(
+        self, rows: Sequence[dict[str, Any]], images: Any = ..., **others: Any
+    ) -> PromptSet:
+        path = self.place / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        section = {"folder": str(self.folder)} if images is ... else images
+        spec = {"type": "jsonl", "path": str(path), "images": section}
+        loaded = {name: others.pop(name) for name in ("max_model_len", "model") if name in others}
+        return load_prompts(
+            SPEC.validate_python(spec | others),
+            tokenizer=self.tokenizer,
+            seed=0,
+            **{"model": self.model, **loaded},
+        )
+
+
+@pytest.fixture
+def load(model: Path, tokenizer: Any, tmp_path: Path, folder: Path) -> Loading:
+    return Loading(model, tokenizer, tmp_path, folder)
+
+
+def first(prompts: PromptSet) -> Prompt:
+    return prompts.slice("train", 0, 1)[0]
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def test_a_path_becomes_an_image_with_its_places(load: Loading, tokenizer: Any) -> None:
+    prompt = first(load([{"prompt": "Which bird?", "images": ["wide.png"], "answer": "heron"}]))
+    text = (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Which bird?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert prompt.text == text
+    plain_tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    at = plain_tokens.index(IMAGE_PAD)
+    expected = [*plain_tokens[:at], *[IMAGE_PAD] * WIDE_TOKENS, *plain_tokens[at + 1 :]]
+    assert list(prompt.tokens) == expected
+    (image,) = prompt.images
+    assert image.data == WIDE
+    assert image.grid == (1, 6, 8)
+    assert prompt.metadata == "{}"
+
+
+def test_the_expansion_is_that_of_transformers(load: Loading, tokenizer: Any, model: Path) -> None:
+    """Qwen2_5_VLProcessor wants torchvision for videos; its expansion of images does not."""
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    rows = [{"prompt": "<image> or <image>?", "images": ["wide.png", "deep/small.png"]}]
+    prompt = first(load(rows))
+    theirs = Qwen2_5_VLProcessor.__new__(Qwen2_5_VLProcessor)
+    theirs.image_processor = Qwen2VLImageProcessorPil.from_pretrained(
+        model, trust_remote_code=False
+    )
+    theirs.tokenizer = tokenizer
+    theirs.image_token = "<|image_pad|>"
+    made = theirs.image_processor(
+        images=[noise(width=112, height=84), plain((255, 0, 0))], return_tensors="np"
+    )
+    text = prompt.text
+    for number in range(len(prompt.images)):
+        more = theirs.replace_image_token(made, number)
+        text = text.replace("<|image_pad|>", more.replace("<|image_pad|>", "\0"), 1)
+    text = text.replace("\0", "<|image_pad|>")
+    assert list(prompt.tokens) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [image.grid for image in prompt.images] == list(map(tuple, made["image_grid_thw"]))
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        ["deep/small.png"],
+        "deep/small.png",
+        ["deep/../deep/small.png"],
+        [url(SMALL)],
+        {"bytes": None, "path": "deep/small.png"},
+    ],
+)
+def test_forms_of_one_image_in_json(load: Loading, images: Any) -> None:
+    prompt = first(load([{"prompt": "?", "images": images}]))
+    assert [image.data for image in prompt.images] == [SMALL]
+    assert prompt.tokens.count(IMAGE_PAD) == SMALL_TOKENS
+
+
+@pytest.mark.parametrize("form", ["bytes", "list of bytes", "struct", "list of structs"])
+def test_forms_of_one_image_in_parquet(
+    load: Loading, tmp_path: Path, tokenizer: Any, form: str
+) -> None:
+    value: Any = SMALL if "bytes" in form else {"bytes": SMALL, "path": "small.png"}
+    values = [[value], [value]] if "list" in form else [value, value]
+    table = pyarrow.table({"prompt": ["a", "b"], "images": values, "level": [1, 1]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    spec = SPEC.validate_python(
+        {"type": "parquet", "path": str(tmp_path / "rows.parquet"), "images": {}}
+    )
+    prompts = load_prompts(spec, tokenizer=tokenizer, seed=0, model=load.model)
+    for prompt in prompts.slice("train", 0, 2):
+        assert [image.data for image in prompt.images] == [SMALL]
+        assert prompt.metadata == '{"level": 1}'
+
+
+def test_parts_markers_and_plain_text_say_where_images_stand(load: Loading) -> None:
+    parts = [{"type": "text", "text": "a"}, PART, {"type": "text", "text": "b", "image": None}]
+    system = [{"type": "text", "text": "Say "}, {"type": "text", "text": "one word."}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": [{"role": "user", "content": parts}]},
+        {"prompt": "a<image>b"},
+        {"prompt": "ab"},
+        {"prompt": [{"role": "system", "content": system}, {"role": "user", "content": "ab"}]},
+    ]
+    prompts = load([{**row, "images": ["deep/small.png"]} for row in rows])
+    found = {prompt.prompt_id: prompt.text for prompt in prompts.slice("train", 0, 4)}
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    end = "<|im_end|>\n<|im_start|>assistant\n"
+    assert found == {
+        0: f"<|im_start|>user\na{image}b{end}",
+        1: f"<|im_start|>user\na{image}b{end}",
+        2: f"<|im_start|>user\n{image}ab{end}",
+        3: f"<|im_start|>system\nSay one word.<|im_end|>\n<|im_start|>user\n{image}ab{end}",
+    }
+
+
+def test_several_images_keep_their_order(load: Loading) -> None:
+    prompt = first(load([{"prompt": "<image>or<image>", "images": ["wide.png", url(SMALL)]}]))
+    runs = [len(run) for run in _runs(prompt.tokens)]
+    assert runs == [WIDE_TOKENS, SMALL_TOKENS]
+    assert [image.data for image in prompt.images] == [WIDE, SMALL]
+
+
+def _runs(tokens: Sequence[int]) -> list[str]:
+    return "".join("x" if token == IMAGE_PAD else " " for token in tokens).split()
+
+
+@pytest.mark.parametrize("images", [[], None])
+def test_a_row_without_images_is_text(load: Loading, images: Any) -> None:
+    prompt = first(load([{"prompt": "a <image> tag", "images": images}]))
+    assert prompt.text == "<|im_start|>user\na <image> tag<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.images == ()
+
+
+def test_without_the_section_a_column_images_is_metadata(load: Loading) -> None:
+    prompts = load([{"prompt": "<image>", "images": ["wide.png"]}], images=None, model=None)
+    assert not prompts.has_images
+    assert first(prompts).metadata == '{"images": ["wide.png"]}'
+    assert "data.image_processor" not in prompts.facts()
+
+
+def test_the_section_asks_for_the_column(load: Loading) -> None:
+    with pytest.raises(DataInvalidError, match=r"no column 'images', which data\.columns\.images"):
+        load([{"prompt": "?", "image": ["wide.png"]}])
+    prompts = load([{"prompt": "?", "image": "wide.png"}], columns={"images": "image"})
+    assert len(first(prompts).images) == 1
+    with pytest.raises(ValidationError, match="columns.images is 'image', but images is not given"):
+        load([{"prompt": "?"}], images=None, columns={"images": "image"})
+
+
+def test_the_same_text_with_other_images_is_another_prompt(load: Loading) -> None:
+    rows = [{"prompt": "?", "images": [name]} for name in ("wide.png", "deep/small.png")]
+    prompts = load([*rows, rows[0]], held_out_size=1)
+    held_out = prompts.every("held_out")[0].images
+    left = [row.images for row in prompts.every("train")]
+    assert held_out not in left
+    # Two rows of the first picture count as one prompt.
+    assert len(left) == (1 if held_out == ("wide.png",) else 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "<image><image>", "images": ["wide.png"]}, r"shows 2 images.*has 1"),
+        ({"prompt": "<image>", "images": ["wide.png"] * 2}, r"shows 1 images.*has 2"),
+        ({"prompt": [{"role": "user", "content": [PART]}], "images": []}, r"shows 1 .*has 0"),
+        ({"prompt": "?", "images": ["wide.png"] * 9}, r"has 9 images, more than 8: .*per_prompt"),
+        ({"prompt": "?", "images": [7]}, r"images\[0\] is a value of type int: give a path"),
+        ({"prompt": "?", "images": [""]}, r"images\[0\] is empty: give a path"),
+        ({"prompt": "?", "images": ["no.png"]}, r"'no.png' is no file below data.images.folder"),
+        ({"prompt": "?", "images": ["deep"]}, r"'deep' is no file below"),
+        ({"prompt": "?", "images": ["https://a.b/c.png"]}, r"an address, and services fetch"),
+        ({"prompt": "?", "images": ["data:image/png,abc"]}, r"no data URL with bytes"),
+        ({"prompt": "?", "images": ["data:;base64,ab!c"]}, r"no base64 behind its comma"),
+        ({"prompt": "?", "images": ["data:;base64,YWJj"]}, r"is no PNG, JPEG or WebP file"),
+        ({"prompt": "<|image_pad|>", "images": ["wide.png"]}, r"makes 2 places for 1 images"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video"}]}], "images": []},
+            r"a part of type 'video'",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{**PART, "image": "a"}]}], "images": ["a"]},
+            r"a part of type 'image' with image: a part is",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                    {"role": "user", "content": [PART]},
+                    {"role": "assistant", "content": "c"},
+                ],
+                "images": ["wide.png"],
+            },
+            r"shows an image behind the first answer",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_row(
+    load: Loading, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataInvalidError, match=rf"rows.jsonl, line 2: .*{message}"):
+        load([{"prompt": "a", "images": []}, row])
+
+
+def test_bounds_have_errors_of_their_own(load: Loading) -> None:
+    row = {"prompt": "?", "images": ["wide.png"]}
+    folder = str(load.folder)
+    with pytest.raises(DataInvalidError, match=r"line 1: .*wide.png' has 112 x 84 pixels, more th"):
+        load([row], images={"folder": folder, "max_pixels": 112 * 84 - 1})
+    with pytest.raises(DataInvalidError, match=r"wide.png' has \d+ bytes, more than 99: .*max_byt"):
+        load([row], images={"folder": folder, "max_bytes": 99})
+    with pytest.raises(DataInvalidError, match=r"data:image/png.*has \d+ bytes, more than 99"):
+        load([{**row, "images": url(WIDE)}], images={"max_bytes": 99})
+    exact = {"folder": folder, "max_pixels": 112 * 84, "max_bytes": len(WIDE), "max_per_prompt": 1}
+    assert len(first(load([row], images=exact)).images) == 1
+
+
+def test_each_source_of_a_mixture_has_its_own_bounds(load: Loading, tmp_path: Path) -> None:
+    row = json.dumps({"prompt": "?", "images": ["wide.png"]})
+    (tmp_path / "one.jsonl").write_text(row)
+    own = {"type": "jsonl", "path": str(tmp_path / "one.jsonl")}
+    images = {"folder": str(load.folder)}
+    sources = [
+        {"data": {**own, "images": images}},
+        {"data": {**own, "images": {**images, "max_pixels": 99}}},
+    ]
+    spec = SPEC.validate_python({"type": "mixture", "sources": sources})
+    with pytest.raises(DataInvalidError, match=r"sources.1.data.path .*more than 99"):
+        load_prompts(spec, tokenizer=load.tokenizer, seed=0, model=load.model)
+
+
+@pytest.mark.parametrize("way", ["dots", "absolute", "link", "linked folder"])
+def test_no_path_leads_out_of_the_folder(load: Loading, tmp_path: Path, way: str) -> None:
+    outside = tmp_path / "outside.png"
+    outside.write_bytes(WIDE)
+    (load.folder / "link.png").symlink_to(outside)
+    (load.folder / "up").symlink_to(tmp_path)
+    name = {
+        "dots": "../outside.png",
+        "absolute": str(outside),
+        "link": "link.png",
+        "linked folder": "up/outside.png",
+    }[way]
+    with pytest.raises(DataInvalidError, match=r"leads to .*out of data.images.folder"):
+        load([{"prompt": "?", "images": [name]}])
+
+
+def test_a_link_within_the_folder_is_followed(load: Loading) -> None:
+    os.symlink("wide.png", load.folder / "link.png")
+    assert first(load([{"prompt": "?", "images": ["link.png"]}])).images[0].data == WIDE
+
+
+def test_paths_need_the_folder(load: Loading) -> None:
+    with pytest.raises(DataInvalidError, match=r"'wide.png' is a path, but data.images.folder is"):
+        load([{"prompt": "?", "images": ["wide.png"]}], images={})
+
+
+def test_the_folder_has_to_be_granted(load: Loading, tmp_path: Path) -> None:
+    spec = SPEC.validate_python(
+        {"type": "jsonl", "path": str(tmp_path / "a"), "images": {"folder": "/etc"}}
+    )
+    with pytest.raises(NotGrantedError, match=r"images\.folder is '/etc'"):
+        Grant(folders=(tmp_path,)).check(spec, "data.")
+
+
+def test_lengths_count_the_places(load: Loading) -> None:
+    row = {"prompt": "?", "images": ["wide.png"]}
+    length = len(first(load([row])).tokens)
+    text_length = length - WIDE_TOKENS + 1
+    assert load([row], max_prompt_tokens=length).num_filtered["train"] == 0
+    other = {"prompt": "?", "images": []}
+    left = load([row, other], max_prompt_tokens=length - 1)
+    assert left.num_filtered["train"] == 1
+    assert left.every("train")[0].images == ()
+    assert text_length <= length - 1, "the text alone would have been let in"
+    with pytest.raises(PromptTooLongError, match=f"the longest {length}: "):
+        load([row], max_model_len=length)
+    load([row], max_model_len=length + 1)
+    given = {**row, "completion": "yes"}
+    assert load([given, other], max_row_tokens=length + 4).num_filtered["train"] == 0
+    assert load([given, other], max_row_tokens=length + 3).num_filtered["train"] == 1
+
+
+def test_a_model_without_images_is_refused(load: Loading, tmp_path: Path) -> None:
+    text_model = write_tiny_llama(tmp_path / "text")
+    with pytest.raises(ModelFolderError, match="is a llama model, and images are served for"):
+        load([{"prompt": "?", "images": ["wide.png"]}], model=text_model)
+    with pytest.raises(DataInvalidError, match="there is no model folder"):
+        load([{"prompt": "?", "images": ["wide.png"]}], model=None)
+
+
+def test_the_processor_is_a_fact_of_the_run(load: Loading) -> None:
+    prompts = load([{"prompt": "?", "images": []}])
+    renderer = prompts.renderer
+    assert renderer.images is not None
+    assert prompts.facts()["data.image_processor"] == renderer.images.processor.fingerprint
+
+
+def test_rows_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
+    turns = ({"role": "user", "content": [PART, {"type": "text", "text": "é"}]},)
+    rows = [
+        PromptRow(messages=turns, images=("a.png", url(SMALL)), image_folder="/f", where="one"),
+        PromptRow(messages=({"role": "user", "content": "x"},), where="two"),
+    ]
+    with (tmp_path / "rows").open("w+b") as file:
+        store = RowStore(file)
+        store.add(rows, None, with_identities=True)
+        again = RowStore.opened(file, store.facts())
+        for number, row in enumerate(rows):
+            found = again[number]
+            assert [dict(turn) for turn in found.messages] == [dict(turn) for turn in row.messages]
+            assert (tuple(found.images), found.image_folder) == (
+                tuple(row.images),
+                row.image_folder,
+            )
+            assert found.identity == row.identity
+    # A row of text lies there as it did before there were images.
+    assert (tmp_path / "rows").read_bytes().endswith(b',null,"two"]')
+
+
+def test_large_tables_are_kept_and_found_again(
+    load: Loading, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pictures = [png(noise(width=640, height=480, seed=seed)) for seed in range(10)]
+    table = pyarrow.table({"prompt": ["?"] * 10, "images": [[one] for one in pictures]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", compression="none")
+    spec = SPEC.validate_python(
+        {"type": "parquet", "path": str(tmp_path / "rows.parquet"), "images": {}}
+    )
+    for _ in range(2):
+        prompts = load_prompts(
+            spec, tokenizer=tokenizer, seed=0, model=load.model, max_model_len=500
+        )
+        found = sorted(prompt.images[0].sha256 for prompt in prompts.slice("train", 0, 10))
+        assert len(set(found)) == 10
+        assert prompts.every("train").tokens("prompt").min() > 0
+    assert len(list((tmp_path / "cache" / "rolemesh" / "rows").glob("*.rows"))) == 1
+
+
+def test_given_answers_have_the_column_of_images(load: Loading) -> None:
+    rows = [
+        {"prompt": "a", "images": ["wide.png"], "chosen": "x", "rejected": "y"},
+        {"prompt": "b", "images": [], "chosen": "x", "rejected": "y"},
+    ]
+    prompts = load(rows)
+    batch = read_trajectories(prompts, "train", 0, 2, "preference")
+    by_prompt = dict(
+        zip(batch["prompt_ids"].values.tolist(), batch["images"].strings(), strict=True)
+    )
+    (image,) = images_of(by_prompt[0])
+    assert (image.data, image.grid) == (WIDE, (1, 6, 8))
+    assert images_of(by_prompt[1]) == ()
+    places = [
+        sum(row == IMAGE_PAD for row in tokens.tolist())
+        for tokens in np.split(batch["tokens"].values.numpy(), batch["tokens"].offsets[1:-1])
+    ]
+    ids = batch["prompt_ids"].values.tolist()
+    assert places == [WIDE_TOKENS if number == 0 else 0 for number in ids]
+
+
+def test_given_answers_without_images_lack_the_column(load: Loading) -> None:
+    prompts = load([{"prompt": "a", "completion": "b"}], images=None, model=None)
+    batch = read_trajectories(prompts, "train", 0, 1, "demonstration")
+    assert "images" not in batch
+
+
+def test_a_given_answer_may_not_hold_a_place(load: Loading) -> None:
+    prompts = load([{"prompt": "a", "images": [], "completion": "<|image_pad|>"}])
+    with pytest.raises(DataInvalidError, match=r"line 1: its completion holds the token in whose"):
+        read_trajectories(prompts, "train", 0, 1, "demonstration")
+
+
+def test_a_prompt_without_its_images_for_checks_of_samplers(load: Loading) -> None:
+    prompts = load([{"prompt": "a", "images": ["wide.png"]}])
+    tokens = first(prompts).tokens
+    left = prompts.without_images(tokens)
+    assert IMAGE_PAD not in left
+    assert len(left) == len(tokens) - WIDE_TOKENS
