@@ -20,7 +20,7 @@ from rolemesh.engine.specs import (
     OwnRewardSpec,
     ReasoningGymRewardSpec,
 )
-from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS
+from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS, IMAGES
 
 if TYPE_CHECKING:
     from rolemesh.engine.models.rank_model import RankModel
@@ -154,7 +154,8 @@ class EnvironmentReward:
 class ClassifierReward:
     """A logit of a sequence classifier over the text of prompt and completion.
 
-    The text is encoded with the classifier's own tokenizer, which need not be the policy's.
+    The text is encoded with the classifier's own tokenizer, which need not be the policy's. A text
+    has one placeholder for each image of its prompt, as the policy's chat template writes it.
     """
 
     columns: tuple[str, ...] = ("prompt_text", "completion_text")
@@ -178,11 +179,12 @@ class ClassifierReward:
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B]."""
-        return self._classifier.score(self._encode(batch), progress)
+        return self._classifier.score(self._encode(batch), progress, _images(batch))
 
     def faults(self, batch: Experience) -> dict[int, str]:
         """Why rows cannot be scored, by their number: `score` would refuse the whole batch."""
-        found = {row: self._classifier.fault(ids) for row, ids in enumerate(self._encode(batch))}
+        rows = self._placed(self._encode(batch), batch)
+        found = {row: self._classifier.fault(ids) for row, ids in enumerate(rows)}
         return {row: fault for row, fault in found.items() if fault is not None}
 
     def as_scored(self, batch: Experience) -> Experience:
@@ -191,15 +193,16 @@ class ClassifierReward:
         A given completion ends with the tokens that end a turn, and prompt and completion were
         encoded apart. `score` sees the text of both without these tokens, so training must see the
         same. prompt_lengths is the length of the prompt encoded by itself, at most that of the row.
-        A score belongs to a whole row, so this number has no effect.
+        Images stand before it. A score belongs to a whole row, so it has no other effect.
 
         Args:
             batch: Batch with the columns prompt_text and completion_text.
 
         Raises:
+            ImageInvalidError: The classifier takes no images, or a row's do not fit its text.
             PromptTooLongError: A row is longer than the model can see.
         """
-        rows = self._encode(batch)
+        rows = self._placed(self._encode(batch), batch)
         if self.max_tokens is not None:
             for index, row in enumerate(rows):
                 if len(row) > self.max_tokens:
@@ -207,7 +210,7 @@ class ClassifierReward:
                         f"row {index} has {len(row)} tokens, but the classifier sees at most "
                         f"{self.max_tokens}: set data.max_row_tokens below that"
                     )
-        prompts = self._classifier.encode(batch["prompt_text"].strings())
+        prompts = self._placed(self._classifier.encode(batch["prompt_text"].strings()), batch)
         prompt_lengths = [
             max(1, min(len(prompt), len(row))) for prompt, row in zip(prompts, rows, strict=True)
         ]
@@ -228,6 +231,10 @@ class ClassifierReward:
             }
         )
 
+    def _placed(self, rows: list[list[int]], batch: Experience) -> list[list[int]]:
+        images = _images(batch)
+        return self._classifier.placed(rows, images) if any(images) else rows
+
     def _encode(self, batch: Experience) -> list[list[int]]:
         texts = [
             prompt + completion
@@ -236,6 +243,11 @@ class ClassifierReward:
             )
         ]
         return self._classifier.encode(texts)
+
+
+def _images(batch: Experience) -> list[str]:
+    """Rows of the column `images`; nothing where the data has none."""
+    return batch[IMAGES].strings() if IMAGES in batch else []
 
 
 def make_reward(
