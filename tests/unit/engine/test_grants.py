@@ -294,9 +294,9 @@ def test_public_means_public() -> None:
 HARMLESS = {
     "answer", "answer_input", "args", "assistant_prefix", "basis", "by", "chosen", "completion",
     "completion_input", "config", "default", "devices", "entity", "experiment", "group",
-    "held_out_split", "host", "images", "kwargs", "label", "messages", "metadata", "metric", "model",
-    "model_name", "name", "named", "options", "output", "own_functions", "pool", "pools", "project",
-    "prompt", "prompt_input", "question_template", "reads", "reasoning_parser", "rejected",
+    "held_out_split", "host", "images", "kwargs", "label", "messages", "metadata", "metric",
+    "model", "model_name", "name", "named", "options", "output", "own_functions", "pool", "pools",
+    "project", "prompt", "prompt_input", "question_template", "reads", "reasoning_parser", "rejected",
     "reward_key", "roles", "rows", "rubric", "server_folder", "services", "settings", "space",
     "space_id", "split", "stop", "system_prompt", "target", "targets", "task", "template", "text",
     "to", "tool_parser", "version", "weights", "workspace",
