@@ -296,10 +296,10 @@ HARMLESS = {
     "completion_input", "config", "default", "devices", "entity", "experiment", "group",
     "held_out_split", "host", "images", "kwargs", "label", "messages", "metadata", "metric",
     "model", "model_name", "name", "named", "options", "output", "own_functions", "pool", "pools",
-    "project", "prompt", "prompt_input", "question_template", "reads", "reasoning_parser", "rejected",
-    "reward_key", "roles", "rows", "rubric", "server_folder", "services", "settings", "space",
-    "space_id", "split", "stop", "system_prompt", "target", "targets", "task", "template", "text",
-    "to", "tool_parser", "version", "weights", "workspace",
+    "project", "prompt", "prompt_input", "question_template", "reads", "reasoning_parser",
+    "rejected", "reward_key", "roles", "rows", "rubric", "server_folder", "services", "settings",
+    "space", "space_id", "split", "stop", "system_prompt", "target", "targets", "task", "template",
+    "text", "to", "tool_parser", "version", "weights", "workspace",
 }  # fmt: skip
 """Texts that name nothing of this host and no address: columns, labels, projects of a tracker, keys
 of a mapping, a folder as other hosts name it. The keys of a space of tuning are a closed list, none

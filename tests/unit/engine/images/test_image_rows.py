@@ -479,6 +479,7 @@ def test_an_evaluation_refuses_images(load: Loading, tokenizer: Any) -> None:
         "held_out_size": 1,
         "images": {"folder": str(load.folder)},
     }
-    task = EvaluatedTaskSpec.model_validate({"name": "birds", "data": data, "reward": "arithmetic"})
+    reward = {"type": "arithmetic"}
+    task = EvaluatedTaskSpec.model_validate({"name": "birds", "data": data, "reward": reward})
     with pytest.raises(DataInvalidError, match="task birds: its data has images, and evaluations"):
         rows_of(task, tokenizer)
