@@ -117,6 +117,8 @@ _BY_NAME: Mapping[str, str] = {
     "max_length": "tokens",
     "max_multiplier": "factor",
     "max_num_seqs": "sequences",
+    "max_per_prompt": "images",
+    "max_pixels": "pixels",
     "max_rounds": "rounds",
     "max_sessions": "sessions",
     "max_staleness": "steps",

@@ -11,6 +11,7 @@ import msgspec
 
 from rolemesh.engine import nested
 from rolemesh.engine.data.answers import ANSWER, json_text
+from rolemesh.engine.data.json_values import MAX_ANSWER_DEPTH, json_value, nests_too_deep
 from rolemesh.engine.images import turns as image_turns
 from rolemesh.engine.images.prompt_images import ImageInvalidError
 from rolemesh.engine.specs import StoredRowsSpec
@@ -22,9 +23,6 @@ MAX_METADATA_BYTES = 64 * 1024
 _IDENTITY = msgspec.json.Encoder(order="deterministic")
 _ANY_IDENTITY = json.JSONEncoder(sort_keys=True, default=str)
 _METADATA = json.JSONEncoder(default=str)
-
-MAX_ANSWER_DEPTH = 60
-"""Most levels of an answer that is no text. Services take JSON of 64, and the metadata is one."""
 
 Message = Mapping[str, Any]
 """A chat turn: role and content, and other keys that the template reads."""
@@ -370,10 +368,14 @@ class RowReader:
             )
         if isinstance(answer, (int, float)) and not isinstance(answer, bool):
             return str(answer), None
-        _check_depth(answer, self._name("answer"), where)
+        if nests_too_deep(answer):
+            raise DataInvalidError(
+                f"{where}: {self._name('answer')!r} nests more than {MAX_ANSWER_DEPTH} levels: "
+                "nest less"
+            )
         try:
             # Tables have dates and decimal numbers too, which metadata has as text.
-            value = json.loads(json.dumps(_json_value(answer), default=str))
+            value = json.loads(json.dumps(json_value(answer), default=str))
         except TypeError as error:
             raise DataInvalidError(
                 f"{where}: {self._name('answer')!r}: {error}: give text, a number, or what JSON has"
@@ -408,7 +410,7 @@ class RowReader:
                 )
             chosen[ANSWER] = answer
         try:
-            encoded = _METADATA.encode(_json_value(chosen))
+            encoded = _METADATA.encode(json_value(chosen))
         except TypeError as error:
             raise DataInvalidError(
                 f"{where}: {error}: list the columns that are metadata in {self._field}.metadata"
@@ -423,33 +425,3 @@ class RowReader:
                 f"{self._field}.metadata"
             )
         return encoded
-
-
-def _json_value(value: Any) -> Any:
-    """JSON has no NaN and no infinity: both become null."""
-    if isinstance(value, Mapping):
-        return {str(key): _json_value(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(part) for part in value]
-    if isinstance(value, bytes):
-        raise TypeError(f"a column holds {len(value)} raw bytes, which JSON cannot")
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _check_depth(value: Any, name: str, where: str) -> None:
-    """Refuses a value that nests deeper than services read, level by level."""
-    level = [value]
-    for _ in range(MAX_ANSWER_DEPTH):
-        nested = [part for part in level if isinstance(part, Mapping | list | tuple)]
-        level = [
-            inner
-            for part in nested
-            for inner in (part.values() if isinstance(part, Mapping) else part)
-        ]
-        if not level:
-            return
-    raise DataInvalidError(
-        f"{where}: {name!r} nests more than {MAX_ANSWER_DEPTH} levels: nest less"
-    )

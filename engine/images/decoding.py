@@ -86,7 +86,8 @@ class ImageReader:
         """Takes its bounds; starts nothing yet.
 
         Args:
-            sandbox: Confines the process; None: the best that this host has.
+            sandbox: Confines the process; None: the best that this host has. A service that was
+                told to require a complete one has not started where there is none.
             max_pixels: Most pixels of an image; one with more is refused before it is decoded.
             timeout_s: Longest time for one image, in seconds.
         """

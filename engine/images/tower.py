@@ -20,7 +20,7 @@ import torch
 
 from rolemesh.engine.images.decoding import ImageReader
 from rolemesh.engine.images.processing import ImageProcessor
-from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage
+from rolemesh.engine.images.prompt_images import Grid, ImageInvalidError, PromptImage
 from rolemesh.engine.images.whole_models import tower_tensors
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Tower:
         model.rotary_pos_emb = type(model.rotary_pos_emb)(vision)
         model.load_state_dict(dict(tower_tensors(folder)), assign=True)
         self._model = model.requires_grad_(False).eval().to(device, self._dtype)
-        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, Grid], torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
         self._reader = ImageReader()
         self.num_passes = 0
@@ -82,12 +82,14 @@ class Tower:
         """
         found = []
         for image in images:
-            kept = self._kept.get(image.sha256)
+            # With the grid, so that a wrong one is refused whenever it comes.
+            key = (image.sha256, image.grid)
+            kept = self._kept.get(key)
             if kept is None:
                 kept = self._looked_at(image)
-                self._kept[image.sha256] = kept
+                self._kept[key] = kept
                 self._kept_bytes += kept.nbytes
-            self._kept.move_to_end(image.sha256)
+            self._kept.move_to_end(key)
             found.append(kept)
         while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)

@@ -15,6 +15,7 @@ import torch
 
 from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.images.places import image_starts
 from rolemesh.engine.images.positions import mrope_positions
 from rolemesh.engine.images.processing import ImageTokens
 from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage, images_of
@@ -89,9 +90,9 @@ class RowImages:
                 each_once.append(image)
         sources, positions = [], []
         for number, (row_T, prompt, shown) in enumerate(zip(rows, prompts, images, strict=True)):
-            source_T, places = _sources(row_T, prompt, shown, tokens, starts, number)
-            sources.append(source_T)
             grids = [image.grid for image in shown]
+            places = image_starts(row_T[:prompt].tolist(), grids, tokens, row=number)
+            sources.append(_sources(row_T, places, shown, tokens, starts))
             positions.append(mrope_positions(len(row_T), places, grids, tokens.merge))
         return cls(tokens, tuple(each_once), tuple(sources), tuple(positions))
 
@@ -117,34 +118,17 @@ class RowImages:
 
 def _sources(
     row_T: torch.Tensor,
-    prompt: int,
+    places: Sequence[int],
     images: Sequence[PromptImage],
     tokens: ImageTokens,
     starts: dict[str, int],
-    number: int,
-) -> tuple[torch.Tensor, list[int]]:
-    """Where each token of a row's images comes from, and where each image begins in the row."""
-    found = (row_T[:prompt] == tokens.placeholder).nonzero().flatten().tolist()
-    lengths = [tokens.number(image.grid) for image in images]
-    if len(found) != sum(lengths):
-        raise ImageInvalidError(
-            f"row {number} has {len(found)} places for images, but its {len(images)} images take "
-            f"{sum(lengths)}: expand placeholders by the grids of this model's processor"
-        )
+) -> torch.Tensor:
+    """Where each token of a row's images comes from."""
     source_T = torch.full((len(row_T),), -1, dtype=torch.int64)
-    places: list[int] = []
-    for image, length in zip(images, lengths, strict=True):
-        own = found[:length]
-        if own[-1] - own[0] != length - 1:
-            raise ImageInvalidError(
-                f"row {number}: the {length} places of an image do not stand one behind the "
-                "other: expand placeholders by the grids of this model's processor"
-            )
-        places.append(own[0])
-        start = starts[image.sha256]
-        source_T[own[0] : own[0] + length] = torch.arange(start, start + length)
-        found = found[length:]
-    return source_T, places
+    for image, place in zip(images, places, strict=True):
+        length, start = tokens.number(image.grid), starts[image.sha256]
+        source_T[place : place + length] = torch.arange(start, start + length)
+    return source_T
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ def promised(proto: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize(
     ("proto", "names"),
     [
-        ("rollout.proto", {*ROLLOUT_COLUMNS, "environment_rewards", "session"}),
-        ("data.proto", {*DATA_COLUMNS, *PAIR_COLUMNS}),
+        ("rollout.proto", {*ROLLOUT_COLUMNS, "environment_rewards", "session", "images"}),
+        ("data.proto", {*DATA_COLUMNS, *PAIR_COLUMNS, "images"}),
         ("reward.proto", {"rewards", "is_judged", "loss_mask"}),
         ("trainer.proto", {"advantages", "returns", "token_rewards"}),
         ("value.proto", {"values"}),

@@ -7,14 +7,12 @@ are told by the remainder of their letter, and the best is 1.
 from __future__ import annotations
 
 import json
-import string
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.learning_runs import write_rows
+from support.image_tasks import data_of, reward_of, write_task
 from support.mesh_runs import CliRun
-from support.tiny_images import plain, png, write_tiny_image_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -24,39 +22,6 @@ NUM_LAST = 5
 FIRST_LEVEL, LEVEL = 0.5, 0.9
 """The mean reward of the first step is near chance, and of the last ones above this."""
 WAIT_S = 1500
-COLORS = ((220, 20, 20), (20, 220, 20), (20, 20, 220))
-
-REWARD = '''
-"""1 where the last character of the completion, by its remainder, names the colour."""
-
-
-def named(prompts, completions, answer):
-    return [
-        float(bool(text) and ord(text[-1]) % 3 == int(wanted))
-        for text, wanted in zip(completions, answer, strict=True)
-    ]
-'''
-
-
-def write_task(folder: Path, seed: int) -> Path:
-    """A model, squares of three colours in two sizes, and the reward."""
-    write_tiny_image_model(folder / "model", seed=seed)
-    pictures = folder / "pictures"
-    pictures.mkdir()
-    rows = []
-    for number, color in enumerate(COLORS):
-        for shade in range(4):
-            pixels = plain(
-                tuple(max(0, one - 12 * shade) for one in color),
-                width=28 * (1 + shade % 2),
-                height=28,
-            )
-            name = f"{string.ascii_lowercase[number]}{shade}.png"
-            (pictures / name).write_bytes(png(pixels))
-            rows.append({"prompt": "?", "images": [name], "answer": str(number)})
-    write_rows(folder / "rows.jsonl", rows)
-    (folder / "named.py").write_text(REWARD)
-    return folder
 
 
 def recipe_of(task: Path, algorithm: str, sampler: str, *, seed: int, steps: int) -> dict[str, Any]:
@@ -80,13 +45,9 @@ def recipe_of(task: Path, algorithm: str, sampler: str, *, seed: int, steps: int
             "model": model,
             "optimizer": optimizer,
             "rollout": rollout,
-            "data": {
-                "type": "jsonl",
-                "path": str(task / "rows.jsonl"),
-                "images": {"folder": str(task / "pictures")},
-            },
+            "data": data_of(task),
         },
-        "reward": {"source": {"type": "python", "function": f"{task / 'named.py'}:named"}},
+        "reward": reward_of(task),
         "services": {role: {"threads": 1} for role in ("actor", "reward")},
         "store": {"type": "memory"},
     }

@@ -232,7 +232,9 @@ def test_a_row_whose_places_are_not_those_of_its_images_is_refused(
     wrong = batch | Experience.of_rows(
         {"images": [images_text([noisy])] + [images_text([red])] * (len(batch) - 1)}
     )
-    with pytest.raises(ImageInvalidError, match="row 0 has 4 places for images, but its 1 images"):
+    with pytest.raises(
+        ImageInvalidError, match="row 0 has 4 places for its 1 images, which take 12"
+    ):
         compute_logprobs(model_of(folder), wrong, temperature=1.0)
 
 

@@ -61,6 +61,8 @@ class DataServiceServicer(object):
         and with pairs or judgements
         pair_ids          int64,   row:        rows with the same one belong together
         preference        float32, row:        see ReadKind
+        and where the data has images
+        images: text, row: as of RolloutService.Generate
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.

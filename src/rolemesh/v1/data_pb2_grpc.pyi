@@ -47,6 +47,8 @@ class DataServiceStub:
     and with pairs or judgements
       pair_ids          int64,   row:        rows with the same one belong together
       preference        float32, row:        see ReadKind
+    and where the data has images
+      images: text, row: as of RolloutService.Generate
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
@@ -80,6 +82,8 @@ class DataServiceAsyncStub(DataServiceStub):
     and with pairs or judgements
       pair_ids          int64,   row:        rows with the same one belong together
       preference        float32, row:        see ReadKind
+    and where the data has images
+      images: text, row: as of RolloutService.Generate
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
@@ -116,6 +120,8 @@ class DataServiceServicer(metaclass=_abc_1.ABCMeta):
         and with pairs or judgements
           pair_ids          int64,   row:        rows with the same one belong together
           preference        float32, row:        see ReadKind
+        and where the data has images
+          images: text, row: as of RolloutService.Generate
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.

@@ -77,6 +77,11 @@ class RolloutServiceServicer(object):
         completion holds the environment's words too, with loss_mask 0, and there
         is a column environment_rewards (float32, row).
 
+        Where the data of the service has images, there is a column
+        images: text, row: a JSON list with sha256 (hex), grid ([1, rows,
+        columns], in patches) and data (the file, base64) of each image of the
+        prompt, empty where it has none; tokens hold all places of each.
+
         Where agents play that own their loop, a trajectory has a row for each
         branch of its session, or none where it was left out, and there is a column
         session: text, row: for people, a JSON object with the fields of

@@ -59,6 +59,11 @@ class RolloutServiceStub:
     completion holds the environment's words too, with loss_mask 0, and there
     is a column environment_rewards (float32, row).
 
+    Where the data of the service has images, there is a column
+      images: text, row: a JSON list with sha256 (hex), grid ([1, rows,
+      columns], in patches) and data (the file, base64) of each image of the
+      prompt, empty where it has none; tokens hold all places of each.
+
     Where agents play that own their loop, a trajectory has a row for each
     branch of its session, or none where it was left out, and there is a column
       session: text, row: for people, a JSON object with the fields of
@@ -145,6 +150,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Where the data of the service has an environment, a row is an episode: the
     completion holds the environment's words too, with loss_mask 0, and there
     is a column environment_rewards (float32, row).
+
+    Where the data of the service has images, there is a column
+      images: text, row: a JSON list with sha256 (hex), grid ([1, rows,
+      columns], in patches) and data (the file, base64) of each image of the
+      prompt, empty where it has none; tokens hold all places of each.
 
     Where agents play that own their loop, a trajectory has a row for each
     branch of its session, or none where it was left out, and there is a column
@@ -235,6 +245,11 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Where the data of the service has an environment, a row is an episode: the
         completion holds the environment's words too, with loss_mask 0, and there
         is a column environment_rewards (float32, row).
+
+        Where the data of the service has images, there is a column
+          images: text, row: a JSON list with sha256 (hex), grid ([1, rows,
+          columns], in patches) and data (the file, base64) of each image of the
+          prompt, empty where it has none; tokens hold all places of each.
 
         Where agents play that own their loop, a trajectory has a row for each
         branch of its session, or none where it was left out, and there is a column

@@ -294,12 +294,12 @@ def test_public_means_public() -> None:
 HARMLESS = {
     "answer", "answer_input", "args", "assistant_prefix", "basis", "by", "chosen", "completion",
     "completion_input", "config", "default", "devices", "entity", "experiment", "group",
-    "held_out_split", "host", "kwargs", "label", "messages", "metadata", "metric", "model",
-    "model_name", "name", "named", "options", "output", "own_functions", "pool", "pools", "project",
-    "prompt", "prompt_input", "question_template", "reads", "reasoning_parser", "rejected",
-    "reward_key", "roles", "rows", "rubric", "server_folder", "services", "settings", "space",
-    "space_id", "split", "stop", "system_prompt", "target", "targets", "task", "template", "text",
-    "to", "tool_parser", "version", "weights", "workspace",
+    "held_out_split", "host", "images", "kwargs", "label", "messages", "metadata", "metric",
+    "model", "model_name", "name", "named", "options", "output", "own_functions", "pool", "pools",
+    "project", "prompt", "prompt_input", "question_template", "reads", "reasoning_parser",
+    "rejected", "reward_key", "roles", "rows", "rubric", "server_folder", "services", "settings",
+    "space", "space_id", "split", "stop", "system_prompt", "target", "targets", "task", "template",
+    "text", "to", "tool_parser", "version", "weights", "workspace",
 }  # fmt: skip
 """Texts that name nothing of this host and no address: columns, labels, projects of a tracker, keys
 of a mapping, a folder as other hosts name it. The keys of a space of tuning are a closed list, none
@@ -311,7 +311,7 @@ NAMED: dict[NamedKind, set[str]] = {
     "path": {
         *("path", "held_out_path", "tokenizer", "directory", "token_file", "policy_folder"),
         *("password_file", "certificates", "certificate", "read", "drive", "readable"),
-        *("start", "shared_folder", "chat_template"),
+        *("start", "shared_folder", "chat_template", "folder"),
     },
     "url": {"urls", "address", "addresses", "tracking_uri", "endpoint", "url"},
     "variable": {"token_variable", "environment", "variables"},

@@ -21,11 +21,14 @@ from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
 from rolemesh.engine.data.row_store import RowStore
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow, PromptTooLongError
 from rolemesh.engine.data.trajectories import read_trajectories
+from rolemesh.engine.evaluation.tasks import rows_of
 from rolemesh.engine.grants import Grant, NotGrantedError
 from rolemesh.engine.images.prompt_images import images_of
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.pretrained import load_tokenizer
-from rolemesh.engine.specs import DataSpec
+from rolemesh.engine.specs import CalculatorEnvironmentSpec, DataSpec, ModelFolderSpec
+from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec
+from rolemesh.services.runtime.servicers.rollout import PromptSource
 
 WIDE, SMALL = png(noise(width=112, height=84)), png(plain((255, 0, 0)))
 WIDE_TOKENS, SMALL_TOKENS = 12, 4
@@ -214,7 +217,7 @@ def test_the_section_asks_for_the_column(load: Loading) -> None:
         load([{"prompt": "?", "image": ["wide.png"]}])
     prompts = load([{"prompt": "?", "image": "wide.png"}], columns={"images": "image"})
     assert len(first(prompts).images) == 1
-    with pytest.raises(ValidationError, match="columns.images is 'image', but images is not given"):
+    with pytest.raises(ValidationError, match=r"columns\.images is 'image', but images is"):
         load([{"prompt": "?"}], images=None, columns={"images": "image"})
 
 
@@ -448,3 +451,35 @@ def test_a_prompt_without_its_images_for_checks_of_samplers(load: Loading) -> No
     left = prompts.without_images(tokens)
     assert IMAGE_PAD not in left
     assert len(left) == len(tokens) - WIDE_TOKENS
+
+
+def test_a_role_refuses_images_with_an_environment(load: Loading, model: Path) -> None:
+    load([{"prompt": "a", "images": ["wide.png"]}])
+    data = SPEC.validate_python(
+        {
+            "type": "jsonl",
+            "path": str(load.place / "rows.jsonl"),
+            "images": {"folder": str(load.folder)},
+        }
+    )
+    source = PromptSource(ModelFolderSpec(path=model), data, 0, max_model_len=200)
+    assert source.prompts.has_images
+    assert IMAGE_PAD not in source.probe_tokens()
+    nothing: Any = None
+    source.play(None, 200, nothing, nothing)
+    with pytest.raises(DataInvalidError, match="environment of type 'calculator', and turns with"):
+        source.play(CalculatorEnvironmentSpec(), 200, nothing, nothing)
+
+
+def test_an_evaluation_refuses_images(load: Loading, tokenizer: Any) -> None:
+    load([{"prompt": "a", "images": ["wide.png"]}])
+    data = {
+        "type": "jsonl",
+        "path": str(load.place / "rows.jsonl"),
+        "held_out_size": 1,
+        "images": {"folder": str(load.folder)},
+    }
+    reward = {"type": "arithmetic"}
+    task = EvaluatedTaskSpec.model_validate({"name": "birds", "data": data, "reward": reward})
+    with pytest.raises(DataInvalidError, match="task birds: its data has images, and evaluations"):
+        rows_of(task, tokenizer)

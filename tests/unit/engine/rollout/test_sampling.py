@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from support.scripted_sampler import (
 )
 from support.services import assert_same
 
+from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.images.prompt_images import PromptImage, images_of
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.seeds import derive_seed
@@ -143,6 +146,36 @@ def test_another_lineage_draws_every_row_anew() -> None:
     )
     assert first == again == sample(ScriptedBackend(), 4, 2)[0]["completion_text"].strings()
     assert all(one != another for one, another in zip(first, other, strict=True))
+
+
+def test_the_data_says_whether_rows_have_the_column_of_images() -> None:
+    """Rank 0 may have only prompts without images, while rank 1 has some with."""
+    image = PromptImage.of(b"a picture", (1, 4, 6))
+    shown, text = number_prompts().slice("train", 0, 2)
+    shown = dataclasses.replace(shown, images=(image,))
+    backend = ScriptedBackend()
+
+    def sampled(prompts: Sequence[Prompt], *, has_images: bool) -> Experience:
+        return sample_experience(
+            backend,
+            prompts,
+            SamplingSpec(samples_per_prompt=2, max_new_tokens=8),
+            run_seed=RUN_SEED,
+            step=STEP,
+            progress=lambda *_: None,
+            tokenizer=AsciiTokenizer(),
+            has_images=has_images,
+        )
+
+    both = sampled([shown, text], has_images=True)
+    assert [images_of(row) for row in both["images"].strings()] == [(image,)] * 2 + [()] * 2
+    assert [list(request.images) for request in backend.calls[0]] == [[image]] * 2 + [[]] * 2
+    assert sampled([text], has_images=True)["images"].strings() == ["", ""]
+    assert sampled([], has_images=True)["images"].strings() == []
+    assert "images" not in sampled([text], has_images=False)
+    without = sampled([dataclasses.replace(shown, images=()), text], has_images=False)
+    rest = {name: column for name, column in both.columns.items() if name != "images"}
+    assert_same(without, Experience(rest))
 
 
 def test_a_rank_without_prompts_gets_columns_without_rows() -> None:
