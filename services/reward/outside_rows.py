@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.images.prompt_images import data_url, images_of
+from rolemesh.engine.images.prompt_images import ImageInvalidError, data_url, images_of
 from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.rewards.sources import RewardInvalidError
 from rolemesh.engine.specs.columns import IMAGES
@@ -40,8 +40,8 @@ class RowReader:
         """The rows of a batch with the columns TRAJECTORY_COLUMNS, and IMAGES where it has them.
 
         Raises:
-            ImageInvalidError: The images of a row cannot be read.
-            RewardInvalidError: The metadata of a row is no JSON object; the text names the row.
+            RewardInvalidError: The metadata of a row is no JSON object, or its images cannot be
+                read; the text names the row.
         """
         tokens = [row.tolist() for row in batch["tokens"].rows()]
         lengths = batch["prompt_lengths"].values.tolist()
@@ -83,12 +83,17 @@ def _images(batch: Experience) -> Sequence[tuple[str, ...] | None]:
     """The images of each row as data URLs; None where the batch has no such column."""
     if IMAGES not in batch:
         return [None] * len(batch)
-    texts = batch[IMAGES].strings()
     # Samples of one prompt have one text.
-    urls = {
-        text: tuple(data_url(one.data) for one in images_of(text)) for text in dict.fromkeys(texts)
-    }
-    return [urls[text] for text in texts]
+    urls: dict[str, tuple[str, ...]] = {}
+    found = []
+    for row, text in enumerate(batch[IMAGES].strings()):
+        if text not in urls:
+            try:
+                urls[text] = tuple(data_url(one.data) for one in images_of(text))
+            except ImageInvalidError as error:
+                raise RewardInvalidError(f"the images of row {row}: {error}") from error
+        found.append(urls[text])
+    return found
 
 
 def _metadata(text: str, row: int) -> dict[str, object]:
