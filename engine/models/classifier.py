@@ -8,11 +8,10 @@ Shape letters: B rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.images.prompt_images import ImageInvalidError, images_of
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
@@ -88,7 +87,29 @@ class Classifier:
         Raises:
             ImageInvalidError: This classifier takes no images, or a row's do not fit its text.
         """
-        return self._shown(rows, images).rows
+        tokens = self._model.image_tokens
+        # Samples of one prompt have one text.
+        read = {text: images_of(text) for text in dict.fromkeys(images)}
+        found = []
+        for number, (row, text) in enumerate(zip(rows, images, strict=True)):
+            grids = [image.grid for image in read[text]]
+            if not grids:
+                found.append(row)
+                continue
+            if tokens is None:
+                raise ImageInvalidError(
+                    f"row {number} has images, but the classifier in {str(self.spec.path)!r} takes "
+                    "none and would judge without seeing them: give source.model the folder of a "
+                    "classifier of images and text, or take another reward"
+                )
+            # A placeholder that a completion writes is text: it stands behind the prompt's.
+            places = [at for at, token in enumerate(row) if token == tokens.placeholder]
+            end = places[len(grids) - 1] + 1 if len(places) >= len(grids) else len(row)
+            try:
+                found.append(tokens.expanded(row[:end], grids) + row[end:])
+            except ImageInvalidError as error:
+                raise ImageInvalidError(f"row {number}: {error}") from error
+        return found
 
     @torch.no_grad()
     def score(
@@ -105,7 +126,7 @@ class Classifier:
         Args:
             token_rows: At least one token each.
             progress: Called with ("score", rows done, rows).
-            images: Rows of the column `images`; `placed` has the rows' form then. Empty: none.
+            images: Rows of the column `images`; rows are then as `placed` takes them. Empty: none.
 
         Returns:
             float32 [B], on the CPU: on the last pipeline stage, equal on all its slices. Other
@@ -123,8 +144,9 @@ class Classifier:
             # Here, so that all ranks hear of images that do not fit.
             batch = plain
             if any(images):
-                shown = self._shown([list(row) for row in token_rows], images)
-                batch = shown.batch(images)
+                rows = self.placed([list(row) for row in token_rows], images)
+                shown = Experience({IMAGES: Column.text(list(images))})
+                batch = whole_rows(rows) | shown
             for index, row in enumerate(batch["tokens"].rows()):
                 if (fault := self.fault(row)) is not None:
                     raise ValueError(f"row {index} {fault}")
@@ -159,52 +181,6 @@ class Classifier:
                 "shorten prompts or completions"
             )
         return None
-
-    def _shown(self, rows: Sequence[list[int]], images: Sequence[str]) -> _ShownRows:
-        tokens = self._model.image_tokens
-        # Samples of one prompt have one text.
-        read = {text: images_of(text) for text in dict.fromkeys(images)}
-        found, ends = [], []
-        for number, (row, text) in enumerate(zip(rows, images, strict=True)):
-            grids = [image.grid for image in read[text]]
-            if not grids:
-                found.append(row)
-                ends.append(1)
-                continue
-            if tokens is None:
-                raise ImageInvalidError(
-                    f"row {number} has images, but the classifier in {str(self.spec.path)!r} takes "
-                    "none and would judge without seeing them: give source.model the folder of a "
-                    "classifier of images and text, or take another reward"
-                )
-            # What a completion says of placeholders is text: it stands behind the prompt's.
-            places = [at for at, token in enumerate(row) if token == tokens.placeholder]
-            end = places[len(grids) - 1] + 1 if len(places) >= len(grids) else len(row)
-            try:
-                longer = tokens.expanded(row[:end], grids)
-            except ImageInvalidError as error:
-                raise ImageInvalidError(f"row {number}: {error}") from error
-            found.append(longer + row[end:])
-            ends.append(len(longer))
-        return _ShownRows(found, ends)
-
-
-@dataclass(frozen=True, slots=True)
-class _ShownRows:
-    rows: list[list[int]]
-    ends: list[int]
-    """Where each row's last image ends; 1 where it has none."""
-
-    def batch(self, images: Sequence[str]) -> Experience:
-        """As `micro_batches` takes them.
-
-        A row's images stand in its prompt, which therefore ends behind the last one. A score
-        belongs to the whole row, so this has no other effect.
-        """
-        lengths = Column(ColumnKind.ROW, torch.tensor(self.ends))
-        return whole_rows(self.rows) | Experience(
-            {"prompt_lengths": lengths, IMAGES: Column.text(list(images))}
-        )
 
 
 def _in_order(found: Sequence[torch.Tensor], groups: Sequence[torch.Tensor]) -> torch.Tensor:

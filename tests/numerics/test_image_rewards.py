@@ -69,8 +69,8 @@ def shown(base: Path) -> list[list[PromptImage]]:
 
 
 PROMPTS = (f"{IMAGE}What is it?", f"{IMAGE}What is it?", f"{IMAGE} or {IMAGE}?", "Hi")
-COMPLETIONS = ("red", "red", "the first", "<|image_pad|>, you say")
-"""The last one says a placeholder's name, which is no place of an image."""
+COMPLETIONS = ("red", "red", "<|image_pad|>!", "<|image_pad|>, you say")
+"""The last ones say a placeholder's name, which is no place of an image."""
 
 
 def batch_of(shown: list[list[PromptImage]]) -> Experience:
@@ -93,31 +93,39 @@ def scores_of(reward: ClassifierReward, batch: Experience) -> list[float]:
 
 
 def by_transformers(base: Path, head_LD: torch.Tensor, shown: list[list[PromptImage]]) -> Any:
-    """Scores by hand: transformers' whole model on each text, and the head at its last token."""
+    """Scores by hand: transformers' tower and text model, and the head at each text's last token.
+
+    Only the prompt's placeholders are places of images.
+    """
     whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32).eval()
-    processor = ImageProcessor(base)
+    model, processor = whole.model, ImageProcessor(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     found = []
     for prompt, completion, images in zip(PROMPTS, COMPLETIONS, shown, strict=True):
         # A template has one placeholder an image; the model wants one for each of its places.
-        parts = prompt.split("<|image_pad|>")
-        text = parts[0]
-        for image, part in zip(images, parts[1:], strict=True):
+        first, *parts = prompt.split("<|image_pad|>")
+        text = first
+        for image, part in zip(images, parts, strict=True):
             text += "<|image_pad|>" * (image.grid[1] * image.grid[2] // 4) + part
-        row_T = torch.tensor(tokenizer(text + completion)["input_ids"])
-        inputs: dict[str, Any] = {}
-        if images:
-            made = [
-                processor.patches(np.asarray(Image.open(io.BytesIO(one.data)))) for one in images
-            ]
-            inputs["pixel_values"] = torch.from_numpy(np.concatenate([one for one, _ in made]))
-            inputs["image_grid_thw"] = torch.tensor([grid for _, grid in made])
-            inputs["mm_token_type_ids"] = (row_T == IMAGE_PAD).int()[None]
-        elif IMAGE_PAD in row_T:
-            # Without pictures the whole model takes placeholders for what they are: tokens.
-            inputs["mm_token_type_ids"] = torch.zeros_like(row_T).int()[None]
+        asked = tokenizer(text)["input_ids"]
+        row_T = torch.tensor(asked + tokenizer(completion)["input_ids"])
+        is_image_T = (row_T == IMAGE_PAD) & (torch.arange(len(row_T)) < len(asked))
+        grids = torch.tensor([image.grid for image in images]) if images else None
         with torch.no_grad():
-            hidden = whole.model(input_ids=row_T[None], **inputs).last_hidden_state[0, -1]
+            embedded_TD = model.get_input_embeddings()(row_T)
+            if images:
+                made = [
+                    processor.patches(np.asarray(Image.open(io.BytesIO(one.data))))[0]
+                    for one in images
+                ]
+                patches = torch.from_numpy(np.concatenate(made))
+                embedded_TD[is_image_T] = model.visual(patches, grid_thw=grids).pooler_output
+            positions, _ = model.get_rope_index(
+                row_T[None], is_image_T.int()[None], image_grid_thw=grids
+            )
+            hidden = model.language_model(
+                inputs_embeds=embedded_TD[None], position_ids=positions
+            ).last_hidden_state[0, -1]
         found.append(float(hidden @ head_LD[0]))
     return found
 
@@ -194,8 +202,8 @@ def test_a_classifier_of_text_refuses_rows_with_images(
 def test_a_prompt_without_a_place_for_its_image_is_refused(
     folder: Path, shown: list[list[PromptImage]]
 ) -> None:
-    batch = batch_of([shown[0], shown[1], [*shown[2], *shown[0]], []])
-    with pytest.raises(ImageInvalidError, match=r"row 2: .*makes 2 places for 3 images"):
+    batch = batch_of([[*shown[0], *shown[1]], *shown[1:]])
+    with pytest.raises(ImageInvalidError, match=r"row 0: .*makes 1 places for 2 images"):
         scores_of(reward_of(folder), batch)
 
 
@@ -203,10 +211,10 @@ def test_a_row_that_is_too_long_with_its_images_says_so(
     folder: Path, shown: list[list[PromptImage]]
 ) -> None:
     reward = reward_of(folder)
-    reward._classifier.max_tokens = 30
-    # Its text alone has 20 tokens; an image takes 12 or 4 places instead of one.
+    reward._classifier.max_tokens = 26
+    # Its text alone has 13 tokens; an image takes 12 or 4 places instead of one.
     assert list(reward.faults(batch_of(shown))) == [2]
-    with pytest.raises(ValueError, match="row 2 has 34 tokens, but the classifier sees at most 30"):
+    with pytest.raises(ValueError, match="row 2 has 27 tokens, but the classifier sees at most 26"):
         scores_of(reward, batch_of(shown))
 
 
