@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.fitted_work import work_of
 from support.image_rows import pictures, shown, with_images
 from support.parallel_training import Job, assert_agree, joined, near_policy, train
 from support.rank_processes import RankContext, RankPool
@@ -26,6 +28,7 @@ from support.updates import update_whole
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.fit.rank_memory import estimated
 from rolemesh.engine.images.positions import mrope_positions
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import (
@@ -35,7 +38,10 @@ from rolemesh.engine.images.prompt_images import (
     images_text,
 )
 from rolemesh.engine.images.tower import tower_of
+from rolemesh.engine.images.whole_models import tower_tensors
+from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.model_files import read_config_file
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
@@ -359,3 +365,21 @@ def test_an_adapter_loads_in_peft_over_the_whole_model(
     again = model_of(folder, adapter=adapter.model_copy(update={"start": tmp_path / "adapter"}))
     values = compute_logprobs(again, batch, temperature=1.0)["logprobs"].values
     assert torch.equal(values, found.values)
+
+
+def test_the_memory_of_a_first_stage_counts_the_tower(folder: Path) -> None:
+    bytes_of = {}
+    for stage in (0, 1):
+        work = work_of(folder, layout=HybridLayout(TrainLayout(pp=2)), rank=stage)
+        found = estimated(work, "cpu")
+        rest = whole_bytes(folder, stage)
+        bytes_of[stage] = found.at_rest["weights"] - rest
+    tower = sum(one.nbytes for _, one in tower_tensors(folder))
+    assert bytes_of == {0: tower, 1: 0}
+
+
+def whole_bytes(folder: Path, stage: int) -> int:
+    """Of the text part of a stage."""
+    shape = DecoderShape.from_config(read_config_file(folder))
+    names = [name for _, name in stage_tensors(shape, pp=stage, size=2)]
+    return sum(4 * math.prod(parameter_shape(shape, name)) for name in names)
