@@ -43,13 +43,13 @@ MAX_PIXELS = 1 << 26
 """Most pixels of an image, unless a reader is told otherwise: 8192 x 8192."""
 
 TIMEOUT_S = 60.0
-"""Longest time for one image. One of MAX_PIXELS takes 2 s."""
+"""Longest time for one image. One of MAX_PIXELS takes 2 to 6 s on one core."""
 
 _MODULE = "rolemesh.engine.images.worker"
 _BASE_BYTES = 512 << 20
-_BYTES_PER_PIXEL = 24
-"""Memory of the process: Python with Pillow, and of each pixel the coefficients of a progressive
-JPEG in four colours, and a few copies of four bytes."""
+_BYTES_PER_PIXEL = 48
+"""Memory of the process: Python with Pillow; and of each pixel up to twelve copies of four bytes.
+A WebP file with transparent parts takes most, as it is decoded like an animation."""
 _SHOWN_DIGITS = 12
 _LAST_LINES = 5
 _LAST_WORDS_S = 0.5
