@@ -216,8 +216,11 @@ class _Worker:
 
     def __init__(self, sandbox: Sandbox, max_pixels: int) -> None:
         """Starts it; raises _WorkerLostError where it cannot work."""
-        # Named as the code that is run: modules beside it are the reader's own.
-        view = sandbox.show(f"{_MODULE}:main", (), network=False)
+        try:
+            # Named as the code that is run: modules beside it are the reader's own.
+            view = sandbox.show(f"{_MODULE}:main", (), network=False)
+        except OSError as error:
+            raise _WorkerLostError(f"could not be given a folder ({error})") from error
         if view is not None:
             view = dataclasses.replace(view, devices=())
         self._view = view
@@ -225,7 +228,7 @@ class _Worker:
         self._is_read, self._is_over = threading.Event(), threading.Event()
         started: Future[tuple[subprocess.Popen[bytes], socket.socket]] = Future()
         # The kernel ends a process with the thread that started it, and callers may be of any.
-        threading.Thread(
+        keeper = threading.Thread(
             target=_keep,
             args=(
                 lambda: sandbox.start(_MODULE, view, ()),
@@ -236,10 +239,11 @@ class _Worker:
             ),
             daemon=True,
             name="image-worker",
-        ).start()
+        )
         try:
+            keeper.start()
             self._process, self._connection = started.result()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             _close(view)
             raise _WorkerLostError(f"could not be started ({error})") from error
         self.pid = self._process.pid
