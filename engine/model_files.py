@@ -20,6 +20,7 @@ from rolemesh.engine.layout.families import (
     parameter_shape,
     stage_tensors,
 )
+from rolemesh.engine.layout.family_records import decoder_config
 from rolemesh.engine.layout.file_names import FilePart, file_parts
 
 CONFIG_FILE = "config.json"
@@ -118,11 +119,16 @@ def check_sampled(folder: Path, sampler: str, *, field: str = "model.path") -> N
 
 
 def read_config_file(folder: Path, *, field: str = "model.path") -> Mapping[str, Any]:
-    """The config.json of a folder.
+    """What the config.json of a folder says of the decoder; see `decoder_config`.
 
     Raises:
         ModelFolderError: There is none, or it is no object that names its model_type.
     """
+    return decoder_config(read_whole_config(folder, field=field))
+
+
+def read_whole_config(folder: Path, *, field: str = "model.path") -> Mapping[str, Any]:
+    """The config.json of a folder, as it is; raises as `read_config_file` does."""
     of, remedy = f"{field} {str(folder)!r}", "give a local Hugging Face model folder"
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
@@ -140,6 +146,16 @@ def read_config_file(folder: Path, *, field: str = "model.path") -> Mapping[str,
             f'"llama", or {_AGAIN}'
         )
     return config
+
+
+def names_in_files(name: str) -> tuple[str, ...]:
+    """Names under which a folder may hold a tensor that is called so here.
+
+    A folder that was saved from a bare backbone lacks the prefix; one of images and text may have
+    another level of names.
+    """
+    bare = name.removeprefix("model.")
+    return (name, bare) if bare == name else (name, bare, f"model.language_model.{bare}")
 
 
 def has_known_sizes(config: Mapping[str, Any]) -> bool:
@@ -295,8 +311,7 @@ def _check_parameters(
         needed.pop(LM_HEAD, None)
 
     def stored_as(name: str) -> str | None:
-        # A folder that was saved from a bare backbone lacks the prefix.
-        return next((key for key in (name, name.removeprefix("model.")) if key in held), None)
+        return next((key for key in names_in_files(name) if key in held), None)
 
     # Of experts files hold each matrix by itself, or the stack.
     parts = [

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.model_files import CONFIG_FILE, ModelFolderError, read_config_file
 
@@ -18,7 +19,7 @@ class NoTokenizerError(ValueError):
 
 
 def load_config(folder: Path, *, field: str = "model.path") -> Any:
-    """The transformers config of a folder.
+    """The transformers config of a folder's decoder: of images and text, that of the text part.
 
     Args:
         folder: Of a model.
@@ -42,7 +43,7 @@ def load_config(folder: Path, *, field: str = "model.path") -> Any:
             f"does not know{code}: correct {CONFIG_FILE}, or take a model of another family"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(
+        found = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
@@ -51,6 +52,14 @@ def load_config(folder: Path, *, field: str = "model.path") -> Any:
             f"{of}: {CONFIG_FILE} is none of a {family} model ({_said(error)}): correct it, or "
             "fetch it again"
         ) from error
+    if family not in TEXT_PARTS.values():
+        return found
+    from rolemesh.engine.models.text_parts import register_text_parts
+
+    register_text_parts()
+    text = found.get_text_config()
+    text.tie_word_embeddings = config["tie_word_embeddings"]
+    return text
 
 
 def load_tokenizer(folder: Path, *, field: str = "model.path") -> Any:

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from rolemesh.engine.images.prompt_images import Grid, ImageInvalidError
-from rolemesh.engine.model_files import ModelFolderError, read_config_file
+from rolemesh.engine.layout.family_records import TEXT_PARTS
+from rolemesh.engine.model_files import ModelFolderError, read_whole_config
 
 PROCESSOR_FILE = "preprocessor_config.json"
 """Holds the settings of a folder's processor."""
 
-FAMILIES = ("qwen2_5_vl",)
-"""Values of model_type whose images are served."""
+_MERGE = 2
+"""What transformers takes where a config.json does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,19 @@ class ImageTokens:
         return longer
 
 
+def image_tokens_of(folder: Path) -> ImageTokens | None:
+    """How images stand among the tokens of a folder's model; None for one that takes none.
+
+    Raises:
+        ModelFolderError: See `read_whole_config`.
+    """
+    config = read_whole_config(folder)
+    if config["model_type"] not in TEXT_PARTS:
+        return None
+    vision = config.get("vision_config") or {}
+    return ImageTokens(config["image_token_id"], vision.get("spatial_merge_size", _MERGE))
+
+
 class ImageProcessor:
     """The processor of a model folder.
 
@@ -78,11 +92,12 @@ class ImageProcessor:
         Raises:
             ModelFolderError: The folder's model takes no images, or has no processor.
         """
-        config = read_config_file(folder)
-        if config["model_type"] not in FAMILIES:
+        tokens = image_tokens_of(folder)
+        if tokens is None:
+            family = read_whole_config(folder)["model_type"]
             raise ModelFolderError(
-                f"model.path {str(folder)!r} is a {config['model_type']} model, and images are "
-                f"served for {', '.join(FAMILIES)}: take such a model, or data without images"
+                f"model.path {str(folder)!r} is a {family} model, and images are "
+                f"served for {', '.join(TEXT_PARTS)}: take such a model, or data without images"
             )
         if not (folder / PROCESSOR_FILE).is_file():
             raise ModelFolderError(
@@ -96,8 +111,13 @@ class ImageProcessor:
         self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        self.tokens = ImageTokens(config["image_token_id"], self._processor.merge_size)
-        self.merge: int = self._processor.merge_size
+        if self._processor.merge_size != tokens.merge:
+            raise ModelFolderError(
+                f"model.path {str(folder)!r}: {PROCESSOR_FILE} has the merge_size "
+                f"{self._processor.merge_size}, but its config.json the spatial_merge_size "
+                f"{tokens.merge}: copy the folder again"
+            )
+        self.tokens = tokens
 
     def grid(self, *, width: int, height: int) -> Grid:
         """Patches of an image of so many pixels.
@@ -112,7 +132,7 @@ class ImageProcessor:
             rows, columns = smart_resize(
                 height,
                 width,
-                patch * self.merge,
+                patch * self.tokens.merge,
                 min_pixels=self._processor.size["shortest_edge"],
                 max_pixels=self._processor.size["longest_edge"],
             )

@@ -102,6 +102,10 @@ class FamilyRecord:
     """What vLLM calls a layer's MLP, or experts and router."""
     vllm_whole: tuple[str, ...] = ()
     """Parameters of a layer that each of vLLM's slices holds all of, though ours hold parts."""
+    within: str = ""
+    """model_type of the model of images and text whose text part it is. A folder holds that: its
+    config.json has the sizes in text_config or beside vision_config, and its files have the tower
+    too, which is frozen (`engine/images/tower.py`)."""
     kernel_classes: str = ""
     """Begins the names of the classes in transformers whose forward passes `kernels/layers.py`
     computes on a GPU, e.g. "Llama"; empty: transformers' code runs there."""
@@ -215,6 +219,12 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             defaults={"num_key_value_heads": 32},
             per_layer=("layer_types",),
             kernel_classes="Qwen2",
+        ),
+        "qwen2_5_vl_text": FamilyRecord(
+            parts=(*_attention(""), *_mlp(), *_TWO_NORMS),
+            defaults={"num_key_value_heads": 8},
+            per_layer=("layer_types",),
+            within="qwen2_5_vl",
         ),
         "qwen3": FamilyRecord(
             parts=(
@@ -367,6 +377,28 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
     }
 )
 """By model_type."""
+
+
+TEXT_PARTS: Mapping[str, str] = MappingProxyType(
+    {record.within: family for family, record in RECORDS.items() if record.within}
+)
+"""The family of a model's text part, by the model_type of a model of images and text."""
+
+
+def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the decoder: of a model of images and text, of its text part.
+
+    Files of either form are read: with a text_config, and with the text's fields beside those of
+    the tower, as the hub's older ones have them.
+    """
+    family = TEXT_PARTS.get(str(config.get("model_type")))
+    if family is None:
+        return config
+    outer = {name: value for name, value in config.items() if not name.endswith("_config")}
+    inner = config.get("text_config") or {}
+    # Whether the embedding is tied is said of the whole model.
+    tied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings", False))
+    return {**outer, **inner, "model_type": family, "tie_word_embeddings": tied}
 
 
 def vllm_fields(config: Mapping[str, Any]) -> dict[str, Any]:

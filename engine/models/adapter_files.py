@@ -19,6 +19,7 @@ from rolemesh.engine.adapter_config import (
     lacks,
     refuse_others,
 )
+from rolemesh.engine.images.whole_models import has_tower
 from rolemesh.engine.layout.adapters import adapted_parameter, factor_name, stored_shape
 from rolemesh.engine.layout.families import known_shape
 from rolemesh.engine.layout.manifest import Box, Manifest
@@ -54,7 +55,7 @@ class AdapterFolder:
         try:
             self._file: Any = safe_open(path / WEIGHTS_FILE, framework="pt")
             keys: list[str] = list(self._file.keys())  # type: ignore[no-untyped-call]
-            self._names = {key.removeprefix(PREFIX): key for key in keys}
+            self._names = {_own_name(key): key for key in keys}
         except (OSError, SafetensorError) as error:
             raise AdapterFolderError(
                 f"{self._of}: {WEIGHTS_FILE} cannot be read ({error}): copy the adapter again"
@@ -106,6 +107,10 @@ def adapter_config(
         if shape is not None and shape.experts is not None and one.startswith("mlp.")
     ]
     modules = [one for one in targets if adapted_parameter(one) not in parameters]
+    names: list[str] | str = sorted({one.rpartition(".")[2] for one in modules})
+    if has_tower(base):
+        # Modules of the tower have some of these names, too.
+        names = rf".*\.language_model\..*\.({'|'.join(names)})"
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -115,7 +120,7 @@ def adapter_config(
         "lora_dropout": 0.0,
         "use_rslora": spec.scaling == "rslora",
         "use_dora": False,
-        "target_modules": sorted({one.rpartition(".")[2] for one in modules}),
+        "target_modules": names,
         "target_parameters": parameters or None,
         "modules_to_save": None if task == "CAUSAL_LM" else ["score"],
         "bias": "none",
@@ -125,22 +130,45 @@ def adapter_config(
     }
 
 
-def stored_manifest(manifest: Manifest) -> Manifest:
-    """Keys and shapes in adapter_model.safetensors of factors and of a score head."""
+def stored_manifest(manifest: Manifest, base: Path) -> Manifest:
+    """Keys and shapes in adapter_model.safetensors of factors and of a score head.
+
+    Args:
+        manifest: Of these, by the names that they have here.
+        base: Folder of the model beneath.
+    """
+    level = _level(base)
     return {
-        PREFIX + name: replace(one, shape=stored_shape(name, one.shape))
+        _key(name, level): replace(one, shape=stored_shape(name, one.shape))
         for name, one in manifest.items()
     }
 
 
 def as_stored(
-    parameters: Iterable[tuple[str, torch.Tensor]],
+    parameters: Iterable[tuple[str, torch.Tensor]], base: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Factors and a score head by their keys in adapter_model.safetensors, as it lays them."""
+    level = _level(base)
     for name, tensor in parameters:
         is_b_of_experts = tensor.ndim == 3 and _is_b(name)
         laid = tensor.permute(1, 2, 0) if is_b_of_experts else tensor
-        yield PREFIX + name, laid.reshape(stored_shape(name, tensor.shape))
+        yield _key(name, level), laid.reshape(stored_shape(name, tensor.shape))
+
+
+def _level(base: Path) -> str:
+    """Where PEFT finds the decoder in the model of a folder."""
+    return "model.language_model." if has_tower(base) else "model."
+
+
+def _key(name: str, level: str) -> str:
+    is_inside = name.startswith("model.")
+    return PREFIX + (level + name.removeprefix("model.") if is_inside else name)
+
+
+def _own_name(key: str) -> str:
+    name = key.removeprefix(PREFIX)
+    inside = name.removeprefix("model.language_model.")
+    return name if inside == name else f"model.{inside}"
 
 
 def _stacked(stored: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.devices import device_of, kind_of, memory_left
+from rolemesh.engine.images.processing import image_tokens_of
+from rolemesh.engine.images.tower import Tower, tower_of
 from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.layout.adapters import is_factor, split_factor
 from rolemesh.engine.layout.families import (
@@ -43,6 +45,7 @@ from rolemesh.engine.models.shared_attention import (
     takes_packed_rows,
 )
 from rolemesh.engine.models.shared_base import share_base
+from rolemesh.engine.models.shown_images import Features, Shown, show_images
 from rolemesh.engine.packing.packed_rows import PackedRows
 from rolemesh.engine.packing.pass_cost import PassCost
 from rolemesh.engine.parallel.agreement import Peers
@@ -186,6 +189,11 @@ class Decoder(nn.Module):
             narrow_layers(self.lm.base_model, narrow_products=not self.multiplies_in_float32)
         elif self.multiplies_in_float32:
             self._round_layers(trainable, narrow_gradients=False)
+        self.image_tokens = image_tokens_of(spec.path)
+        """How images stand among tokens; None for a model that takes none."""
+        self._tower: Tower | None = None
+        if self.image_tokens is not None and mesh.pp.is_first:
+            show_images(self.lm.base_model.embed_tokens)
         self.packing = self._packed()
         """What decides how rows are packed; None: the model takes rectangles alone."""
         if mesh.cp.size > 1:
@@ -331,6 +339,7 @@ class Decoder(nn.Module):
         )
         with (
             Routed(routes),
+            Shown(self._features(rows)),
             torch.autocast(rows.tokens_1S.device.type, torch.bfloat16, enabled=self.autocasts),
         ):
             states: torch.Tensor = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
@@ -340,6 +349,14 @@ class Decoder(nn.Module):
             states = gather_shares(states, self.mesh.tp, inputs["token_shape"])
         # Between stages, and to a head, they go in the type of a score.
         return states.float() if self.is_narrow else states
+
+    def _features(self, rows: PackedRows) -> Features | None:
+        """What the tower makes of images, on the stage that has the embedding."""
+        if rows.images is None or not self.mesh.pp.is_first:
+            return None
+        if self._tower is None:
+            self._tower = tower_of(self.spec.path, self.device)
+        return Features.of(rows.images, self._tower)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by Hugging Face name, layers numbered as in the whole model.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.model_files import ModelFolderError, check_model_files
 from rolemesh.engine.models.buffers import saved_buffers
@@ -88,6 +89,9 @@ def load_model(
     """
     from transformers.utils import logging as transformers_logging
 
+    # The hub's newer files of images and text have another level of names.
+    is_part = config.model_type in TEXT_PARTS.values()
+    names = {"key_mapping": {r"^model\.language_model\.": "model."}} if is_part else {}
     # Bars are drawn with carriage returns, which make a role's log unreadable.
     transformers_logging.disable_progress_bar()
     try:
@@ -100,6 +104,7 @@ def load_model(
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **names,
         )
     except ValueError as error:
         raise ModelFolderError(

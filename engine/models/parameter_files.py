@@ -14,7 +14,12 @@ from safetensors import safe_open
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape
 from rolemesh.engine.layout.file_names import FilePart, file_parts, held_parts, place_in_stack
 from rolemesh.engine.layout.manifest import Box
-from rolemesh.engine.model_files import INDEX_FILE, WEIGHTS_FILE, ModelFolderError
+from rolemesh.engine.model_files import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    ModelFolderError,
+    names_in_files,
+)
 
 
 class FolderTensors:
@@ -44,14 +49,15 @@ class FolderTensors:
         self._files.close()
 
     def stored_name(self, name: str) -> str | None:
-        """The key under which a parameter is stored, or None.
-
-        A folder saved from a bare backbone lacks the prefix "model.".
-        """
-        for key in (name, name.removeprefix("model.")):
+        """The key under which a parameter is stored, or None; see `names_in_files`."""
+        for key in names_in_files(name):
             if key in self._file_of:
                 return key
         return None
+
+    def names(self) -> Iterable[str]:
+        """Names of all stored tensors."""
+        return self._file_of.keys()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a stored tensor."""

@@ -20,9 +20,11 @@ from rolemesh.engine.packing.batching import rectangles
 from rolemesh.engine.packing.packed_rows import PackedRows, check_prompt_lengths, pack_rows
 from rolemesh.engine.packing.pass_cost import APART
 from rolemesh.engine.packing.planning import plan_passes
+from rolemesh.engine.packing.row_images import RowImages
 from rolemesh.engine.parallel.data_parallel import cut_over_data, forget_pass, gather_no_longer
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.pipeline import Pipeline
+from rolemesh.engine.specs.columns import IMAGES
 
 LastStage = Callable[[int, Any], torch.Tensor | None]
 """Takes a micro-batch's number and the model's outputs; gives the loss where one is wanted."""
@@ -191,11 +193,15 @@ def micro_batches(
     check_in_vocabulary(batch["tokens"].values, model.config)
     check_prompt_lengths(batch)
     max_tokens, cost = model.spec.micro_batch_tokens, model.packing
+    images = RowImages.of(batch, model.image_tokens) if IMAGES in batch else None
+    # Parsed once; passes take of them what they show.
+    batch = batch.require(name for name in batch.columns if name != IMAGES)
+    rows = list(batch["tokens"].rows())
     groups = (
         rectangles(batch["tokens"].lengths().tolist(), max_tokens, rows_per_unit)
         if cost is None
         else plan_passes(
-            list(batch["tokens"].rows()),
+            rows if images is None else images.keys(rows),
             max_tokens=max_tokens,
             cost=cost,
             rows_per_unit=rows_per_unit,
@@ -203,10 +209,11 @@ def micro_batches(
     )
     found = []
     for group in groups:
-        rows = torch.tensor(group, dtype=torch.int64)
-        part = batch.select(rows)
-        packed = pack_rows(part, model.device, cost or APART, model.mesh.cp)
-        found.append(MicroBatch(rows, part, packed))
+        numbers = torch.tensor(group, dtype=torch.int64)
+        part = batch.select(numbers)
+        shown = None if images is None else images.select(group)
+        packed = pack_rows(part, model.device, cost or APART, model.mesh.cp, shown)
+        found.append(MicroBatch(numbers, part, packed))
     return found
 
 

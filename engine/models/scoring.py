@@ -14,7 +14,7 @@ from rolemesh.engine.models.rank_model import MicroBatch, RankModel, with_filler
 from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.low_rank import adapters_off
-from rolemesh.engine.specs.columns import INPUT_COLUMNS, ROUTES
+from rolemesh.engine.specs.columns import IMAGES, INPUT_COLUMNS, ROUTES
 
 Progress = Callable[[str, int, int], Any]
 """Called with (stage, rows done, rows)."""
@@ -187,16 +187,17 @@ class RowProgress:
             self._progress(self._stage, self._done, self._num_rows)
 
 
-def with_routes(
+def columns_read(
     columns: Sequence[str], batch: Experience, model: CausalLm | ScoringModel
 ) -> tuple[str, ...]:
-    """Columns that a model reads, and the routes of a batch that has some.
+    """Columns that a model reads, and of a batch that has them its images and its routes.
 
     Raises:
         ValueError: They are not those of this model's experts.
     """
+    columns = (*columns, IMAGES) if IMAGES in batch else tuple(columns)
     if ROUTES not in batch:
-        return tuple(columns)
+        return columns
     width, routers = batch[ROUTES].width, model.routers
     if routers is None or width != routers.width:
         has = "no experts" if routers is None else f"{routers.width} numbers for each token"
@@ -219,7 +220,7 @@ def _in_micro_batches(
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], int]:
         told = batch if retold is None else retold(batch)
-        inputs = told.require(with_routes(INPUT_COLUMNS, told, model.model))
+        inputs = told.require(columns_read(INPUT_COLUMNS, told, model.model))
         passes = model.micro_batches(inputs)
         return (inputs, passes), len(passes)
 

@@ -158,7 +158,7 @@ AttentionMaskInterface.register(SHARING_ATTENTION, sdpa_mask)
 
 def inputs_of(tree: TreeLayout, cut: RowCut | None = None) -> dict[str, Any]:
     """What a model that attends by `sharing_attention` is called with, besides its tokens."""
-    positions_1L = tree.positions_1S if cut is None else cut.positions_1L
+    positions_1L = tree.rotations if cut is None else cut.positions_1L
     if flex_serves(positions_1L.device):
         tree = with_block_mask(tree)
     # Transformers leaves a mask of four dimensions alone. Given none, it asks the device whether

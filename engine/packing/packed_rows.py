@@ -24,6 +24,7 @@ from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.packing.pass_cost import APART, PassCost
 from rolemesh.engine.packing.row_cut import RowCut
+from rolemesh.engine.packing.row_images import PackedImages, RowImages
 from rolemesh.engine.packing.token_tree import Branch, GrowingTree, RowOrder
 from rolemesh.engine.packing.tree_layout import Block, RowGather, TreeLayout
 from rolemesh.engine.parallel.mesh import RankGroup
@@ -48,6 +49,8 @@ class PackedRows:
     """uint8 [S, W], the experts of each token in each layer that has some; None: not given."""
     cut: RowCut | None = None
     """This rank's part of the row; None: all of it."""
+    images: PackedImages | None = None
+    """Those among the tokens that this rank computes; None: there are none."""
 
     @property
     def longest(self) -> int:
@@ -196,6 +199,7 @@ def pack_rows(
     device: torch.device | str,
     cost: PassCost = APART,
     cp: RankGroup | None = None,
+    images: RowImages | None = None,
 ) -> PackedRows:
     """Lays rows out for a forward pass in which what they share stands once.
 
@@ -204,6 +208,7 @@ def pack_rows(
         device: Where the model is.
         cost: Of the model; says which beginnings are worth sharing. Without, none is.
         cp: The ranks that cut the packed row among them, if any do: all have the same batch.
+        images: Of the rows, if any has some.
 
     Returns:
         One row of S tokens, and each distinct completion token once: `of_rows` of what is computed
@@ -215,7 +220,8 @@ def pack_rows(
     prompt_lengths = check_prompt_lengths(batch).tolist()
     rows = list(batch["tokens"].rows())
     lengths = [len(row) for row in rows]
-    order = RowOrder.of(rows) if cost.shares else RowOrder.apart(len(rows))
+    keys = rows if images is None else images.keys(rows)
+    order = RowOrder.of(keys) if cost.shares else RowOrder.apart(len(rows))
     tree = GrowingTree(order, lengths, cost.keeps)
     tree.add(range(len(rows)))
     branches = tree.branches()
@@ -227,6 +233,7 @@ def pack_rows(
         num_tokens += branch.num_tokens
     tokens_S = torch.empty(num_tokens, dtype=torch.int64)
     positions_S = torch.empty(num_tokens, dtype=torch.int64)
+    axes_3S, source_S = positions_S.new_empty(3, num_tokens), positions_S.new_empty(num_tokens)
     branch_of = {branch.place: branch for branch in branches}
     routes = list(batch[ROUTES].rows()) if ROUTES in batch else None
     routes_SW = None if routes is None else routes[0].new_empty(num_tokens, routes[0].shape[1])
@@ -243,6 +250,9 @@ def pack_rows(
         places_by_row[row] = places
         tokens_S[own] = rows[row][branch.shared :].to(torch.int64)
         positions_S[own] = torch.arange(branch.shared, branch.length)
+        if images is not None:
+            axes_3S[:, own] = images.positions[row][:, branch.shared :]
+            source_S[own] = images.sources[row][branch.shared :]
         if routes is not None and routes_SW is not None:
             routes_SW[own] = routes[row][branch.shared :]
     completions = [
@@ -256,6 +266,7 @@ def pack_rows(
     branch_S, last_branch_S = _branches_with(branches, first_of, num_tokens)
     layout = TreeLayout(
         positions_1S=positions_S[None],
+        axes_31S=None if images is None else axes_3S[:, None],
         blocks=tuple(
             _lay_out(
                 block,
@@ -274,6 +285,9 @@ def pack_rows(
     cut = None
     if cp is not None and cp.size > 1:
         cut = RowCut.of(cp, layout, tokens_S[None], last_B, routes_SW).to(device)
+    placed = None
+    if images is not None:
+        placed = PackedImages.of(images, source_S if cut is None else cut.own_part(source_S, -1))
     return PackedRows(
         tokens_1S=sent(tokens_S[None], device),
         lengths_B=sent(torch.tensor(lengths), device),
@@ -282,6 +296,7 @@ def pack_rows(
         layout=layout.to(device),
         routes_SW=None if routes_SW is None else sent(routes_SW, device),
         cut=cut,
+        images=None if placed is None else placed.to(device),
     )
 
 

@@ -83,7 +83,7 @@ class RowCut:
     tokens_1L: torch.Tensor
     """int64; zeros fill the last ranks' up."""
     positions_1L: torch.Tensor
-    """int64, as `TreeLayout.positions_1S`."""
+    """int64, as `TreeLayout.rotations`."""
     routes_LW: torch.Tensor | None
     """uint8, as `PackedRows.routes_SW`; `NO_ROUTE` where they fill up."""
     states: Places
@@ -112,7 +112,7 @@ class RowCut:
             group=group,
             num_tokens=num_tokens,
             tokens_1L=functional.pad(tokens_1S, (0, missing))[:, own],
-            positions_1L=functional.pad(layout.positions_1S, (0, missing))[:, own],
+            positions_1L=functional.pad(layout.rotations, (0, missing))[..., own],
             routes_LW=None
             if routes_SW is None
             else functional.pad(routes_SW, (0, 0, 0, missing), value=NO_ROUTE)[own],
@@ -120,6 +120,13 @@ class RowCut:
             completions=Places.of(state_U[layout.rows_N.index_M], group, size),
             ends=Places.of(last_B, group, size),
         )
+
+    def own_part(self, values_S: torch.Tensor, filler: int) -> torch.Tensor:
+        """What this rank has of a number for each token, [L]; fillers stand where it is filled."""
+        size = self.tokens_1L.shape[1]
+        missing = size * self.group.size - self.num_tokens
+        own = slice(self.group.index * size, (self.group.index + 1) * size)
+        return functional.pad(values_S, (0, missing), value=filler)[own]
 
     def to(self, device: torch.device | str) -> Self:
         """The same on a device."""

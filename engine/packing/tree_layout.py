@@ -132,8 +132,16 @@ class TreeLayout:
     """int64 [S]: the branch of each token, counted in the tree's order."""
     last_branch_S: torch.Tensor
     """int64 [S]: the last branch whose row has the token; all from its own up to it have it."""
+    axes_31S: torch.Tensor | None = None
+    """int64 [3, 1, S]: of rows with images, time, height and width, by which tokens are rotated;
+    None: by their places."""
     block_mask: BlockMask | None = None
     """For attention over S at once (`engine/models/shared_flex.py`); None: by blocks."""
+
+    @property
+    def rotations(self) -> torch.Tensor:
+        """int64 [1, S] or [3, 1, S]: the positions by which tokens are rotated."""
+        return self.positions_1S if self.axes_31S is None else self.axes_31S
 
     @property
     def longest(self) -> int:
@@ -145,6 +153,7 @@ class TreeLayout:
         return replace(
             self,
             positions_1S=sent(self.positions_1S, device),
+            axes_31S=None if self.axes_31S is None else sent(self.axes_31S, device),
             blocks=tuple(block.to(device) for block in self.blocks),
             states_U=self.states_U.to(device),
             rows_N=self.rows_N.to(device),

@@ -221,7 +221,10 @@ class RolloutBackend(ABC):
 
     def _check_requests(self, requests: Sequence[RolloutRequest]) -> None:
         check_requests(
-            requests, max_model_len=self._spec.max_model_len, vocab_size=self._folder.vocab_size
+            requests,
+            max_model_len=self._spec.max_model_len,
+            vocab_size=self._folder.vocab_size,
+            image_tokens=self._folder.image_tokens,
         )
 
     def _alone(self, trajectories: Iterator[RolloutTrajectory]) -> Iterator[RolloutTrajectory]:

@@ -1,7 +1,7 @@
 """Rollout with plain transformers: small, slow, and the oracle that vLLM is compared with.
 
-Shape letters: B rows of a wave that still run, D that differ when it begins, P longest prompt of
-the wave, V vocabulary.
+Shape letters: B rows of a wave that still run, D that differ when it begins, T tokens of a step, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +23,12 @@ from rolemesh.engine.models.experts import group_experts
 from rolemesh.engine.models.folder import load_model
 from rolemesh.engine.models.routing import Routed, Routers, Routes
 from rolemesh.engine.models.shared_base import share_base
+from rolemesh.engine.models.shown_images import Shown
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.distribution import sampling_logprobs
+from rolemesh.engine.rollout.hf_inputs import FirstInputs, RunningRow, WaveInputs
 from rolemesh.engine.rollout.noise import exponential_noise, stream_starts
 from rolemesh.engine.rollout.requests import (
     LaterRequests,
@@ -38,21 +39,6 @@ from rolemesh.engine.rollout.requests import (
 from rolemesh.engine.rollout.routes import KeptRoutes, check_routes, flat_routes
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, SamplingSpec
-
-
-@dataclass(slots=True)
-class _RunningRow:
-    """A completion in the making."""
-
-    request: RolloutRequest
-    budget: int
-    generator: torch.Generator
-    """Draws on a CPU; a device draws by the request's seed and the number of tokens so far."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    policy_versions: list[int] = field(default_factory=list)
-    routes: KeptRoutes | None = None
-    """Of a mixture, where they are kept."""
 
 
 class _Waiting:
@@ -150,6 +136,7 @@ class HfBackend(RolloutBackend):
         ]
         share_base(base, self._device)
         self._model = model.to(self._device)
+        self._inputs = FirstInputs(self._model, self._folder.path, self._device)
 
     def _base(self) -> Any:
         from transformers import AutoModelForCausalLM
@@ -199,8 +186,8 @@ class HfBackend(RolloutBackend):
                 self._pause()
                 self._check_requests(waiting.hear(is_idle=True))
 
-    def _row(self, request: RolloutRequest, sampling: SamplingSpec) -> _RunningRow:
-        return _RunningRow(
+    def _row(self, request: RolloutRequest, sampling: SamplingSpec) -> RunningRow:
+        return RunningRow(
             request=request,
             budget=completion_budget(request, sampling, max_model_len=self._spec.max_model_len),
             generator=torch.Generator().manual_seed(request.seed),
@@ -208,26 +195,30 @@ class HfBackend(RolloutBackend):
         )
 
     def _decode(
-        self, wave: list[_RunningRow], sampling: SamplingSpec, waiting: _Waiting
+        self, wave: list[RunningRow], sampling: SamplingSpec, waiting: _Waiting
     ) -> Iterator[RolloutTrajectory]:
-        inputs, attention_mask, positions, places = self._begin(wave)
+        given = self._inputs.first(wave)
         cache: Any = None
         while wave:
             if self._pause():
-                inputs, attention_mask, positions, places = self._begin(wave)
-                cache = None
+                given, cache = self._inputs.first(wave), None
             product = largest_product(
                 self._folder.config,
-                num_tokens=inputs.numel(),
-                longest=attention_mask.shape[-1],
-                num_predicted=len(inputs),
+                num_tokens=given.tokens_DT.numel(),
+                longest=given.attention_mask.shape[-1],
+                num_predicted=len(given.tokens_DT),
             )
             routes = Routes(taken={}) if self._keeps_routes else None
-            with torch.no_grad(), threads_worth(product, self._device), Routed(routes):
+            with (
+                torch.no_grad(),
+                threads_worth(product, self._device),
+                Routed(routes),
+                Shown(given.shown),
+            ):
                 outputs = self._model(
-                    input_ids=inputs,
-                    attention_mask=attention_mask,
-                    position_ids=positions,
+                    input_ids=given.tokens_DT,
+                    attention_mask=given.attention_mask,
+                    position_ids=given.positions,
                     past_key_values=cache,
                     use_cache=True,
                     # One row of logits a sequence: no [B, T, V] tensor.
@@ -236,11 +227,9 @@ class HfBackend(RolloutBackend):
                 cache = outputs.past_key_values
                 logits_BV = outputs.logits[:, -1]
                 if len(logits_BV) < len(wave):
-                    logits_BV = logits_BV[places]
+                    logits_BV = logits_BV[given.places]
                 if routes is not None and routes.taken is not None:
-                    # Places of what was computed: of left padding, none.
-                    is_real_DT = attention_mask[:, -inputs.shape[1] :].bool()
-                    self._keep(routes.taken, wave, places, positions, is_real_DT)
+                    self._keep(routes.taken, wave, given)
                 tokens_B = self._draw(logits_BV, wave, sampling)
             running: list[int] = []
             for row in wave:
@@ -266,61 +255,29 @@ class HfBackend(RolloutBackend):
             if came and wave and len(wave) < self._wave_rows:
                 joining = waiting.next(self._wave_rows - len(wave))
                 wave += [self._row(request, sampling) for request in joining]
-                inputs, attention_mask, positions, places = self._begin(wave)
-                cache = None
+                given, cache = self._inputs.first(wave), None
                 continue
-            staying = [places[index] for index in running]
-            kept = torch.tensor(staying, dtype=torch.int64, device=self._device)
-            if staying != list(range(len(inputs))):
-                cache.batch_select_indices(kept)
-            inputs = tokens_B[running].unsqueeze(-1)
-            attention_mask = attention_mask[kept]
-            attention_mask = torch.cat([attention_mask, torch.ones_like(inputs)], dim=-1)
-            positions = positions[kept, -1:] + 1
-            places = list(range(len(running)))
+            staying = [given.places[index] for index in running]
+            if staying != list(range(len(given.tokens_DT))):
+                cache.batch_select_indices(
+                    torch.tensor(staying, dtype=torch.int64, device=self._device)
+                )
+            given = given.following(tokens_B, running)
 
     def _keep(
-        self,
-        taken: dict[int, torch.Tensor],
-        wave: Sequence[_RunningRow],
-        places: Sequence[int],
-        positions_DT: torch.Tensor,
-        is_real_DT: torch.Tensor,
+        self, taken: dict[int, torch.Tensor], wave: Sequence[RunningRow], given: WaveInputs
     ) -> None:
         """Notes what each row's tokens of a pass went through."""
+        # Places of what was computed: of left padding, none.
+        is_real_DT = given.attention_mask[:, -given.tokens_DT.shape[1] :].bool()
         routes = flat_routes(taken).reshape(*is_real_DT.shape, self.route_width)
-        at, real = positions_DT.cpu().numpy(), is_real_DT.cpu().numpy()
-        for row, place in zip(wave, places, strict=True):
+        at, real = given.positions.cpu().numpy(), is_real_DT.cpu().numpy()
+        for row, place in zip(wave, given.places, strict=True):
             assert row.routes is not None  # routes are kept of all rows or of none
             row.routes.put(at[place][real[place]], routes[place][real[place]])
 
-    def _begin(
-        self, wave: Sequence[_RunningRow]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-        """Inputs of a step without a cache; samples of one prompt begin alike, as one row.
-
-        Returns:
-            All tokens so far, their mask and their positions, int64 [D, P] each, D rows that
-            differ and P the longest; and for each row of the wave, which of the D it is.
-        """
-        numbers: dict[tuple[int, ...], int] = {}
-        places = [
-            numbers.setdefault((*row.request.prompt_tokens, *row.tokens), len(numbers))
-            for row in wave
-        ]
-        longest = max(map(len, numbers))
-        inputs_DP = torch.zeros(len(numbers), longest, dtype=torch.int64)
-        mask_DP = torch.zeros_like(inputs_DP)
-        for index, tokens in enumerate(numbers):
-            inputs_DP[index, longest - len(tokens) :] = torch.tensor(tokens)
-            mask_DP[index, longest - len(tokens) :] = 1
-        attention_mask = mask_DP.to(self._device)
-        # A padded position has no meaning; 0 keeps it inside the rotary table.
-        positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
-        return inputs_DP.to(self._device), attention_mask, positions, places
-
     def _draw(
-        self, logits_BV: torch.Tensor, wave: Sequence[_RunningRow], sampling: SamplingSpec
+        self, logits_BV: torch.Tensor, wave: Sequence[RunningRow], sampling: SamplingSpec
     ) -> torch.Tensor:
         """Draws a token for each row, each by its own seed, and notes it there.
 
@@ -352,7 +309,7 @@ class HfBackend(RolloutBackend):
             row.logprobs.append(logprob)
         return tokens_B
 
-    def _noise(self, wave: Sequence[_RunningRow], logprobs_BV: torch.Tensor) -> torch.Tensor:
+    def _noise(self, wave: Sequence[RunningRow], logprobs_BV: torch.Tensor) -> torch.Tensor:
         """Exponential noise, float32 [B, V] beside the log-probs, a stream for each row."""
         if self._draws_by_counter:
             starts_B = stream_starts(
@@ -366,7 +323,7 @@ class HfBackend(RolloutBackend):
             noise_V.exponential_(generator=row.generator)
         return noise_BV
 
-    def _finish_reason(self, row: _RunningRow) -> Literal["stop", "length"] | None:
+    def _finish_reason(self, row: RunningRow) -> Literal["stop", "length"] | None:
         is_complete = row.request.is_complete
         if row.tokens[-1] in self._folder.stop_tokens or (is_complete and is_complete(row.tokens)):
             return "stop"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.images.processing import ImageTokens, image_tokens_of
 from rolemesh.engine.layout.families import DecoderShape, known_shape
 from rolemesh.engine.models.adapters import adapted_parameters, factor_shapes
 from rolemesh.engine.models.buffers import saved_buffers
@@ -35,6 +36,8 @@ class ModelFolder:
     """Token ids run from 0 to vocab_size - 1."""
     stop_tokens: tuple[int, ...]
     """Token ids that end a completion, ascending."""
+    image_tokens: ImageTokens | None
+    """How images stand among tokens; None for a model that takes none."""
 
     @property
     def shape(self) -> DecoderShape | None:
@@ -65,6 +68,7 @@ def read_model_folder(path: Path, max_model_len: int) -> ModelFolder:
         config=config,
         vocab_size=int(config.vocab_size),
         stop_tokens=stop_tokens_of(path, config),
+        image_tokens=image_tokens_of(path),
     )
 
 

@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rolemesh.engine.data.rows import PromptTooLongError
+from rolemesh.engine.images.places import image_starts
+from rolemesh.engine.images.processing import ImageTokens
 from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.specs import SamplingSpec
 
@@ -70,14 +72,26 @@ class RolloutTrajectory:
 
 
 def check_requests(
-    requests: Sequence[RolloutRequest], *, max_model_len: int, vocab_size: int
+    requests: Sequence[RolloutRequest],
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    image_tokens: ImageTokens | None,
 ) -> None:
     """Refuses requests that cannot be sampled.
 
+    Args:
+        requests: All that are asked for together.
+        max_model_len: Longest prompt and completion together, in tokens.
+        vocab_size: Of the model.
+        image_tokens: How images stand among its tokens; None: it takes none.
+
     Raises:
         PromptTooLongError: A prompt leaves no room for one token.
+        ImageInvalidError: Images do not fit the places that a prompt has for them.
         ValueError: A prompt is empty or holds a token outside the vocabulary, a seed or
-            max_new_tokens is out of range, or two requests name one row.
+            max_new_tokens is out of range, two requests name one row, or one has images that the
+            model does not take.
     """
     rows: set[int] = set()
     for request in requests:
@@ -104,6 +118,14 @@ def check_requests(
             raise ValueError(
                 f"max_new_tokens of row {request.row} is {request.max_new_tokens}: give 1 at least"
             )
+        if request.images:
+            if image_tokens is None:
+                raise ValueError(
+                    f"prompt of row {request.row} has images, but this model takes none: take a "
+                    "model of images and text, or data without images"
+                )
+            grids = [image.grid for image in request.images]
+            image_starts(request.prompt_tokens, grids, image_tokens, row=request.row)
         if request.row in rows:
             raise ValueError(f"row {request.row} is asked for twice: number the rows apart")
         rows.add(request.row)

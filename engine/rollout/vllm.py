@@ -27,6 +27,7 @@ from rolemesh.engine.rollout.routes import EngineRoutes, check_routes
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter, own_copies, served_adapter
 from rolemesh.engine.rollout.vllm_engine import FirstWeights, make_engine
 from rolemesh.engine.rollout.vllm_held_engine import HeldEngine, joined, settings_of, share
+from rolemesh.engine.rollout.vllm_image_prompts import ImagePrompts
 from rolemesh.engine.rollout.vllm_process import (
     leave_uncompiled,
     prepare_environment,
@@ -138,6 +139,7 @@ class VllmBackend(VllmSampling):
         if self._device.type == "cpu" and choices["activations"].value == "float32":
             self.rounds_to = spec.dtype
         self._request_numbers = itertools.count()
+        self._prompts = ImagePrompts(self._folder.path, device)
         first_weights: FirstWeights = "none" if folder_version is None else "folder"
         slots: Mapping[str, Any] = {}
         prepare_environment(spec.kv_cache_gib)

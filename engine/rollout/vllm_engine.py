@@ -57,6 +57,15 @@ def make_engine(
     # None: they come from the trainer before the first generation.
     formats = {"none": "dummy", "folder": "safetensors", "rounded": ROUNDED}
     shares_on_cpu = current_platform.is_cpu() and spec.prefix_caching
+    overrides: dict[str, Any] = vllm_fields(folder.config.to_dict())
+    if not current_platform.is_cpu():
+        overrides["head_dtype"] = "float32"
+    if folder.image_tokens is not None:
+        from rolemesh.engine.rollout import vllm_image_model
+
+        vllm_image_model.register_image_model()
+        overrides |= vllm_image_model.config_overrides(folder.config)
+        more_arguments = {**more_arguments, **vllm_image_model.ENGINE_ARGUMENTS}
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.path),
@@ -89,10 +98,7 @@ def make_engine(
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=0,
-            hf_overrides={
-                **vllm_fields(folder.config.to_dict()),
-                **({} if current_platform.is_cpu() else {"head_dtype": "float32"}),
-            },
+            hf_overrides=overrides,
             **more_arguments,
         )
     )

@@ -12,6 +12,7 @@ from rolemesh.engine.specs import SamplingSpec
 
 if TYPE_CHECKING:
     from rolemesh.engine.rollout.routes import EngineRoutes
+    from rolemesh.engine.rollout.vllm_image_prompts import ImagePrompts
 
 
 @dataclass(slots=True)
@@ -32,7 +33,9 @@ class RunningRequests:
 
     Example::
 
-        running = RunningRequests(engine, sampling, max_model_len=512, stop_tokens=(2,))
+        running = RunningRequests(
+            engine, sampling, max_model_len=512, stop_tokens=(2,), prompts=prompts
+        )
         running.add("0", request, policy_version=3, lora_request=None)
         while running:
             for trajectory in running.taken(engine.step()):
@@ -46,10 +49,12 @@ class RunningRequests:
         *,
         max_model_len: int,
         stop_tokens: Sequence[int],
+        prompts: ImagePrompts,
         routes: EngineRoutes | None = None,
     ) -> None:
         """Takes an engine (vLLM's LLMEngine) that is empty, and what keeps its routes, if any."""
         self._routes = routes
+        self._prompts = prompts
         self._engine = engine
         self._sampling = sampling
         self._max_model_len = max_model_len
@@ -69,14 +74,15 @@ class RunningRequests:
             request: Of which all is checked.
             policy_version: Of the weights.
             lora_request: VLLM's, of the adapter; None: the engine's weights alone.
-        """
-        from vllm.inputs.engine import tokens_input
 
+        Raises:
+            ImageInvalidError: An image cannot be read, or is not what its grid says.
+        """
         from rolemesh.engine.rollout.vllm_requests import sampling_params
 
         engine_id = self._engine.add_request(
             request_id,
-            tokens_input(list(request.prompt_tokens)),
+            self._prompts.given(request),
             sampling_params(
                 request,
                 self._sampling,

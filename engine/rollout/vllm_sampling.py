@@ -15,6 +15,7 @@ from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
 from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter
+from rolemesh.engine.rollout.vllm_image_prompts import ImagePrompts
 from rolemesh.engine.rollout.vllm_process import own_random_state
 from rolemesh.engine.rollout.vllm_running import RunningRequests
 from rolemesh.engine.specs import SamplingSpec
@@ -35,6 +36,7 @@ class VllmSampling(RolloutBackend):
 
     _device: torch.device
     _num_slices: int
+    _prompts: ImagePrompts
     _request_numbers: itertools.count[int]
     _served: ServedAdapter | None = None
     """How the adapter is served; None where there is none."""
@@ -81,6 +83,7 @@ class VllmSampling(RolloutBackend):
             sampling,
             max_model_len=self._spec.max_model_len,
             stop_tokens=self._folder.stop_tokens,
+            prompts=self._prompts,
             routes=self._routes,
         )
         try:

@@ -184,6 +184,15 @@ class VllmServerBackend(RolloutBackend):
         check_temperature(sampling)
         return self._alone(self._generate(requests, sampling, later))
 
+    def _check_requests(self, requests: Sequence[RolloutRequest]) -> None:
+        for request in requests:
+            if request.images:
+                raise ValueError(
+                    f"prompt of row {request.row} has images, and rollout.type is 'vllm_server', "
+                    "which shows its servers none: give vllm or hf, or data without images"
+                )
+        super()._check_requests(requests)
+
     def _generate(
         self,
         requests: Sequence[RolloutRequest],

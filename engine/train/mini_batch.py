@@ -24,7 +24,7 @@ from rolemesh.engine.models.rank_model import (
     filler_rows,
     with_fillers,
 )
-from rolemesh.engine.models.scoring import Progress, with_routes
+from rolemesh.engine.models.scoring import Progress, columns_read
 from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
@@ -85,7 +85,7 @@ def accumulate(
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, tuple[float, ...]]]:
         extra = loss.optional_columns
         extra = extra if all(name in batch for name in extra) else ()
-        inputs = with_routes(INPUT_COLUMNS, batch, rank_model.model)
+        inputs = columns_read(INPUT_COLUMNS, batch, rank_model.model)
         columns = dict.fromkeys((*inputs, *loss.columns, "loss_mask", *extra))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
         for name in loss.choices:

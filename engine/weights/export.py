@@ -6,6 +6,7 @@ Or what was trained over a frozen base as an adapter's folder, which PEFT and vL
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,10 +18,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rolemesh.engine.adapter_config import CONFIG_FILE
+from rolemesh.engine.images.whole_models import (
+    TOWER,
+    has_tower,
+    tower_shapes,
+    tower_tensors,
+    whole_config,
+)
 from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.file_names import file_manifest
-from rolemesh.engine.layout.manifest import Manifest, ManifestError, Piece
+from rolemesh.engine.layout.manifest import Manifest, ManifestError, Parameter, Piece
 from rolemesh.engine.models.adapter_files import as_stored, stored_manifest
 from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.parallel.agreement import Peers
@@ -43,6 +51,9 @@ COMPANION_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 """Files of a model folder that training leaves as they are."""
 
@@ -81,7 +92,8 @@ def write_model_folder(
         manifest: The model's parameters by Hugging Face name, tied ones once.
         parameters: Names and whole tensors, floating [global shape], in the manifest's order, as
             `gathered` yields them. All ranks go through it; rank 0 alone gets something.
-        source: Folder that the model came from; tokenizer and generation config are copied.
+        source: Folder that the model came from; tokenizer and generation config are copied, and of
+            a model of images and text the tower.
         shape: Of the model, which says what files call its parameters: each expert of a stack by
             itself. None: as they are called here.
         dtype: Type of the saved weights.
@@ -91,6 +103,16 @@ def write_model_folder(
         FolderExistsError: Something is there that is not an older export.
         RuntimeError: Another rank failed (its number and cause).
     """
+    held = dict(file_manifest(shape, manifest))
+    weights = named_as_in_files(shape, parameters)
+    if has_tower(source):
+        config, architecture = whole_config(source, config)
+        held |= {
+            TOWER + name: Parameter(size, dtype) for name, size in tower_shapes(source).items()
+        }
+        if peers is None or peers.is_first:
+            tower = ((TOWER + name, tensor) for name, tensor in tower_tensors(source))
+            weights = itertools.chain(weights, tower)
 
     def write_companions(folder: Path) -> None:
         _write_config(folder, config, architecture, dtype)
@@ -98,8 +120,8 @@ def write_model_folder(
 
     _write_folder(
         directory,
-        lambda folder: _WeightFiles(folder, file_manifest(shape, manifest), dtype),
-        named_as_in_files(shape, parameters),
+        lambda folder: _WeightFiles(folder, held, dtype),
+        weights,
         write_companions,
         peers,
     )
@@ -134,14 +156,14 @@ def write_adapter_folder(
         (folder / CONFIG_FILE).write_text(text)
         _copy_companions(folder, source)
 
-    stored = stored_manifest(manifest)
+    stored = stored_manifest(manifest, source)
     _write_folder(
         directory,
         # PEFT knows one file alone.
         lambda folder: _WeightFiles(
             folder, stored, "float32", stem="adapter_model", is_one_file=True
         ),
-        as_stored(parameters),
+        as_stored(parameters, source),
         write_companions,
         peers,
     )

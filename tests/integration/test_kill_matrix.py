@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.image_tasks import data_of, write_task
 from support.kill_plans import (
     COMMON,
     COORDINATOR,
@@ -89,6 +90,8 @@ CASES = {
         (STORE, COORDINATOR, "actor", "actor", "critic", "reward"),
         _without_reference(Phase("scoring by its average", "actor", "compute_teacher_logprobs")),
     ),
+    # Pictures in prompts, and a tower that every process loads anew.
+    "images": Case({}, ("actor", "actor", "critic", "reference", "reward", COORDINATOR)),
     # Two ranks that cut each packed row: of a policy, and of a critic.
     "cut rows": Case(
         {
@@ -117,6 +120,11 @@ def recipe_of(name: str, model: Path) -> dict[str, Any]:
         # The critic is a dense model of the same tokens.
         mixture = str(model.parent / "mixture")
         recipe["actor"]["model"]["path"] = recipe["reference"]["model"]["path"] = mixture
+    if name == "images":
+        task = model.parent / "images"
+        for role in ("actor", "critic", "reference"):
+            recipe[role]["model"]["path"] = str(task / "model")
+        recipe["actor"]["data"] = data_of(task, held_out_size=4)
     if name == "rollout":
         actor = recipe["actor"]
         recipe["rollout"] |= {"model": {"path": str(model)}, "data": actor["data"]}
@@ -128,6 +136,7 @@ def recipe_of(name: str, model: Path) -> dict[str, Any]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     write_tiny_mixture(folder.parent / "mixture")
+    write_task(folder.parent / "images", seed=1)
     return folder
 
 

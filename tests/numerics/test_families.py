@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_cases import CASES, LAYERS, case_config
+from support.family_cases import CASES, IN_VLLM, LAYERS, case_config
 from support.parallel_training import (
     Job,
     Trained,
@@ -363,7 +363,7 @@ def process() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in IN_VLLM]
 )
 def test_vllm_computes_with_each_update_and_loads_the_export(
     process: RankPool, tmp_path: Path, name: str
@@ -413,7 +413,7 @@ def processes() -> Iterator[RankPool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", IN_VLLM)
 def test_two_slices_of_vllm_sample_as_one_model(
     processes: RankPool, tmp_path: Path, name: str
 ) -> None:

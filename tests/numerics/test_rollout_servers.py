@@ -24,6 +24,7 @@ from support.server_backends import (
 from support.tiny_models import write_tiny_llama
 from support.toy_sampling import STOP, toy_tokens
 
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.rollout.base import generated
@@ -100,6 +101,18 @@ def test_servers_that_keep_their_own_weights_are_asked_for_them(
             backend.update_weights([], 1)
     finally:
         backend.close()
+
+
+def test_requests_with_images_are_refused_by_name(make: Make, servers: list[FakeVllm]) -> None:
+    backend = make()
+    backend.update_weights(factors(backend, 0.01), 0)
+    image = PromptImage.of(b"PNG", (1, 2, 2))
+    with pytest.raises(ValueError, match=r"row 1 has images, and rollout\.type is 'vllm_server'"):
+        backend.generate(
+            [*requests(1), RolloutRequest(row=1, prompt_tokens=[5], seed=0, images=[image])],
+            SAMPLING,
+        )
+    assert not [body for one in servers for body in one.drawn()]
 
 
 def test_no_server_has_more_in_flight_than_max_num_seqs(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rolemesh.engine.layout.family_records import RECORDS
+
 LAYERS = 3
 """Not a multiple of two stages; the last one stands alone on the second."""
 WINDOW = 4
@@ -24,6 +26,18 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama with biases": ("llama", _BIASES),
     "mistral": ("mistral", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_5_vl_text": (
+        "qwen2_5_vl_text",
+        {
+            "head_dim": None,  # the family has no field for it
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [1, 1, 2],
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3": ("qwen3", {**_TWO_KINDS, "use_sliding_window": True}),
     "ministral3": (
         "ministral3",
@@ -102,6 +116,9 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Family and fields of its config, by the name of the case; each family of RECORDS at least once.
 With a tied embedding where the family has one, so that both ends of a pipeline hold it."""
+
+IN_VLLM = tuple(name for name, (family, _) in CASES.items() if not RECORDS[family].within)
+"""Those that vLLM knows by themselves: a text part it has with its tower alone."""
 
 
 def case_config(name: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from rolemesh.engine.layout.boxes import generate_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import DtypeName, RankShard
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.model_files import read_config_file
 from rolemesh.engine.models.buffers import saved_buffers
 
 PADDING = 7.5
@@ -34,7 +34,7 @@ def rank_shard(
     dtype: DtypeName = "float32",
 ) -> RankShard:
     """What the rank holds; without a layout there is one rank."""
-    shape = DecoderShape.from_config(json.loads((folder / "config.json").read_text()))
+    shape = DecoderShape.from_config(read_config_file(folder))
     layout = layout or HybridLayout(TrainLayout(), GenerateLayout())
     return generate_layout(shape, layout, dtype).ranks[rank]
 

@@ -14,6 +14,9 @@ from transformers import (
 )
 
 from rolemesh.engine.models.buffers import saved_buffers
+from rolemesh.engine.models.text_parts import register_text_parts
+
+register_text_parts()
 
 AUTO_CLASSES: dict[str, Any] = {
     "lm_head": AutoModelForCausalLM,

@@ -130,7 +130,7 @@ class AdapterFolders:
         aside.mkdir(mode=0o755)
         try:
             save_file(
-                dict(as_stored(written.factors.items())),
+                dict(as_stored(written.factors.items(), self._base)),
                 aside / WEIGHTS_FILE,
                 metadata={"format": "pt"},
             )

@@ -17,7 +17,7 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.packing.batching import unit_lengths
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import AdamwStepSpec, LossSpec
-from rolemesh.engine.specs.columns import INPUT_COLUMNS, IS_JUDGED, ROUTES
+from rolemesh.engine.specs.columns import IMAGES, INPUT_COLUMNS, IS_JUDGED, ROUTES
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
@@ -197,6 +197,8 @@ class TrainerServicer(EstimateServicer):
             optional = ()
         if self._role.replays_routes and ROUTES in names_of(ref):
             optional = (*optional, ROUTES)
+        if IMAGES in names_of(ref):
+            optional = (*optional, IMAGES)
         columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns(), *optional))
         return await self._runtime.pull(ref, list(columns), call, rows=plan.rows)
 

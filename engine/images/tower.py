@@ -1,0 +1,113 @@
+"""The tower of a model of images and text: frozen, and asked once for each image.
+
+What it makes of an image does not depend on what else is asked, to the bit: each image is a pass of
+its own. So a row is scored alike whichever rows stand beside it.
+
+Shape letters: F tokens of an image, D width of the text model, P patches.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from rolemesh.engine.images.decoding import ImageReader
+from rolemesh.engine.images.processing import ImageProcessor
+from rolemesh.engine.images.prompt_images import Grid, ImageInvalidError, PromptImage
+from rolemesh.engine.images.whole_models import tower_tensors
+
+logger = logging.getLogger(__name__)
+
+KEPT_BYTES = 2**30
+"""Of features that are kept, at most; the images that were asked for longest ago give way."""
+
+_towers: WeakValueDictionary[tuple[Path, str], Tower] = WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def tower_of(folder: Path, device: torch.device) -> Tower:
+    """The tower of a model folder on a device; one for all models of the process that ask."""
+    key = (folder.resolve(), str(device))
+    with _lock:
+        tower = _towers.get(key)
+        if tower is None:
+            _towers[key] = tower = Tower(folder, device)
+        return tower
+
+
+class Tower:
+    """What makes tokens of images. Owned by the rank's compute thread."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        """Loads the folder's tower: float32 on a CPU, bfloat16 on a GPU.
+
+        Raises:
+            ModelFolderError: The folder has no tower, or no processor.
+        """
+        from transformers import AutoConfig
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+            Qwen2_5_VisionTransformerPretrainedModel,
+        )
+
+        self.processor = ImageProcessor(folder)
+        self._device = device
+        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        vision = config.vision_config
+        vision._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            model: Any = Qwen2_5_VisionTransformerPretrainedModel(vision)
+        # Frequencies are not in the files.
+        model.rotary_pos_emb = type(model.rotary_pos_emb)(vision)
+        model.load_state_dict(dict(tower_tensors(folder)), assign=True)
+        self._model = model.requires_grad_(False).eval().to(device, self._dtype)
+        self._kept: OrderedDict[tuple[str, Grid], torch.Tensor] = OrderedDict()
+        self._kept_bytes = 0
+        self._reader = ImageReader()
+        self.num_passes = 0
+        """Images that the tower has looked at so far."""
+
+    def features(self, images: Sequence[PromptImage]) -> list[torch.Tensor]:
+        """What stands in the places of each image: float32 [F, D], where the tower is.
+
+        Raises:
+            ImageInvalidError: An image cannot be read, or has another grid than was said.
+        """
+        found = []
+        for image in images:
+            # With the grid, so that a wrong one is refused whenever it comes.
+            key = (image.sha256, image.grid)
+            kept = self._kept.get(key)
+            if kept is None:
+                kept = self._looked_at(image)
+                self._kept[key] = kept
+                self._kept_bytes += kept.nbytes
+            self._kept.move_to_end(key)
+            found.append(kept)
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.nbytes
+        return found
+
+    @torch.no_grad()
+    def _looked_at(self, image: PromptImage) -> torch.Tensor:
+        patches_PC, grid = self.processor.patches(self._reader.pixels(image.data))
+        if grid != image.grid:
+            raise ImageInvalidError(
+                f"an image is said to have the grid {list(image.grid)}, but the processor of this "
+                f"model makes {list(grid)} of it: let all roles have one processor"
+            )
+        self.num_passes += 1
+        given = torch.from_numpy(patches_PC).to(self._device, self._dtype)
+        # Autocast of the pass that asks is not the tower's.
+        with torch.autocast(self._device.type, enabled=False):
+            made = self._model(given, grid_thw=torch.tensor([grid], device=self._device))
+        features: torch.Tensor = made.pooler_output.float()
+        return features

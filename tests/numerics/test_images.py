@@ -1,0 +1,361 @@
+"""Tests of models of images and text: against transformers, over ranks, and in the sampler."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support.image_rows import pictures, shown, with_images
+from support.parallel_training import Job, assert_agree, joined, near_policy, train
+from support.rank_processes import RankContext, RankPool
+from support.tiny_families import write_tiny_decoder
+from support.tiny_images import IMAGE_PAD, noise, write_tiny_image_model
+from support.token_batches import token_batch, with_shared_prompts
+from support.updates import update_whole
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.images.positions import mrope_positions
+from rolemesh.engine.images.processing import ImageProcessor
+from rolemesh.engine.images.prompt_images import (
+    ImageInvalidError,
+    PromptImage,
+    images_of,
+    images_text,
+)
+from rolemesh.engine.images.tower import tower_of
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.specs import (
+    AdapterSpec,
+    HfSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PpoPolicyLossSpec,
+    PpoValueLossSpec,
+    SamplingSpec,
+)
+from rolemesh.engine.train.trainer import Trainer
+
+TOLERANCE = 3e-6
+"""Of log-probs in float32: sums in another order."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_image_model(tmp_path_factory.mktemp("qwen2_5_vl"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def batch(folder: Path) -> Experience:
+    """Eight rows: pairs of one prompt, of which some differ in their images alone."""
+    prompts = (3, 3, 5, 5, 2, 2, 4, 4)
+    rows = with_shared_prompts(token_batch(prompt_lengths=prompts, vocab_size=250), 2)
+    red, blue, noisy = pictures(folder).values()
+    images = ([red], [red], [red], [blue], [noisy, red], [noisy, blue], [], [])
+    return with_images(rows, folder, images)
+
+
+def model_of(folder: Path, **fields: Any) -> RankModel:
+    spec = ModelSpec.model_validate({"path": folder, "compute_dtype": "float32", **fields})
+    return RankModel(CausalLm(spec))
+
+
+def by_transformers(
+    folder: Path, batch: Experience, adapted: Callable[[Any], Any] = lambda whole: whole
+) -> list[torch.Tensor]:
+    """Log-probs of completion tokens by transformers' whole model, a row at a time."""
+    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    whole = adapted(loaded).eval()
+    processor = ImageProcessor(folder)
+    found = []
+    rows = zip(
+        batch["tokens"].rows(),
+        batch["prompt_lengths"].values,
+        batch["images"].strings(),
+        strict=True,
+    )
+    for row_T, prompt, text in rows:
+        inputs: dict[str, Any] = {}
+        if images := images_of(text):
+            made = [
+                processor.patches(np.asarray(Image.open(io.BytesIO(one.data)))) for one in images
+            ]
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate([one for one, _ in made]))
+            inputs["image_grid_thw"] = torch.tensor([grid for _, grid in made])
+            inputs["mm_token_type_ids"] = (row_T == IMAGE_PAD).int()[None]
+        with torch.no_grad():
+            logits = whole(input_ids=row_T[None], **inputs).logits[0]
+        scores = logits.log_softmax(-1)[prompt - 1 : -1]
+        found.append(scores.gather(-1, row_T[prompt:, None]).squeeze(-1))
+    return found
+
+
+def test_positions_are_those_of_transformers(folder: Path) -> None:
+    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    row = torch.tensor([1, 2, *[IMAGE_PAD] * 12, 3, *[IMAGE_PAD] * 6, 5, 6])
+    grids = [(1, 6, 8), (1, 4, 6)]
+    expected, _ = whole.model.get_rope_index(
+        row[None], (row == IMAGE_PAD).int()[None], image_grid_thw=torch.tensor(grids)
+    )
+    assert torch.equal(mrope_positions(len(row), [2, 15], grids, 2), expected[:, 0])
+
+
+@pytest.mark.parametrize("shares", ["auto", "never"])
+def test_log_probs_are_those_of_transformers(folder: Path, batch: Experience, shares: str) -> None:
+    """Also where rows share a prompt, and where equal placeholders are of different images."""
+    model = model_of(folder, share_prefixes=shares)
+    found = compute_logprobs(model, batch, temperature=1.0)["logprobs"]
+    for row, expected in zip(found.rows(), by_transformers(folder, batch), strict=True):
+        torch.testing.assert_close(row, expected, rtol=0, atol=TOLERANCE)
+    # They are different: a picture that did not reach the model would not show above.
+    rows = list(found.rows())
+    assert not torch.equal(rows[2][:1], rows[3][:1])
+
+
+def test_rows_without_images_are_those_of_the_text_alone(folder: Path, batch: Experience) -> None:
+    """To the bit, and the tower is not asked."""
+    text = batch.select(torch.tensor([6, 7]))
+    bare = Experience({name: one for name, one in text.columns.items() if name != "images"})
+    asked = tower_of(folder, torch.device("cpu")).num_passes
+    first, second = (
+        compute_logprobs(model_of(folder), rows, temperature=1.0)["logprobs"].values
+        for rows in (text, bare)
+    )
+    assert torch.equal(first, second)
+    assert tower_of(folder, torch.device("cpu")).num_passes == asked
+
+
+LAYOUTS = {
+    "tp2": TrainLayout(tp=2),
+    "pp2": TrainLayout(pp=2),
+    "fsdp2": TrainLayout(dp=2, fsdp=2),
+    "cp2": TrainLayout(dp=2, cp=2),
+    "tp2-pp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
+}
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("cp2", "tp2-pp2-fsdp2") else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
+def test_three_steps_of_a_layout_are_those_of_one_rank(
+    folder: Path, batch: Experience, rank_pool: RankPool, name: str, kind: Any
+) -> None:
+    if kind == "policy":
+        scored = compute_logprobs(model_of(folder), batch, temperature=1.0)["logprobs"]
+        job = Job(folder, near_policy(batch, scored), PpoPolicyLossSpec())
+    else:
+        job = Job(folder, batch, PpoValueLossSpec(), kind="critic")
+    job = replace(job, model={"micro_batch_tokens": 48})
+    layout = LAYOUTS[name]
+    (alone,) = rank_pool.run(train, 1, job)
+    parts = rank_pool.run(train, layout.world_size, replace(job, layout=layout))
+    assert_agree(joined(parts, layout), joined([alone], TrainLayout()))
+
+
+def test_the_tower_looks_once_at_an_image(folder: Path, batch: Experience) -> None:
+    tower = tower_of(folder, torch.device("cpu"))
+    model = model_of(folder)
+    compute_logprobs(model, batch, temperature=1.0)
+    before = tower.num_passes
+    compute_logprobs(model, batch, temperature=1.0)
+    assert tower.num_passes == before
+
+
+def test_the_sampler_gives_tokens_what_the_trainer_gives_them(folder: Path) -> None:
+    """Of prompts with one image, two and none in one wave, each sampled twice."""
+    red, blue, noisy = pictures(folder).values()
+    images = [[red], [blue], [noisy, red], []]
+    prompts = with_images(
+        token_batch(prompt_lengths=(3, 3, 5, 4), completion_lengths=(1, 1, 1, 1), vocab_size=250),
+        folder,
+        images,
+    )
+    model = model_of(folder)
+    backend = HfBackend(HfSpec(max_model_len=256, max_num_seqs=6, dtype="float32"), folder)
+    backend.update_weights(model.model.named_weights(), 0)
+    lengths = prompts["prompt_lengths"].values.tolist()
+    requests = [
+        RolloutRequest(
+            row=2 * number + sample,
+            prompt_tokens=row[:length].tolist(),
+            seed=2 * number + sample,
+            images=images[number],
+        )
+        for number, (row, length) in enumerate(zip(prompts["tokens"].rows(), lengths, strict=True))
+        for sample in range(2)
+    ]
+    sampling = SamplingSpec(temperature=1.0, max_new_tokens=9)
+    found = sorted(backend.generate(requests, sampling), key=lambda one: one.row)
+    rows = Experience.of_rows(
+        {
+            "tokens": [
+                [*one.prompt_tokens, *made.completion_tokens]
+                for one, made in zip(requests, found, strict=True)
+            ],
+            "prompt_lengths": [len(one.prompt_tokens) for one in requests],
+            "images": [images_text(one.images) for one in requests],
+        }
+    )
+    scored = compute_logprobs(model, rows, temperature=1.0)["logprobs"]
+    for row, made in zip(scored.rows(), found, strict=True):
+        torch.testing.assert_close(row, torch.tensor(made.logprobs), rtol=0, atol=TOLERANCE)
+
+
+# --- what does not fit -----------------------------------------------------------------------
+
+
+def test_a_row_whose_places_are_not_those_of_its_images_is_refused(
+    folder: Path, batch: Experience
+) -> None:
+    red, _, noisy = pictures(folder).values()
+    wrong = batch | Experience.of_rows(
+        {"images": [images_text([noisy])] + [images_text([red])] * (len(batch) - 1)}
+    )
+    with pytest.raises(
+        ImageInvalidError, match="row 0 has 4 places for its 1 images, which take 12"
+    ):
+        compute_logprobs(model_of(folder), wrong, temperature=1.0)
+
+
+def test_images_for_a_model_of_text_are_refused(tmp_path: Path, batch: Experience) -> None:
+    text = write_tiny_decoder(tmp_path, "qwen2", vocab_size=512, max_position_embeddings=256)
+    with pytest.raises(ImageInvalidError, match="this model takes none"):
+        compute_logprobs(model_of(text), batch, temperature=1.0)
+
+
+def test_an_image_of_another_processor_is_refused(folder: Path, batch: Experience) -> None:
+    """Its grid says so before anything is computed of it."""
+    image = shown(folder, noise(seed=8))
+    other = PromptImage.of(image.data, (1, 8, 6))
+    rows = with_images(
+        token_batch(prompt_lengths=(3,), completion_lengths=(2,), vocab_size=250), folder, [[other]]
+    )
+    with pytest.raises(ImageInvalidError, match=r"said to have the grid \[1, 8, 6\]"):
+        compute_logprobs(model_of(folder), rows, temperature=1.0)
+
+
+def test_bytes_that_changed_on_their_way_are_refused(folder: Path) -> None:
+    text = images_text([shown(folder, noise(seed=9))])
+    at = text.index('"data":"') + 40
+    changed = text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :]
+    assert images_of(text)
+    with pytest.raises(ImageInvalidError, match="changed on their way"):
+        images_of(changed)
+
+
+# --- folders ---------------------------------------------------------------------------------
+
+
+def test_an_export_loads_as_the_whole_model(
+    folder: Path, batch: Experience, tmp_path: Path
+) -> None:
+    """Trained text, the tower as it was, and all that shows images to it."""
+    trainer = Trainer.policy(
+        ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec(learning_rate=1e-2)
+    )
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    update_whole(
+        trainer,
+        near_policy(batch, scored),
+        PpoPolicyLossSpec(),
+        epochs=1,
+        mini_batch_rows=8,
+        seed=0,
+    )
+    trainer.export(tmp_path / "export", dtype="float32")
+    found = compute_logprobs(trainer.rank_model, batch, temperature=1.0)["logprobs"]
+    for row, expected in zip(
+        found.rows(), by_transformers(tmp_path / "export", batch), strict=True
+    ):
+        torch.testing.assert_close(row, expected, rtol=0, atol=TOLERANCE)
+    assert not torch.allclose(found.values, scored.values, rtol=0, atol=1e-3)
+    # It is trained further from there, by any of its ways in.
+    again = compute_logprobs(model_of(tmp_path / "export"), batch, temperature=1.0)["logprobs"]
+    assert torch.equal(again.values, found.values)
+
+
+def test_files_of_the_newer_names_are_read(
+    folder: Path, batch: Experience, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """`model.language_model.` and `model.visual.`, whole and by slices."""
+    newer = shutil.copytree(folder, tmp_path / "newer")
+    tensors = load_file(newer / "model.safetensors")
+    renamed = {
+        name
+        if name.startswith("lm_head")
+        else "model." + name
+        if name.startswith("visual")
+        else name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, newer / "model.safetensors", metadata={"format": "pt"})
+    found, expected = (
+        compute_logprobs(model_of(one), batch, temperature=1.0)["logprobs"].values
+        for one in (newer, folder)
+    )
+    assert torch.equal(found, expected)
+    for parts in zip(
+        *(rank_pool.run(score_in_slices, 2, one, batch) for one in (newer, folder)), strict=True
+    ):
+        assert torch.equal(*parts)
+
+
+def score_in_slices(at: RankContext, folder: Path, batch: Experience) -> torch.Tensor:
+    with at.connect(HybridLayout(TrainLayout(tp=2))) as mesh:
+        spec = ModelSpec(path=folder, compute_dtype="float32")
+        model = RankModel(CausalLm(spec, mesh=mesh))
+        return compute_logprobs(model, batch, temperature=1.0)["logprobs"].values
+
+
+def test_an_adapter_loads_in_peft_over_the_whole_model(
+    folder: Path, batch: Experience, tmp_path: Path
+) -> None:
+    """On the text's matrices alone, though the tower has some of the same names."""
+    adapter = AdapterSpec(rank=4)
+    spec = ModelSpec(path=folder, compute_dtype="float32", adapter=adapter)
+    trainer = Trainer.policy(spec, OptimizerSpec(learning_rate=3e-2))
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    update_whole(
+        trainer,
+        near_policy(batch, scored),
+        PpoPolicyLossSpec(),
+        epochs=1,
+        mini_batch_rows=2,
+        seed=0,
+    )
+    trainer.export(tmp_path / "adapter")
+    found = compute_logprobs(trainer.rank_model, batch, temperature=1.0)["logprobs"]
+    assert not torch.allclose(found.values, scored.values, rtol=0, atol=1e-3)
+
+    def adapted(whole: Any) -> Any:
+        with warnings.catch_warnings():
+            # Of keys that are missing, or in vain.
+            warnings.simplefilter("error")
+            return PeftModel.from_pretrained(whole, tmp_path / "adapter")
+
+    for row, expected in zip(found.rows(), by_transformers(folder, batch, adapted), strict=True):
+        torch.testing.assert_close(row, expected, rtol=0, atol=TOLERANCE)
+    again = model_of(folder, adapter=adapter.model_copy(update={"start": tmp_path / "adapter"}))
+    values = compute_logprobs(again, batch, temperature=1.0)["logprobs"].values
+    assert torch.equal(values, found.values)
