@@ -11,18 +11,7 @@ from rolemesh.engine.images.decoding import ImageReader
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage
 from rolemesh.engine.images.references import data_of, shown
-from rolemesh.engine.specs import DataSpec, ImagesSpec, MixtureSpec, SourceSpec, StoredRowsSpec
-
-
-def images_of_source(spec: SourceSpec) -> ImagesSpec | None:
-    """The section `images` of a source; None where its rows have none."""
-    return spec.images if isinstance(spec, StoredRowsSpec) else None
-
-
-def images_of_data(data: DataSpec) -> list[ImagesSpec]:
-    """The sections `images` of a data section; several where it is a mixture."""
-    sources = [one.data for one in data.sources] if isinstance(data, MixtureSpec) else [data]
-    return [found for source in sources if (found := images_of_source(source)) is not None]
+from rolemesh.engine.specs import DataSpec, ImagesSpec, images_of_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

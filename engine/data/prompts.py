@@ -14,7 +14,7 @@ from typing import Literal
 
 from rolemesh.engine.data.curriculum import epoch_order
 from rolemesh.engine.data.filtering import long_prompts
-from rolemesh.engine.data.image_rows import RowImages, images_of_data
+from rolemesh.engine.data.image_rows import RowImages
 from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.row_store import Rows
@@ -29,7 +29,7 @@ from rolemesh.engine.data.sections import (
 )
 from rolemesh.engine.data.sources import Source, load_sources
 from rolemesh.engine.images.prompt_images import PromptImage
-from rolemesh.engine.specs import DataSpec
+from rolemesh.engine.specs import DataSpec, images_of_data
 
 Split = Literal["train", "held_out", "pretraining"]
 

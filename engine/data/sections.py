@@ -15,7 +15,7 @@ from typing import Any
 from rolemesh.engine.data import index
 from rolemesh.engine.data.curriculum import sorting_values
 from rolemesh.engine.data.filtering import Bounds
-from rolemesh.engine.data.image_rows import RowImages, images_of_data, images_of_source
+from rolemesh.engine.data.image_rows import RowImages
 from rolemesh.engine.data.jsonl import Lines
 from rolemesh.engine.data.parts import PartSpec, read_in_parts
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
@@ -34,7 +34,14 @@ from rolemesh.engine.data.sources import (
     load_sources,
     sources_of,
 )
-from rolemesh.engine.specs import DataSpec, JsonlSpec, MixtureSpec, SourceSpec
+from rolemesh.engine.specs import (
+    DataSpec,
+    JsonlSpec,
+    MixtureSpec,
+    SourceSpec,
+    images_of_data,
+    images_of_source,
+)
 
 logger = logging.getLogger(__name__)
 

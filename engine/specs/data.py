@@ -278,3 +278,14 @@ DataSpec = Annotated[
     ReasoningGymSpec | JsonlSpec | ParquetSpec | HfDatasetSpec | MixtureSpec,
     Field(discriminator="type"),
 ]
+
+
+def images_of_source(spec: SourceSpec) -> ImagesSpec | None:
+    """The section `images` of a source; None where its rows have none."""
+    return spec.images if isinstance(spec, StoredRowsSpec) else None
+
+
+def images_of_data(data: DataSpec) -> list[ImagesSpec]:
+    """The sections `images` of a data section; several where it is a mixture."""
+    sources = [one.data for one in data.sources] if isinstance(data, MixtureSpec) else [data]
+    return [found for source in sources if (found := images_of_source(source)) is not None]
