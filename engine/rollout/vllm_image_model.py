@@ -94,9 +94,8 @@ class ImageDecoder(Qwen2ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type
         self._merge = int(vllm_config.model_config.hf_config.vision_config.spatial_merge_size)
 
     def embed_multimodal(self, **given: Any) -> Sequence[torch.Tensor]:
-        """Hands the features of images on: [F, D] each, in the type of the embedding."""
-        dtype = self.model.embed_tokens.weight.dtype
-        return [features_FD.to(dtype) for features_FD in given[FEATURES]]
+        """Hands the features of images on: [F, D] each."""
+        return list(given[FEATURES])
 
     def embed_input_ids(
         self,
