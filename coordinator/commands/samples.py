@@ -21,6 +21,9 @@ from rolemesh.v1 import coordinator_pb2
 
 app = typer.Typer(add_completion=False)
 
+_SHOWN_DIGITS = 12
+"""Of an image's digest."""
+
 
 @app.command()
 def samples(
@@ -120,6 +123,9 @@ def _show(console: Console, sample: KeptSample) -> None:
     console.print(Text(head, style="bold"), soft_wrap=True)
     # Text of models and data is never markup.
     console.print(Text(sample.prompt, style="dim"), soft_wrap=True)
+    for image in sample.images_message():
+        told = f"image {harmless(image.sha256[:_SHOWN_DIGITS])}, {image.num_bytes} bytes"
+        console.print(Text(told, style="dim"), soft_wrap=True)
     console.print(Text(sample.completion), soft_wrap=True)
     if sample.answer:
         console.print(Text(f"expected: {sample.answer}", style="dim"), soft_wrap=True)

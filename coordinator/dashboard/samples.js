@@ -6,6 +6,7 @@ import { branchesOf, branchName, sessionBlocks, together, turnsOf } from "./sess
 import { tokenCells, tokenLegend } from "./tokens.js";
 
 const SNIPPET = 160;
+const IMAGE_URL = /^data:image\/(png|jpeg|webp);base64,/;
 const ORDERS = {
   row: (a, b) => a.row - b.row,
   best: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
@@ -115,12 +116,26 @@ export class Samples {
     ];
     this.detail.replaceChildren(
       el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-      block("Prompt", sample.prompt), block("Completion", sample.completion),
+      block("Prompt", sample.prompt), ...imagesOf(sample, this.answer.samples), block("Completion", sample.completion),
       sample.answer ? block("Expected answer", sample.answer) : el("span"),
       el("h3", {}, `Tokens by ${this.colouredBy === "advantage" ? "advantage" : "log-prob"}`),
       tokenCells(sample, this.colouredBy, turns), tokenLegend(this.colouredBy),
       ...sessionBlocks(sample, this.answer.samples).filter((block) => block !== null));
   }
+}
+
+/** The images of a prompt; those that are not shown by their digest and size. */
+function imagesOf(sample, samples) {
+  const images = sample.images ?? [];
+  if (images.length === 0 && !sample.has_large_images) return [];
+  // A file that several samples show is carried by the first of them.
+  const carried = new Map(samples.flatMap((one) => one.images ?? []).filter((one) => IMAGE_URL.test(one.url)).map((one) => [one.sha256, one.url]));
+  const shown = images.map((image, place) => {
+    const name = `image ${place + 1} of ${images.length}, ${image.sha256.slice(0, 12)}, ${count(image.num_bytes)} bytes`;
+    return el("figure", {}, carried.has(image.sha256) ? el("img", { src: carried.get(image.sha256), alt: name }) : null, el("figcaption", {}, name));
+  });
+  const large = sample.has_large_images ? el("p", { class: "quiet" }, "The images of this prompt are too large to be shown.") : null;
+  return [el("div", { class: "text-block" }, el("h3", {}, "Images"), el("div", { class: "prompt-images" }, ...shown), large)];
 }
 
 function block(title, text) {

@@ -52,7 +52,13 @@ from rolemesh.coordinator.sdk.runs import (
     RunPlan,
     RunState,
 )
-from rolemesh.coordinator.sdk.samples import Sample, SampledCall, SampledSession, Samples
+from rolemesh.coordinator.sdk.samples import (
+    Sample,
+    SampledCall,
+    SampledImage,
+    SampledSession,
+    Samples,
+)
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status, WorkerState
 from rolemesh.coordinator.sdk.weights import (
     Checkpoint,
@@ -116,6 +122,7 @@ __all__ = [
     "RunState",
     "Sample",
     "SampledCall",
+    "SampledImage",
     "SampledSession",
     "Samples",
     "Selection",

@@ -198,6 +198,8 @@ class AsyncMesh(RunCalls, Mapping[str, AsyncRole]):
                     batch.reference,
                     num_samples,
                     timeout_s=self.deadline_s,
+                    # What a client logs of a step is small.
+                    with_images=False,
                 )
             )
         elif batch is not None:

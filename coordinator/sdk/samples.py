@@ -13,6 +13,9 @@ from rolemesh.coordinator.sdk.html import table
 from rolemesh.coordinator.sdk.messages import FromMessage, from_message
 from rolemesh.v1 import coordinator_pb2
 
+_NOT_LOGGED = ("session", "images", "has_large_images")
+"""Fields of samples that coordinators have of their own runs alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampledCall(FromMessage):
@@ -51,6 +54,19 @@ class SampledSession(FromMessage):
     """Last of what the agent wrote, at most 16 KiB. Of branch 0 alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledImage(FromMessage):
+    """An image of a prompt."""
+
+    sha256: str
+    """Of the file, hex."""
+    num_bytes: int
+    """Of the file."""
+    url: str
+    """The file as a data URL. Empty where an earlier sample of the step has it, or the file is only
+    named: the fifth of a prompt, one of more than 256 KiB, what exceeds 1 MiB a step."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One trajectory for people."""
@@ -77,10 +93,14 @@ class Sample:
 
     session: SampledSession | None = None
     """Of the agent that made it; None where no agent did. It is not logged."""
+    images: tuple[SampledImage, ...] = ()
+    """Of the prompt in its order, at most 64. They are not logged."""
+    has_large_images: bool = False
+    """Whether the prompt has images that are not told of: together they have more than 16 MiB."""
 
     def to_message(self) -> coordinator_pb2.Sample:
         """As it travels."""
-        names = (name for name in self.__slots__ if name != "session")
+        names = (name for name in self.__slots__ if name not in _NOT_LOGGED)
         return coordinator_pb2.Sample(**{name: getattr(self, name) for name in names})
 
 
@@ -106,6 +126,7 @@ class Samples:
                 loss_mask=np.array(one.loss_mask, dtype=np.bool_),
                 advantages=np.array(one.advantages, dtype=np.float32),
                 session=SampledSession.of(one.session) if one.HasField("session") else None,
+                images=tuple(SampledImage.of(image) for image in one.images),
             )
             for one in answer.samples
         )

@@ -43,6 +43,22 @@ class PromptImage:
         return cls(data, hashlib.sha256(data).hexdigest(), grid)
 
 
+def media_type(data: bytes) -> str:
+    """Media type of a file by its first bytes; of formats that are not read a general one."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    return "application/octet-stream"
+
+
+def data_url(data: bytes) -> str:
+    """A file as a data URL (RFC 2397)."""
+    return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
+
+
 class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
     grid: tuple[int, int, int]

@@ -8,9 +8,12 @@ Shape letters: B rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.images.prompt_images import ImageInvalidError, images_of
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
     RankModel,
@@ -24,6 +27,7 @@ from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.specs.columns import IMAGES
 
 
 class Classifier:
@@ -74,11 +78,24 @@ class Classifier:
         rows: list[list[int]] = self._tokenizer(list(texts))["input_ids"]
         return rows
 
+    def placed(self, rows: Sequence[list[int]], images: Sequence[str]) -> list[list[int]]:
+        """Rows in which each image of the prompt has all of its places.
+
+        Args:
+            rows: Of `encode`, with one placeholder for each image, as a chat template has it.
+            images: Rows of the column `images`.
+
+        Raises:
+            ImageInvalidError: This classifier takes no images, or a row's do not fit its text.
+        """
+        return self._shown(rows, images).rows
+
     @torch.no_grad()
     def score(
         self,
         token_rows: Sequence[Sequence[int]],
         progress: Callable[[str, int, int], None] | None = None,
+        images: Sequence[str] = (),
     ) -> torch.Tensor:
         """Scores rows of token ids.
 
@@ -88,6 +105,7 @@ class Classifier:
         Args:
             token_rows: At least one token each.
             progress: Called with ("score", rows done, rows).
+            images: Rows of the column `images`; `placed` has the rows' form then. Empty: none.
 
         Returns:
             float32 [B], on the CPU: on the last pipeline stage, equal on all its slices. Other
@@ -96,13 +114,18 @@ class Classifier:
         Raises:
             ValueError: A row is empty, longer than the model can see, or has a token that is not
                 in its vocabulary.
+            ImageInvalidError: As `placed`, or an image cannot be read.
         """
         mesh = self._model.mesh
-
-        batch = whole_rows(token_rows)
+        plain = whole_rows(token_rows)
 
         def prepare() -> tuple[list[MicroBatch], int]:
-            for index, row in enumerate(token_rows):
+            # Here, so that all ranks hear of images that do not fit.
+            batch = plain
+            if any(images):
+                shown = self._shown([list(row) for row in token_rows], images)
+                batch = shown.batch(images)
+            for index, row in enumerate(batch["tokens"].rows()):
                 if (fault := self.fault(row)) is not None:
                     raise ValueError(f"row {index} {fault}")
             passes = micro_batches(self._model, batch)
@@ -116,7 +139,7 @@ class Classifier:
             if number < len(groups):
                 found.append(outputs.float())
 
-        passes = with_fillers(passes, batch, max(numbers), self._model)
+        passes = with_fillers(passes, plain, max(numbers), self._model)
         done = RowProgress(progress, "score", passes, len(token_rows))
         if self._rank_model is None:
             for number, micro_batch in enumerate(passes):
@@ -126,9 +149,9 @@ class Classifier:
             self._rank_model.run(passes, keep, trains=False, arguments=lambda _: {}, done=done)
         return _in_order(found, groups)
 
-    def fault(self, row: Sequence[int]) -> str | None:
+    def fault(self, row: Sequence[int] | torch.Tensor) -> str | None:
         """Why a row of token ids cannot be scored, and what to do; None where it can be."""
-        if not row:
+        if not len(row):
             return "has no tokens: give at least one token to score"
         if self.max_tokens is not None and len(row) > self.max_tokens:
             return (
@@ -136,6 +159,52 @@ class Classifier:
                 "shorten prompts or completions"
             )
         return None
+
+    def _shown(self, rows: Sequence[list[int]], images: Sequence[str]) -> _ShownRows:
+        tokens = self._model.image_tokens
+        # Samples of one prompt have one text.
+        read = {text: images_of(text) for text in dict.fromkeys(images)}
+        found, ends = [], []
+        for number, (row, text) in enumerate(zip(rows, images, strict=True)):
+            grids = [image.grid for image in read[text]]
+            if not grids:
+                found.append(row)
+                ends.append(1)
+                continue
+            if tokens is None:
+                raise ImageInvalidError(
+                    f"row {number} has images, but the classifier in {str(self.spec.path)!r} takes "
+                    "none and would judge without seeing them: give source.model the folder of a "
+                    "classifier of images and text, or take another reward"
+                )
+            # What a completion says of placeholders is text: it stands behind the prompt's.
+            places = [at for at, token in enumerate(row) if token == tokens.placeholder]
+            end = places[len(grids) - 1] + 1 if len(places) >= len(grids) else len(row)
+            try:
+                longer = tokens.expanded(row[:end], grids)
+            except ImageInvalidError as error:
+                raise ImageInvalidError(f"row {number}: {error}") from error
+            found.append(longer + row[end:])
+            ends.append(len(longer))
+        return _ShownRows(found, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShownRows:
+    rows: list[list[int]]
+    ends: list[int]
+    """Where each row's last image ends; 1 where it has none."""
+
+    def batch(self, images: Sequence[str]) -> Experience:
+        """As `micro_batches` takes them.
+
+        A row's images stand in its prompt, which therefore ends behind the last one. A score
+        belongs to the whole row, so this has no other effect.
+        """
+        lengths = Column(ColumnKind.ROW, torch.tensor(self.ends))
+        return whole_rows(self.rows) | Experience(
+            {"prompt_lengths": lengths, IMAGES: Column.text(list(images))}
+        )
 
 
 def _in_order(found: Sequence[torch.Tensor], groups: Sequence[torch.Tensor]) -> torch.Tensor:

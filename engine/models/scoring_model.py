@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from rolemesh.engine.images.whole_models import has_tower
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.decoder import Decoder
-from rolemesh.engine.models.folder import read_config
+from rolemesh.engine.models.folder import maker_without_values, read_config
+from rolemesh.engine.models.parameter_files import FolderTensors
 from rolemesh.engine.packing.packed_rows import PackedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec, Numerics
@@ -45,6 +47,17 @@ class ScoreHead:
     def of_reward(cls, source: ClassifierRewardSpec) -> ScoreHead:
         """The head of a reward model that is trained."""
         return cls(per="row", origin="new" if source.new_head else "folder", label=source.label)
+
+
+def _whole_has_head(spec: ModelSpec) -> bool:
+    """Whether a model of images and text has a head beside it, which its architecture is silent of.
+
+    transformers has no class for such a whole.
+    """
+    if maker_without_values() is not None or not has_tower(spec.path):
+        return False
+    with FolderTensors(spec.path) as files:
+        return any(name.startswith(f"{HEAD}.") for name in files.names())
 
 
 VALUE_HEAD = ScoreHead(per="token", origin="folder or new")
@@ -94,9 +107,11 @@ class ScoringModel(Decoder):
         config = read_config(spec)
         if head.origin == "new":
             architectures = config.architectures or []
-            if any(name.endswith("ForSequenceClassification") for name in architectures):
+            named = any(name.endswith("ForSequenceClassification") for name in architectures)
+            if named or _whole_has_head(spec):
+                of = architectures[0] if named else "model of images and text"
                 raise ModelFolderError(
-                    f"model.path {str(spec.path)!r} is a {architectures[0]}, which has a "
+                    f"model.path {str(spec.path)!r} is a {of}, which has a "
                     "head: leave new_head out, or give the folder of a causal LM"
                 )
         if head.origin != "folder":

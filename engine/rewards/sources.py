@@ -20,7 +20,7 @@ from rolemesh.engine.specs import (
     OwnRewardSpec,
     ReasoningGymRewardSpec,
 )
-from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS
+from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS, IMAGES
 
 if TYPE_CHECKING:
     from rolemesh.engine.models.rank_model import RankModel
@@ -36,6 +36,8 @@ class RewardSource(Protocol):
 
     columns: tuple[str, ...]
     """Columns of the experience that it reads."""
+    reads_images: bool
+    """Whether it reads the images of prompts too, where there are any."""
     full_score: float | None
     """Reward of a fully right trajectory; None if there is no such reward."""
 
@@ -91,6 +93,7 @@ class ArithmeticReward:
     """How close a completion comes to being the bare answer; see `arithmetic_score`."""
 
     columns: tuple[str, ...] = ("completion_text", "answer")
+    reads_images = False
 
     def __init__(self, spec: ArithmeticRewardSpec) -> None:
         self._spec = spec
@@ -110,6 +113,7 @@ class ReasoningGymReward:
     """The scorer of the task that made the prompt, on the whole completion."""
 
     columns: tuple[str, ...] = ("completion_text", "answer", "metadata")
+    reads_images = False
     full_score: float | None = 1.0
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
@@ -137,6 +141,7 @@ class EnvironmentReward:
     """The reward that the environment gave while the trajectory was sampled."""
 
     columns: tuple[str, ...] = (ENVIRONMENT_REWARDS,)
+    reads_images = False
 
     def __init__(self, spec: EnvironmentRewardSpec) -> None:
         self.full_score = spec.full_score
@@ -149,10 +154,12 @@ class EnvironmentReward:
 class ClassifierReward:
     """A logit of a sequence classifier over the text of prompt and completion.
 
-    The text is encoded with the classifier's own tokenizer, which need not be the policy's.
+    The text is encoded with the classifier's own tokenizer, which need not be the policy's. A text
+    has one placeholder for each image of its prompt, as the policy's chat template writes it.
     """
 
     columns: tuple[str, ...] = ("prompt_text", "completion_text")
+    reads_images = True
     full_score: float | None = None
 
     def __init__(
@@ -172,11 +179,12 @@ class ClassifierReward:
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B]."""
-        return self._classifier.score(self._encode(batch), progress)
+        return self._classifier.score(self._encode(batch), progress, _images(batch))
 
     def faults(self, batch: Experience) -> dict[int, str]:
         """Why rows cannot be scored, by their number: `score` would refuse the whole batch."""
-        found = {row: self._classifier.fault(ids) for row, ids in enumerate(self._encode(batch))}
+        rows = self._placed(self._encode(batch), batch)
+        found = {row: self._classifier.fault(ids) for row, ids in enumerate(rows)}
         return {row: fault for row, fault in found.items() if fault is not None}
 
     def as_scored(self, batch: Experience) -> Experience:
@@ -185,15 +193,16 @@ class ClassifierReward:
         A given completion ends with the tokens that end a turn, and prompt and completion were
         encoded apart. `score` sees the text of both without these tokens, so training must see the
         same. prompt_lengths is the length of the prompt encoded by itself, at most that of the row.
-        A score belongs to a whole row, so this number has no effect.
+        Images stand before it. A score belongs to a whole row, so it has no other effect.
 
         Args:
             batch: Batch with the columns prompt_text and completion_text.
 
         Raises:
+            ImageInvalidError: The classifier takes no images, or a row's do not fit its text.
             PromptTooLongError: A row is longer than the model can see.
         """
-        rows = self._encode(batch)
+        rows = self._placed(self._encode(batch), batch)
         if self.max_tokens is not None:
             for index, row in enumerate(rows):
                 if len(row) > self.max_tokens:
@@ -201,7 +210,7 @@ class ClassifierReward:
                         f"row {index} has {len(row)} tokens, but the classifier sees at most "
                         f"{self.max_tokens}: set data.max_row_tokens below that"
                     )
-        prompts = self._classifier.encode(batch["prompt_text"].strings())
+        prompts = self._placed(self._classifier.encode(batch["prompt_text"].strings()), batch)
         prompt_lengths = [
             max(1, min(len(prompt), len(row))) for prompt, row in zip(prompts, rows, strict=True)
         ]
@@ -222,6 +231,10 @@ class ClassifierReward:
             }
         )
 
+    def _placed(self, rows: list[list[int]], batch: Experience) -> list[list[int]]:
+        images = _images(batch)
+        return self._classifier.placed(rows, images) if any(images) else rows
+
     def _encode(self, batch: Experience) -> list[list[int]]:
         texts = [
             prompt + completion
@@ -230,6 +243,11 @@ class ClassifierReward:
             )
         ]
         return self._classifier.encode(texts)
+
+
+def _images(batch: Experience) -> list[str]:
+    """Rows of the column `images`; nothing where the data has none."""
+    return batch[IMAGES].strings() if IMAGES in batch else []
 
 
 def make_reward(

@@ -274,7 +274,8 @@ class Preview:
         prompt, _ = self.first()
         if prompt is None:
             return []
-        row = rows_of_prompt(prompt, self._tokenizer)[0]
+        has_images = self._prompts.has_images
+        row = rows_of_prompt(prompt, self._tokenizer, has_images=has_images)[0]
         told = []
         for named in self._spec.rewards:
             if isinstance(named.source, OutsideRewardSpec):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from rolemesh.engine.algorithms.judged import whole_groups
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rewards.sources import RewardInvalidError, RewardSource, checked
 from rolemesh.engine.specs import DropGroupSpec, FailurePolicySpec, GiveValueSpec
-from rolemesh.engine.specs.columns import TRAJECTORY_COLUMNS
+from rolemesh.engine.specs.columns import IMAGES, TRAJECTORY_COLUMNS
 from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.rpc.together import together
 from rolemesh.services.reward.outside.base import (
@@ -112,10 +112,19 @@ class RewardSources:
         self.columns: tuple[str, ...] = tuple(
             dict.fromkeys((*own, *(TRAJECTORY_COLUMNS if outside else ())))
         )
-        """Columns of the experience that are read."""
+        """Columns that each experience must have."""
+        self._reads_images = any(source.reward.reads_images for source in self._own)
         is_alone = len(sources) == len(self._own) == 1 and sources[0].weight == 1.0
         self.full_score = self._own[0].reward.full_score if is_alone else None
         """Reward of a trajectory that is right in full; None when there is no such thing."""
+
+    def columns_of(self, held: Container[str]) -> tuple[str, ...]:
+        """Columns to read of an experience that holds these: images only if a source takes them.
+
+        Images are large. Whether an outside source takes them is known once all are open.
+        """
+        wants = self._reads_images or any(source.reward.takes_images for source in self._outside)
+        return (*self.columns, IMAGES) if wants and IMAGES in held else self.columns
 
     def open(self) -> None:
         """Prepares outside rewards, so that a lasting fault shows now. Not for use on the loop.
@@ -134,7 +143,7 @@ class RewardSources:
         """Asks all sources: outside ones at the same time, ours one after another.
 
         Args:
-            batch: The rows, with `columns`.
+            batch: The rows, with `columns_of` their experience.
             call: The call for which it works.
             prompt_ids: int64 [B], equal for the rows of a group; None: each row is its own group,
                 and none may be dropped.

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.images.prompt_images import ImageInvalidError, data_url, images_of
 from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.rewards.sources import RewardInvalidError
+from rolemesh.engine.specs.columns import IMAGES
 from rolemesh.rpc.limits import check_json
 from rolemesh.services.reward.outside.base import RewardRow
 
@@ -35,10 +37,11 @@ class RowReader:
             self._tokenizer = load_tokenizer(Path(tokenizer), field="source.tokenizer")
 
     def read(self, batch: Experience) -> list[RewardRow]:
-        """The rows of a batch with the columns TRAJECTORY_COLUMNS.
+        """The rows of a batch with the columns TRAJECTORY_COLUMNS, and IMAGES where it has them.
 
         Raises:
-            RewardInvalidError: The metadata of a row is no JSON object; the text names the row.
+            RewardInvalidError: The metadata of a row is no JSON object, or its images cannot be
+                read; the text names the row.
         """
         tokens = [row.tolist() for row in batch["tokens"].rows()]
         lengths = batch["prompt_lengths"].values.tolist()
@@ -49,10 +52,11 @@ class RowReader:
             batch["metadata"].strings(),
             tokens,
             lengths,
+            _images(batch),
             strict=True,
         )
         rows = []
-        for index, (prompt, completion, answer, metadata, ids, length) in enumerate(texts):
+        for index, (prompt, completion, answer, metadata, ids, length, shown) in enumerate(texts):
             completion_ids = ids[length:]
             rows.append(
                 RewardRow(
@@ -63,6 +67,7 @@ class RowReader:
                     completion_tokens=tuple(completion_ids),
                     answer=answer,
                     metadata=_metadata(metadata, index),
+                    images=shown,
                 )
             )
         return rows
@@ -72,6 +77,23 @@ class RowReader:
             return completion
         # The text of the prompt has its special tokens; the text of the completion has none.
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _images(batch: Experience) -> Sequence[tuple[str, ...] | None]:
+    """The images of each row as data URLs; None where the batch has no such column."""
+    if IMAGES not in batch:
+        return [None] * len(batch)
+    # Samples of one prompt have one text.
+    urls: dict[str, tuple[str, ...]] = {}
+    found = []
+    for row, text in enumerate(batch[IMAGES].strings()):
+        if text not in urls:
+            try:
+                urls[text] = tuple(data_url(one.data) for one in images_of(text))
+            except ImageInvalidError as error:
+                raise RewardInvalidError(f"the images of row {row}: {error}") from error
+        found.append(urls[text])
+    return found
 
 
 def _metadata(text: str, row: int) -> dict[str, object]:

@@ -319,9 +319,10 @@ class RewardServicer(RoleServicer[RewardRole], reward_pb2_grpc.RewardServiceServ
         self, ref: experience_pb2.ExperienceRef, call: Call
     ) -> tuple[Share, tuple[str, ...]]:
         """This rank's rows and the columns to read: whole groups if groups may be dropped."""
-        sources, lengths = self._role.sources, row_tokens(ref)
+        sources, lengths, names = self._role.sources, row_tokens(ref), names_of(ref)
+        columns = sources.columns_of(names)
         if not sources.may_drop:
-            return self._runtime.share("3D_PROTO", lengths), sources.columns
+            return self._runtime.share("3D_PROTO", lengths), columns
         ids = (await self._runtime.pull(ref, ["prompt_ids"], call))["prompt_ids"].values
         _, group_of_row = torch.unique(ids, return_inverse=True)
         tokens = torch.zeros(int(group_of_row.max()) + 1, dtype=torch.int64)
@@ -331,9 +332,8 @@ class RewardServicer(RoleServicer[RewardRole], reward_pb2_grpc.RewardServiceServ
         share = Share(
             rows=held.nonzero().flatten().tolist(), num_rows=len(ids), counts=groups.counts
         )
-        before = (IS_JUDGED,) if IS_JUDGED in names_of(ref) else ()
-        columns = (*sources.columns, "prompt_ids", LOSS_MASK, *before)
-        return share, tuple(dict.fromkeys(columns))
+        before = (IS_JUDGED,) if IS_JUDGED in names else ()
+        return share, tuple(dict.fromkeys((*columns, "prompt_ids", LOSS_MASK, *before)))
 
 
 def _experience_of(batch: reward_pb2.TrajectoryBatch) -> Experience:

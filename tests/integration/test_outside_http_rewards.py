@@ -1,12 +1,14 @@
 import asyncio
 import gc
 import socket
+from dataclasses import replace
 
 import psutil
 import pytest
 from support.fake_rewards import row
 from support.reward_servers import GIBIBYTE, raw_server, reward_server, score
 
+from rolemesh.engine.images.prompt_images import data_url
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import RewardSpec
 from rolemesh.services.reward.outside.base import (
@@ -115,6 +117,72 @@ async def test_nemo_gym_servers_get_a_response_and_keep_rows_apart_by_cookies(se
     _, given = server.requests[0]
     assert given["responses_create_params"]["input"][0]["role"] == "user"
     assert given["response"]["output"][0]["type"] == "message"
+
+
+IMAGE = data_url(b"\xff\xd8\xff of a JPEG")
+SHOWN = [replace(one, images=images) for one, images in zip(ROWS, [(IMAGE,), (), ()], strict=True)]
+"""Rows of which the first has an image."""
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ({"type": "openrlhf"}, "/get_reward"),
+        ({"type": "slime"}, "/slime"),
+        ({"type": "nemo_gym"}, "/verify"),
+        ({"type": "openai_judge", "model": "m", "rubric": "{completion}", "maximum": 9}, "/v1"),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) else "",
+)
+async def test_a_row_without_images_is_sent_as_it_was_before_there_were_any(server, source, path):
+    await judged(server.url + path, ROWS[1:], **source)
+    before = sorted(map(str, server.requests))
+    server.requests.clear()
+    await judged(server.url + path, SHOWN[1:], **source)
+    assert sorted(map(str, server.requests)) == before
+
+
+async def test_images_go_to_servers_whose_form_has_a_place_for_them(server):
+    assert IMAGE.startswith("data:image/jpeg;base64,")
+    found = await judged(server.url + "/get_reward", SHOWN)
+    assert found.rewards == SCORES
+    (request,) = server.requests
+    assert request[1]["images"] == [[IMAGE], [], []]
+    server.requests.clear()
+    await judged(server.url + "/slime", SHOWN[:1], type="slime")
+    ((_, body),) = server.requests
+    assert body == {"prompt": "p", "response": "abc", "label": "3", "images": [IMAGE]}
+    server.requests.clear()
+    await judged(server.url + "/verify", SHOWN[:1], type="nemo_gym")
+    ((_, body),) = server.requests
+    assert "images" not in body
+    assert body["responses_create_params"]["input"][0]["content"] == [
+        {"type": "input_image", "image_url": IMAGE, "detail": "auto"},
+        {"type": "input_text", "text": "p"},
+    ]
+
+
+async def test_a_judge_sees_images_in_front_of_the_rubric(server):
+    source = {"type": "openai_judge", "model": "m", "rubric": "{completion}", "maximum": 9}
+    await judged(server.url + "/v1", SHOWN[:1], **source)
+    ((_, body),) = server.requests
+    system, user = body["messages"]
+    assert isinstance(system["content"], str)
+    assert user["content"] == [
+        {"type": "image_url", "image_url": {"url": IMAGE}},
+        {"type": "text", "text": "abc"},
+    ]
+
+
+async def test_rows_that_differ_in_their_images_alone_are_not_taken_for_each_other(server):
+    other = replace(SHOWN[0], images=(data_url(b"\x89PNG\r\n\x1a\n of another"),))
+    for path, source in (("/get_reward", "openrlhf"), ("/slime", "slime"), ("/verify", "nemo_gym")):
+        found = await judged(
+            server.url + path, [SHOWN[0], other, SHOWN[0]], type=source, cache_rows=9
+        )
+        assert found.metrics["cache_hits"] == 0
+        client = made([server.url + path], type=source)._replicas[0].client
+        assert client.sent(SHOWN[0]) != client.sent(other)
 
 
 async def test_a_failure_class_of_nemo_gym_is_a_failure_and_no_reward_of_0(server):

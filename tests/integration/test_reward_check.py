@@ -16,6 +16,7 @@ import pytest
 import yaml
 from support import warm_processes
 from support.example_servers import EXAMPLES, OUTSIDER, ROOT, compile_protos, script
+from support.image_tasks import data_of, write_task
 from support.tiny_models import write_tiny_llama
 
 LYING = Path(__file__).parents[1] / "support" / "lying_rewards.py"
@@ -264,6 +265,24 @@ def test_all_rewards_of_a_recipe_are_checked_with_rows_of_its_data(tmp_path: Pat
             assert row["answer"].startswith("hop ")
         assert [row["completion"] for row in rows[::2]] == [row["answer"] for row in rows[::2]]
         assert {row["completion"] for row in rows[1::2]} == {"I do not know."}
+
+
+def test_functions_are_shown_the_images_of_a_recipes_data(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "task", seed=1)
+    (tmp_path / "seen.py").write_text(
+        "def seen(completions, images):\n    return [float(image.width) for (image,) in images]\n"
+    )
+    recipe = policy(tmp_path)
+    recipe["actor"] |= {"model": {"path": str(task / "model")}, "data": data_of(task)}
+    recipe["reward"] = f"python:{tmp_path / 'seen.py'}:seen"
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    ended = check("--json", "--recipe", str(tmp_path / "recipe.yaml"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    (judged,) = [line["rows"] for line in lines if line["type"] == "judged"]
+    assert len(judged) == 6
+    # Squares of both sizes, as they are in the files.
+    assert {row["reward"] for row in judged} <= {28.0, 56.0}
 
 
 def test_rows_that_are_given_go_before_those_of_a_recipe(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 import pytest
 from support.outside_rows import reward_row, reward_rows
+from support.tiny_images import noise, png
 from support.worker_processes import worker_processes
 
+from rolemesh.engine.images.prompt_images import data_url
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
 from rolemesh.engine.specs import DropGroupSpec, PythonRewardSpec
 from rolemesh.services.reward.outside.base import (
@@ -108,6 +110,31 @@ async def test_an_async_trl_function_reports_and_knows_the_step() -> None:
     assert rewards_of(judgement) == [9.0, 11.0]
     assert judgement.metrics["length"] == 3.0
     assert judgement.metrics["longest"] == 4.0
+
+
+async def test_images_reach_the_functions_that_take_them_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "seeing.py"
+    file.write_text(
+        "def seeing(completions, images):\n"
+        "    return [sum(one.width for one in row) for row in images]\n"
+        "def blind(completions, **kwargs):\n"
+        "    return [float('images' in kwargs) for _ in completions]\n"
+    )
+    wide = data_url(png(noise(width=5, height=3)))
+    shown = ((wide, wide), (), (wide,))
+    rows = [
+        replace(row, images=images)
+        for row, images in zip(reward_rows("a", "b", "c"), shown, strict=True)
+    ]
+    for name, takes, expected in (("seeing", True, [10.0, 0.0, 5.0]), ("blind", False, [0.0] * 3)):
+        spec = PythonRewardSpec(function=f"{file}:{name}", batch_size=2)
+        reward = FunctionReward("it", spec, SANDBOX)
+        try:
+            # It is not open: the first rows say what must be known.
+            assert rewards_of(await reward.judge(rows)) == expected
+            assert reward.takes_images is takes
+        finally:
+            await reward.close()
 
 
 async def test_an_openrlhf_file_works_unmodified() -> None:

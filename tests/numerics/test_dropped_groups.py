@@ -62,6 +62,7 @@ class NoSource:
     """Judges nothing: its judge only says that groups may be dropped."""
 
     columns: tuple[str, ...] = ()
+    reads_images = False
     full_score = None
 
     def score(self, batch: Experience, progress: object) -> torch.Tensor:

@@ -36,7 +36,8 @@ MAX_BODY_BYTES = 1024**2
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "object-src 'none'"
+        # Images of prompts come as data URLs, and from nowhere else.
+        "object-src 'none'; img-src 'self' data:"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

@@ -313,6 +313,18 @@ class SampledSession(Answer):
     """Last of what the agent wrote, at most 16 KiB. Of branch 0 alone."""
 
 
+class SampledImage(Answer):
+    """An image of a prompt."""
+
+    sha256: str
+    """SHA-256 of the file, as hex digits."""
+    num_bytes: Int64
+    """Bytes of the file."""
+    url: str
+    """The file as a data URL; empty where an earlier sample of the step has it, or the file is only
+    named: the fifth of a prompt, one of more than 256 KiB, what exceeds 1 MiB a step."""
+
+
 class Sample(Answer):
     """One trajectory for people."""
 
@@ -340,6 +352,10 @@ class Sample(Answer):
     """Parts of its reward by "<source>/<part>"."""
     session: SampledSession | None
     """Session of the agent that made it; null where no agent did."""
+    images: list[SampledImage]
+    """Images of the prompt in its order, at most 64."""
+    has_large_images: bool
+    """Whether the prompt has images that are not told of: together they have more than 16 MiB."""
 
 
 class SampleList(Answer):

@@ -214,6 +214,7 @@ def _as_store_has(step: int, kept: Sequence[KeptSample]) -> coordinator_pb2.List
                 policy_version=one.policy_version,
                 reward_parts=one.reward_parts,
                 session=None if one.session is None else session_message(one.session),
+                images=one.images_message(),
             )
             for one in kept
         ],

@@ -44,10 +44,17 @@ class KeptSample:
     """Parts of its reward by "<source>/<part>"."""
     session: dict[str, Any] | None = None
     """Session of the agent that made it, with the names of SampledSession; None: no agent did."""
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Images of its prompt, with the names of SampledImage: their digests, and not the files."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
+        """As plain JSON values; images only where there are some."""
+        plain = asdict(self)
+        return plain if self.images else {k: v for k, v in plain.items() if k != "images"}
+
+    def images_message(self) -> list[coordinator_pb2.SampledImage]:
+        """Its images as they travel; ValueError or TypeError where they are none."""
+        return [coordinator_pb2.SampledImage(**one) for one in self.images]
 
 
 class SamplesFile:
@@ -86,6 +93,9 @@ class SamplesFile:
                     num_tokens=len(sample.token_ids),
                     reward_parts=dict(sample.reward_parts),
                     session=session_facts(sample.session) if sample.HasField("session") else None,
+                    images=[
+                        {"sha256": one.sha256, "num_bytes": one.num_bytes} for one in sample.images
+                    ],
                 ).to_dict()
             )
         self._lines.bound(self._max_bytes)
@@ -114,6 +124,7 @@ def read_samples(directory: Path) -> list[KeptSample]:
             line = KeptSample(**json.loads(text))
             if line.session is not None:
                 session_message(line.session)
+            line.images_message()
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"line {number} of {path} is no sample ({error}): the file was "

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 current_step: ContextVar[int | None] = ContextVar("rolemesh_reward_step", default=None)
 """Step of the run for which rows are judged. The caller sets it; None if it did not."""
@@ -41,6 +41,8 @@ class RewardRow:
     """Expected answer; empty if the data has none, JSON if it is no text."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Row of the data set; an answer that is no text stands in it as it is."""
+    images: tuple[str, ...] | None = None
+    """Images of the prompt in its order, as data URLs. None: the data has none, or nobody asked."""
 
 
 class OutsideRewardError(RuntimeError):
@@ -125,6 +127,11 @@ class OutsideReward(ABC):
     then counts for each of them.
     """
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether it looks at the images of a prompt; known once it is open."""
+        return False
+
     async def open(self) -> None:  # noqa: B027  (most have nothing to prepare)
         """Prepares for the first rows, so that a lasting fault shows before a run's first step.
 
@@ -160,6 +167,8 @@ class RewardClient(ABC):
 
     endpoint: str
     """Place that it asks, for messages."""
+    takes_images: ClassVar[bool] = False
+    """Whether its protocol has a place for the images of a prompt."""
 
     @abstractmethod
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:

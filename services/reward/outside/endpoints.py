@@ -104,6 +104,11 @@ class EndpointReward(OutsideReward):
         self._cache = RewardCache(spec.cache_rows)
         self._places = asyncio.Semaphore(spec.concurrency)
 
+    @property
+    def takes_images(self) -> bool:
+        """See `OutsideReward.takes_images`."""
+        return self._replicas[0].client.takes_images
+
     async def open(self) -> None:
         """Waits a little for a replica to listen, if a failure would end the first step anyway.
 

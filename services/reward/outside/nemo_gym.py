@@ -25,6 +25,7 @@ class NemoGymClient(JsonClient[NemoGymRewardSpec]):
     Fields of the data row are its metadata. If they lack "answer", the row's answer is added.
     """
 
+    takes_images = True
     remedy = "give the URL of /verify of a resources server"
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
@@ -52,8 +53,15 @@ class NemoGymClient(JsonClient[NemoGymRewardSpec]):
 
 
 def _fields(row: RewardRow) -> dict[str, Any]:
-    """The data row, with the request that its prompt would have been."""
-    params = {"input": [{"role": "user", "content": row.prompt}]}
+    """The data row, with the request that its prompt would have been.
+
+    Images stand in front of the text, as parts of OpenAI's Responses form.
+    """
+    content: Any = row.prompt
+    if row.images:
+        shown = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in row.images]
+        content = [*shown, {"type": "input_text", "text": row.prompt}]
+    params = {"input": [{"role": "user", "content": content}]}
     answer = {"answer": row.answer} if row.answer else {}
     return {"responses_create_params": params, **answer, **row.metadata}
 

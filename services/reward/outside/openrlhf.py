@@ -23,24 +23,28 @@ _METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 class OpenRlhfClient(JsonClient[OpenRlhfRewardSpec]):
-    """POST {"query", "prompts", "labels"} -> {"rewards", "scores"?, "extra_logs"?}.
+    """POST {"query", "prompts", "labels", "images"?} -> {"rewards", "scores"?, "extra_logs"?}.
 
     Every field is a list with one entry for each row. OpenRLHF itself posts one row at a time, so
     its servers may answer a bare number for a list of one; this is accepted. The means of `scores`
-    and `extra_logs` become metrics.
+    and `extra_logs` become metrics. `images`, which OpenRLHF does not have, is there if a row of
+    the request has some: a list of data URLs for each row.
     """
 
+    takes_images = True
     remedy = (
         "set batch_size to 1 if the server takes one row at a time; its form is in docs/rewards.md"
     )
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
         """See `RewardClient.ask`."""
-        payload = {
+        payload: dict[str, Any] = {
             "query": [row.query for row in rows],
             "prompts": [row.prompt for row in rows],
             "labels": [row.answer or None for row in rows],
         }
+        if any(row.images for row in rows):
+            payload["images"] = [row.images or () for row in rows]
         answer, _ = await self._http.post(encoded(payload))
         if not isinstance(answer, dict) or "rewards" not in answer:
             raise self._invalid('a mapping with "rewards"', shown(answer))
@@ -49,7 +53,8 @@ class OpenRlhfClient(JsonClient[OpenRlhfRewardSpec]):
 
     def sent(self, row: RewardRow) -> bytes:
         """See `RewardClient.sent`."""
-        return encoded([row.query, row.prompt, row.answer])
+        images = [row.images] if row.images else []
+        return encoded([row.query, row.prompt, row.answer, *images])
 
     def _metrics(self, answer: dict[str, Any], num_rows: int) -> dict[str, float]:
         extra = answer.get("extra_logs") or {}

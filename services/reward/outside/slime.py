@@ -15,8 +15,12 @@ from rolemesh.services.reward.outside.parts import SCORE
 
 
 class SlimeClient(JsonClient[SlimeRewardSpec]):
-    """POST {"prompt", "response", "label"} of one row -> a number, or a mapping that has it."""
+    """POST {"prompt", "response", "label"} of one row -> a number, or a mapping that has it.
 
+    A row with images has "images" besides, a list of data URLs: no field of slime's own.
+    """
+
+    takes_images = True
     remedy = "give reward_key the name under which the reward stands, or leave it out"
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
@@ -30,6 +34,12 @@ class SlimeClient(JsonClient[SlimeRewardSpec]):
 
     def sent(self, row: RewardRow) -> bytes:
         """See `RewardClient.sent`."""
+        images = {"images": row.images} if row.images else {}
         return encoded(
-            {"prompt": row.prompt, "response": row.completion, "label": row.answer or None}
+            {
+                "prompt": row.prompt,
+                "response": row.completion,
+                "label": row.answer or None,
+                **images,
+            }
         )

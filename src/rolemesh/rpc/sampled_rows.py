@@ -13,6 +13,7 @@ from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.references import names_of
+from rolemesh.rpc.sampled_images import IMAGES, RowOfImages, fetch_images
 from rolemesh.rpc.sampled_sessions import SESSION, read_session
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
@@ -54,6 +55,7 @@ async def fetch_samples(
     max_rows: int,
     *,
     timeout_s: float | None = None,
+    with_images: bool = True,
 ) -> list[coordinator_pb2.Sample]:
     """Some rows of a batch, spread evenly over it. Of agents all rows of some trajectories.
 
@@ -62,10 +64,11 @@ async def fetch_samples(
         reference: The batch, at least with tokens and prompt_lengths.
         max_rows: Most rows, >= 1.
         timeout_s: Longest time of each call; None: the method's.
+        with_images: Whether images of prompts are told of, where there are some.
 
     Raises:
         RolemeshError: As fetch_columns does.
-        ValueError: Parts of rewards, or what is told of a session, are none.
+        ValueError: Parts of rewards, what is told of a session, or images are none.
     """
     held = set(names_of(reference))
     number = min(max_rows, reference.num_rows)
@@ -91,7 +94,10 @@ async def fetch_samples(
         max_bytes=MAX_FETCHED_BYTES,
         timeout_s=timeout_s,
     )
-    return to_samples(columns, rows)
+    images: Sequence[RowOfImages] = ()
+    if with_images and IMAGES in held:
+        images = await fetch_images(channel_to, reference, rows, timeout_s=timeout_s)
+    return to_samples(columns, rows, images)
 
 
 def rows_of_whole_trajectories(keys: Sequence[tuple[int, int]], max_rows: int) -> list[int]:
@@ -115,12 +121,15 @@ def rows_of_whole_trajectories(keys: Sequence[tuple[int, int]], max_rows: int) -
     return trajectories[0][:max_rows]
 
 
-def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sample]:
+def to_samples(
+    columns: Columns, rows: Sequence[int], images: Sequence[RowOfImages] = ()
+) -> list[coordinator_pb2.Sample]:
     """Fetched columns as messages of bounded size; fields of missing columns stay empty.
 
     Args:
         columns: Some of COLUMNS, at least tokens and prompt_lengths.
         rows: Which rows of the batch these are.
+        images: Those of each; empty: none has any.
 
     Raises:
         ValueError: Parts of rewards are no object of numbers, or what is told of a session is not
@@ -141,6 +150,7 @@ def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sa
         prompt_length = int(values["prompt_lengths"][place][0])
         completion = values["tokens"][place][prompt_length : prompt_length + MAX_TOKENS]
         versions = values.get("policy_versions")
+        shown = images[place] if images else RowOfImages()
         samples.append(
             coordinator_pb2.Sample(
                 row=row,
@@ -155,6 +165,8 @@ def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sa
                 advantages=numbers("advantages", place),
                 reward_parts=_parts(values[PARTS][place], row) if PARTS in values else {},
                 session=_session(values, place, row),
+                images=shown.images,
+                has_large_images=shown.are_large,
             )
         )
     return samples

@@ -1448,6 +1448,8 @@ class Sample(_message.Message):
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    HAS_LARGE_IMAGES_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """Row of the batch."""
     prompt: _builtins.str
@@ -1460,6 +1462,8 @@ class Sample(_message.Message):
     """Its reward."""
     policy_version: _builtins.int
     """Version of the weights that sampled its first token."""
+    has_large_images: _builtins.bool
+    """Whether the prompt has images that are not told of: together they have more than 16 MiB."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids of the completion's tokens."""
@@ -1484,6 +1488,10 @@ class Sample(_message.Message):
     def session(self) -> Global___SampledSession:
         """Session of the agent that made it; absent where no agent did. Not taken from clients that log."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledImage]:
+        """Images of the prompt in its order, at most 64. Absent in samples that clients log."""
+
     def __init__(
         self,
         *,
@@ -1499,16 +1507,51 @@ class Sample(_message.Message):
         advantages: _abc.Iterable[_builtins.float] | None = ...,
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         session: Global___SampledSession | None = ...,
+        images: _abc.Iterable[Global___SampledImage] | None = ...,
+        has_large_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "advantages", b"advantages", "answer", b"answer", "completion", b"completion", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt", b"prompt", "reward", b"reward", "reward_parts", b"reward_parts", "row", b"row", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "advantages", b"advantages", "answer", b"answer", "completion", b"completion", "has_large_images", b"has_large_images", "images", b"images", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt", b"prompt", "reward", b"reward", "reward_parts", b"reward_parts", "row", b"row", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class SampledImage(_message.Message):
+    """An image of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """SHA-256 of the file, as hex digits."""
+    num_bytes: _builtins.int
+    """Bytes of the file."""
+    url: _builtins.str
+    """The file as a data URL. Empty where an earlier sample of the step carries the same file, and of
+    files that are only named: the fifth of a prompt and later ones, one of more than 256 KiB or of
+    no known type, and what exceeds 1 MiB a step.
+    """
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "sha256", b"sha256", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledImage: _TypeAlias = SampledImage  # noqa: Y015
 
 @_typing.final
 class SampledSession(_message.Message):

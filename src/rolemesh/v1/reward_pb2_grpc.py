@@ -71,6 +71,9 @@ class RewardServiceServicer(object):
         beside its reward, by "<source>/<part>". One that may leave groups out also
         answers is_judged (bool, row) and loss_mask (bool, completion, false in all
         rows that it left out); their rewards are NaN.
+        Where the data has images, the experience has a column of them, as
+        rollout.proto says. They are large: a service that looks at none leaves
+        that column where it is. Trajectories that are sent inline have none.
         An outside service takes `trajectories` and answers with `rewards`, one for
         each trajectory in the same order. Every reward must be finite.
 

@@ -16,8 +16,10 @@ from support.dashboard_pages import (
     records_of,
 )
 from support.page_server import PageServer
+from support.tiny_images import noise, png
 
 from rolemesh.coordinator.state.store import RunRecord, RunStream
+from rolemesh.engine.images.prompt_images import data_url
 from rolemesh.v1 import coordinator_pb2
 
 HOSTILE = (
@@ -219,6 +221,51 @@ def test_hostile_completions_stay_text(
     blocks = page.locator("#samples .text-block pre")
     assert [blocks.nth(place).text_content() for place in range(3)] == [HOSTILE] * 3
     assert page.locator("#samples img, #samples iframe, #samples script").count() == 0
+    assert page.evaluate("window.stolen") is None
+
+
+def test_the_images_of_a_prompt_are_shown_or_named(
+    browser: Browser, server: PageServer, tmp_path: Path, opened: Any
+) -> None:
+    server.fill("seeing", tmp_path, num_steps=2, with_leases=False)
+    url = data_url(png(noise(width=20, height=10)))
+    here = coordinator_pb2.SampledImage(sha256="aa" * 32, num_bytes=600, url=url)
+    there = coordinator_pb2.SampledImage(sha256="aa" * 32, num_bytes=600)
+    large = coordinator_pb2.SampledImage(sha256="bb" * 32, num_bytes=9_000_000)
+    # From a service of any make: nothing is asked of another host, and no script runs.
+    hostile = coordinator_pb2.SampledImage(
+        sha256=HOSTILE, num_bytes=1, url="http://127.0.0.1:9/seen.png"
+    )
+    samples = [
+        coordinator_pb2.Sample(row=0, prompt="Which?", completion="a", images=[here, large]),
+        coordinator_pb2.Sample(row=1, prompt="Which?", completion="b", images=[there, hostile]),
+        coordinator_pb2.Sample(row=2, prompt="Which?", completion="c", has_large_images=True),
+        coordinator_pb2.Sample(row=3, prompt="Hi", completion="d"),
+    ]
+    written = coordinator_pb2.ListSamplesResponse(step=3, samples=samples)
+    server.call(server.store.append_entry("seeing", RunStream.SAMPLES, written.SerializeToString()))
+    page = opened("seeing")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    images = page.locator("#samples .prompt-images img")
+    names = page.locator("#samples .prompt-images figcaption")
+
+    def chosen(row: int) -> None:
+        page.locator(f"#samples .sample-item[data-row='{row}']").click()
+
+    chosen(0)
+    expect(images).to_have_count(1)
+    assert images.evaluate("image => image.decode().then(() => image.naturalWidth)") == 20
+    expect(names.nth(1)).to_have_text("image 2 of 2, bbbbbbbbbbbb, 9,000,000 bytes")
+    chosen(1)
+    expect(images).to_have_count(1)
+    expect(images).to_have_attribute("src", url)
+    expect(names).to_have_count(2)
+    chosen(2)
+    expect(page.locator("#samples .sample-detail")).to_contain_text("too large to be shown")
+    chosen(3)
+    expect(page.locator("#samples .prompt-images")).to_have_count(0)
+    assert not any("seen.png" in one for one in asked)
     assert page.evaluate("window.stolen") is None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from rolemesh.engine.data.prompts import Prompt, load_prompts
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.images.prompt_images import data_url
 from rolemesh.engine.specs import DataSpec, Spec
 from rolemesh.services.reward.outside.base import RewardRow
 from rolemesh.services.reward.outside.check.samples import completions_of
@@ -37,12 +38,18 @@ def recipe_rows(spec: RecipeRowsSpec) -> list[RewardRow]:
     return [
         row
         for prompt in prompts.slice("train", 0, count)
-        for row in rows_of_prompt(prompt, tokenizer)
+        for row in rows_of_prompt(prompt, tokenizer, has_images=prompts.has_images)
     ]
 
 
-def rows_of_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> list[RewardRow]:
-    """A prompt with its expected answer as the completion, if it has one, and with a wrong one."""
+def rows_of_prompt(
+    prompt: Prompt, tokenizer: ChatTokenizer, *, has_images: bool
+) -> list[RewardRow]:
+    """A prompt with its expected answer as the completion, if it has one, and with a wrong one.
+
+    `has_images` says whether the data has any.
+    """
+    images = tuple(data_url(one.data) for one in prompt.images) if has_images else None
     return [
         RewardRow(
             prompt=prompt.text,
@@ -52,6 +59,7 @@ def rows_of_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> list[RewardRow]:
             completion_tokens=tuple(tokenizer(completion, add_special_tokens=False)["input_ids"]),
             answer=prompt.answer,
             metadata=json.loads(prompt.metadata),
+            images=images,
         )
         for completion in completions_of(prompt.answer)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def read_rows(path: Path) -> list[RewardRow]:
 
 def like(row: RewardRow, completion: str) -> RewardRow:
     """The row with another completion."""
-    return make_row(row.prompt, completion, row.answer, row.metadata)
+    made = make_row(row.prompt, completion, row.answer, row.metadata)
+    return dataclasses.replace(made, images=row.images)
 
 
 def odd_rows(row: RewardRow) -> list[RewardRow]:

@@ -3,12 +3,17 @@
 `trl`: a reward function of TRL's trainers, called by keyword alone.
 `openrlhf`: the reward file of OpenRLHF, called as (queries, prompts, labels).
 `verl`: a `compute_score` of verl, called by keyword: for each row, or for a batch of them.
+
+A function with a parameter `images` gets those of each prompt. TRL hands columns of its data over,
+and there images are Pillow's. The others define nothing: theirs are data URLs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
+import io
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -19,6 +24,10 @@ from rolemesh.services.reward.outside.functions.answers import FunctionFaultErro
 _TRL_NAMES = {"completions", "completion_ids"}
 _OPENRLHF_NAMES = {"queries"}
 _VERL_NAMES = {"solution_str", "solution_strs"}
+_OPENRLHF_ARGUMENTS = 3
+"""So many are passed by position."""
+IMAGES = "images"
+"""Name of the parameter for the images of prompts, in every form."""
 _OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a data set that TRL passes only under other names."""
 
@@ -65,6 +74,15 @@ class Batch:
         """Token ids as sampled."""
         return [list(row["completion_ids"]) for row in self._rows]
 
+    @property
+    def has_images(self) -> bool:
+        """Whether the data has images. A single row may still have none."""
+        return "images" in self._rows[0]
+
+    def images(self) -> list[list[str]]:
+        """Images of each prompt, as data URLs."""
+        return [list(row["images"]) for row in self._rows]
+
     def column(self, name: str) -> list[Any]:
         """A column of the data; None for a row that lacks it."""
         return [metadata.get(name) for metadata in self._metadata]
@@ -101,6 +119,8 @@ class Form(Protocol):
     """Passes a batch to a function and reads its answer."""
 
     name: str
+    takes_images: bool
+    """Whether the function has a parameter `images`."""
 
     def call(self, batch: Batch) -> Any:
         """Calls the function; returns its answer, which may be an awaitable."""
@@ -121,10 +141,13 @@ class TrlForm:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._parameters = list(_signature(function).parameters.values())
+        self.takes_images = any(p.name == IMAGES for p in self._parameters)
 
     def call(self, batch: Batch) -> Any:
         """Passes all by keyword; without **kwargs only the parameters that it names."""
         columns = batch.columns()
+        if self.takes_images and batch.has_images:
+            columns[IMAGES] = opened(batch.images())
         own = {
             "prompts": batch.prompts(),
             "completions": batch.completions(),
@@ -171,10 +194,19 @@ class OpenRlhfForm:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        try:
+            names = [*inspect.signature(function).parameters]
+        except (TypeError, ValueError):
+            # What is called by position need not say its parameters.
+            names = []
+        self.takes_images = IMAGES in names[_OPENRLHF_ARGUMENTS:]
 
     def call(self, batch: Batch) -> Any:
         """Passes by position: the names of the parameters are the file's own."""
-        return self._function(batch.texts("query"), batch.texts("prompt"), batch.answers())
+        images = {IMAGES: batch.images()} if self.takes_images and batch.has_images else {}
+        return self._function(
+            batch.texts("query"), batch.texts("prompt"), batch.answers(), **images
+        )
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
         """The rewards; scores and extra_logs become metrics."""
@@ -188,7 +220,7 @@ class VerlForm:
     """compute_score(data_source=, solution_str=, ground_truth=, extra_info=) of each row.
 
     Batch reward managers call it once: (data_sources=, solution_strs=, ground_truths=,
-    extra_infos=), each a list. As with them, other parameters need a default.
+    extra_infos=), each a list. As with them, other parameters but `images` need a default.
     """
 
     name = "verl"
@@ -205,7 +237,7 @@ class VerlForm:
         }
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-        lacking = sorted({*needed} - {*known.values()})
+        lacking = sorted({*needed} - {*known.values(), IMAGES})
         if lacking:
             raise FunctionFaultError(
                 f"the function needs {lacking}, but verl's form has {[*known.values()]}",
@@ -213,6 +245,8 @@ class VerlForm:
             )
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = {p.name for p in parameters}
+        self.takes_images = IMAGES in named
+        self._needs_images = IMAGES in needed
         self._passed = {
             name: parameter for name, parameter in known.items() if takes_all or parameter in named
         }
@@ -234,6 +268,13 @@ class VerlForm:
                 "parameter a default",
             )
         passed = {parameter: columns[name] for name, parameter in self._passed.items()}
+        if self.takes_images and batch.has_images:
+            passed[IMAGES] = batch.images()
+        elif self._needs_images:
+            raise FunctionFaultError(
+                "the function needs 'images', but the data has none",
+                "give the data images, or the parameter a default",
+            )
         if self._takes_batch:
             return self._function(**passed)
         given = [
@@ -248,6 +289,23 @@ class VerlForm:
             given, batch.num_rows, "the function's list", may_be_none=False
         )
         return found
+
+
+def opened(images: Sequence[Sequence[str]]) -> list[list[Any]]:
+    """Images as Pillow's, turned as EXIF says, as `datasets` decodes a column of them for TRL.
+
+    Args:
+        images: Data URLs. Equal ones, as of samples of one prompt, are decoded once.
+    """
+    # Here: most functions take no images, and their processes start without Pillow.
+    from PIL import Image, ImageOps
+
+    def one(url: str) -> Any:
+        data = base64.b64decode(url.partition(",")[2])
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+
+    by_url = {url: one(url) for url in dict.fromkeys(url for row in images for url in row)}
+    return [[by_url[url] for url in row] for row in images]
 
 
 async def _all_of(given: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from rolemesh.engine.sandbox import frames
@@ -45,6 +46,16 @@ class FunctionFailedError(OutsideRewardError):
         )
         if traceback:
             self.args = (f"{self}\n{traceback}",)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a function that was imported is called."""
+
+    form: str
+    """"trl", "openrlhf" or "verl"."""
+    takes_images: bool
+    """Whether it has a parameter `images`."""
 
 
 class FunctionProcess:
@@ -85,11 +96,8 @@ class FunctionProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self) -> str:
+    async def start(self) -> Loaded:
         """Starts the process and imports the function.
-
-        Returns:
-            The form in which the function is called: "trl", "openrlhf" or "verl".
 
         Raises:
             FunctionFailedError: It cannot be imported or called.
@@ -123,10 +131,13 @@ class FunctionProcess:
         if "error" in answer:
             await self.end()
             raise self._error_of(answer)
-        return str(answer.get("form"))
+        return Loaded(str(answer.get("form")), answer.get("takes_images") is True)
 
     async def call(self, rows: Sequence[Mapping[str, Any]], step: int | None) -> Judgement:
         """Judges rows, each with prompt, completion, completion_ids, answer and metadata.
+
+        They have `images` besides, a list of data URLs, where the function takes them and the data
+        has some.
 
         Returns:
             A reward for each row, None where it does not apply, with its parts; and metrics.

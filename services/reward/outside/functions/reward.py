@@ -62,14 +62,24 @@ class FunctionReward(OutsideReward):
         self._places = asyncio.Semaphore(spec.concurrency)
         self._idle: list[FunctionProcess] = []
         self._all: set[FunctionProcess] = set()
+        self._takes_images: bool | None = None
+        """None before the first process has said so."""
 
     async def open(self) -> None:
         """Starts a process, so that a function which cannot be imported shows at once."""
         if not self._all:
             self._idle.append(await self._start())
 
+    @property
+    def takes_images(self) -> bool:
+        """See `OutsideReward.takes_images`: whether the function has such a parameter."""
+        return bool(self._takes_images)
+
     async def judge(self, rows: Sequence[RewardRow]) -> Judgement:
         """Judges rows; see `OutsideReward.judge`."""
+        if self._takes_images is None and any(row.images is not None for row in rows):
+            # What is sent of rows is known before a process is there to take them.
+            await self.open()
         counts = RequestCounts()
         rewards: list[float | None] = []
         parts: list[Mapping[str, float]] = []
@@ -109,7 +119,7 @@ class FunctionReward(OutsideReward):
     async def _judge_batch(
         self, rows: Sequence[RewardRow], counts: RequestCounts, failed: list[OutsideRewardError]
     ) -> Judgement | OutsideRewardError:
-        plain = [_plain(row) for row in rows]
+        plain = [_plain(row, with_images=self.takes_images) for row in rows]
         sent = [json.dumps(row).encode() for row in plain]
         # Before it waits for its place: calls are known by their order.
         ask = kept(self._name, sent, self._spec.on_failure, functools.partial(self._call, plain))
@@ -160,18 +170,20 @@ class FunctionReward(OutsideReward):
         process = FunctionProcess(self._spec, self._sandbox)
         self._all.add(process)
         try:
-            form = await process.start()
+            loaded = await process.start()
         except BaseException:
             self._all.discard(process)
             raise
+        self._takes_images = loaded.takes_images
         logger.info(
             "%s: process %d, form %s, sandbox %s",
-            *(self._spec.function, process.pid, form, self._sandbox),
+            *(self._spec.function, process.pid, loaded.form, self._sandbox),
         )
         return process
 
 
-def _plain(row: RewardRow) -> dict[str, Any]:
+def _plain(row: RewardRow, *, with_images: bool) -> dict[str, Any]:
+    images = {"images": row.images} if with_images and row.images is not None else {}
     return {
         "prompt": row.prompt,
         "completion": row.completion,
@@ -179,4 +191,5 @@ def _plain(row: RewardRow) -> dict[str, Any]:
         "completion_ids": row.completion_tokens,
         "answer": answer_as_given(row.answer, row.metadata),
         "metadata": dict(row.metadata),
+        **images,
     }

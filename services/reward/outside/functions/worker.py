@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     except (UserCodeError, FunctionFaultError) as error:
         _send(connection, {"error": _fault(error)})
         return 1
-    _send(connection, {"form": form.name})
+    _send(connection, {"form": form.name, "takes_images": form.takes_images})
     # One loop for all calls, since objects that an async function keeps open belong to a loop.
     with asyncio.Runner() as runner:
         while (call := frames.read(connection, frames.MAX_CALL_BYTES)) is not None:

@@ -18,7 +18,13 @@ from rolemesh.coordinator.sdk.runs import (
     Run,
     RunPlan,
 )
-from rolemesh.coordinator.sdk.samples import Sample, SampledCall, SampledSession, Samples
+from rolemesh.coordinator.sdk.samples import (
+    Sample,
+    SampledCall,
+    SampledImage,
+    SampledSession,
+    Samples,
+)
 from rolemesh.v1 import coordinator_pb2
 
 
@@ -34,6 +40,7 @@ from rolemesh.v1 import coordinator_pb2
         RunPlan,
         Sample,
         SampledCall,
+        SampledImage,
         SampledSession,
     ],
 )
@@ -70,3 +77,12 @@ def test_a_sample_is_read_with_its_session_which_is_not_logged_again() -> None:
     assert [(one.number, one.use) for one in first.session.calls] == [(1, "shared")]
     assert second.session is None
     assert not first.to_message().HasField("session")
+
+
+def test_a_sample_is_read_with_its_images_which_are_not_logged_again() -> None:
+    image = coordinator_pb2.SampledImage(sha256="ab", num_bytes=3, url="data:image/png;base64,AA==")
+    told = coordinator_pb2.Sample(row=0, images=[image], has_large_images=True)
+    (read,) = Samples.of(coordinator_pb2.ListSamplesResponse(step=1, samples=[told])).rows
+    assert read.images == (SampledImage("ab", 3, "data:image/png;base64,AA=="),)
+    assert read.has_large_images
+    assert read.to_message() == coordinator_pb2.Sample(row=0)

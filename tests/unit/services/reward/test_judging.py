@@ -1,4 +1,5 @@
 import asyncio
+import base64
 import contextlib
 import json
 import math
@@ -9,6 +10,7 @@ from support.fake_calls import FakeCall
 from support.fake_rewards import lie
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.images.prompt_images import PromptImage, images_text
 from rolemesh.engine.rewards.sources import RewardInvalidError
 from rolemesh.engine.specs import DropGroupSpec, FailSpec, GiveValueSpec
 from rolemesh.rpc.errors import UnavailableError
@@ -51,6 +53,7 @@ class Scripted(OutsideReward):
 
 class Own:
     columns = ("completion_text",)
+    reads_images = False
     full_score = 1.0
 
     def __init__(self, *rewards):
@@ -212,6 +215,34 @@ def test_one_source_of_ours_alone_gives_what_it_gives():
         assert not sources.tells_sources
     with sources_of(OwnSource(name="own", weight=2.0, reward=Own(1.0))) as sources:
         assert sources.full_score is None
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_images_are_read_where_a_source_takes_them_and_the_experience_has_some(takes):
+    class Looking(Scripted):
+        takes_images = takes
+
+    image = PromptImage.of(b"\x89PNG\r\n\x1a\nseen", (1, 2, 2))
+    texts = Column.text([images_text([image]), "", images_text([image, image])])
+    source = outside(Looking([1.0, 2.0, 3.0]))
+    held = {*batch().columns, "images"}
+    with sources_of(source, OwnSource(name="own", weight=1.0, reward=Own(1.0, 1.0, 1.0))) as given:
+        assert ("images" in given.columns_of(held)) is takes
+        assert given.columns_of(batch().columns) == given.columns
+        read = (batch() | Experience({"images": texts})).require(given.columns_of(held))
+        await given.judge(read, FakeCall(), None)
+    url = "data:image/png;base64," + base64.b64encode(image.data).decode()
+    shown = [row.images for row in source.reward.rows]
+    assert shown == ([(url,), (), (url, url)] if takes else [None] * 3)
+
+
+def test_a_source_of_ours_that_reads_images_gets_them():
+    class Seeing(Own):
+        reads_images = True
+
+    with sources_of(OwnSource(name="own", weight=1.0, reward=Seeing(1.0))) as sources:
+        assert sources.columns_of(["completion_text", "images"]) == ("completion_text", "images")
+        assert sources.columns_of(["completion_text"]) == ("completion_text",)
 
 
 async def test_masks_of_dropped_rows_are_false_also_of_those_that_a_judge_before_dropped():

@@ -39,6 +39,12 @@ def test_metadata_that_is_no_object_is_refused_with_the_row(metadata):
         RowReader(None).read(batch([1], [2], metadata))
 
 
+def test_images_that_cannot_be_read_are_refused_with_the_row():
+    given = batch([1], [2]) | Experience({"images": Column.text(["[{}]"])})
+    with pytest.raises(RewardInvalidError, match="images of row 0: .* cannot be read"):
+        RowReader(None).read(given)
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"source\.tokenizer .* no tokenizer that can be read"):
         RowReader(str(tmp_path))

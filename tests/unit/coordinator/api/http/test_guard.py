@@ -160,6 +160,9 @@ async def test_every_answer_carries_the_headers_that_keep_a_browser_in_bounds() 
         for path in ("/healthz", "/api/v1/runs", "/nothing"):
             headers = (await guarded.get(path)).headers
             assert "default-src 'self'" in headers["content-security-policy"]
+            # Of images alone also data URLs.
+            assert headers["content-security-policy"].count("data:") == 1
+            assert "img-src 'self' data:" in headers["content-security-policy"]
             assert "frame-ancestors 'none'" in headers["content-security-policy"]
             assert headers["x-content-type-options"] == "nosniff"
             assert headers["referrer-policy"] == "no-referrer"

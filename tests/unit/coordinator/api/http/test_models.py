@@ -36,6 +36,7 @@ MESSAGES: dict[type[bases.Answer], Any] = {
     models.Plan: coordinator_pb2.GetPlanResponse,
     models.SampledCall: coordinator_pb2.SampledCall,
     models.SampledSession: coordinator_pb2.SampledSession,
+    models.SampledImage: coordinator_pb2.SampledImage,
     models.Sample: coordinator_pb2.Sample,
     models.SampleList: coordinator_pb2.ListSamplesResponse,
     models.DeviceUseSeries: coordinator_pb2.DeviceUseSeries,

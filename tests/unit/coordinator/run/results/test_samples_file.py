@@ -208,3 +208,24 @@ def test_lines_of_an_earlier_version_are_read_and_changed_sessions_are_refused(
         path.write_text(json.dumps({**line, "session": session}) + "\n")
         with pytest.raises(ValueError, match=r"line 1 of .* is no sample"):
             read_samples(tmp_path)
+
+
+def test_a_file_names_the_images_of_a_prompt_and_has_no_word_of_them_elsewhere(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    shown = sample(0, 1.0)
+    shown.images.add(sha256="ab" * 32, num_bytes=3000, url="data:image/png;base64,AA==")
+    file = SamplesFile(tmp_path)
+    file.write(1, [shown, sample(1, 0.0)], is_held_out=False)
+    file.close()
+    first, second = (tmp_path / SAMPLES_FILE).read_text().splitlines()
+    assert json.loads(first)["images"] == [{"sha256": "ab" * 32, "num_bytes": 3000}]
+    assert "images" not in second
+    read, _ = read_samples(tmp_path)
+    assert [(one.sha256, one.url) for one in read.images_message()] == [("ab" * 32, "")]
+    done = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert "image abababababab, 3000 bytes" in done.output
+    (tmp_path / SAMPLES_FILE).write_text(first.replace("num_bytes", "bytes") + "\n")
+    with pytest.raises(ValueError, match=r"line 1 of .* is no sample"):
+        read_samples(tmp_path)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from support.tiny_images import noise, png
 
 from rolemesh.engine.data.answers import json_text
+from rolemesh.engine.images.prompt_images import data_url
 from rolemesh.services.reward.outside.base import RewardRow
 from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
 from rolemesh.services.reward.outside.functions.forms import Batch, form_of
@@ -56,7 +61,10 @@ def test_an_answer_that_is_no_text_comes_as_it_is() -> None:
     given = [(one, {} if isinstance(one, str) else {"answer": one}) for one in values]
     sent = [(one if isinstance(one, str) else json_text(one), metadata) for one, metadata in given]
     rows = [
-        _plain(RewardRow(prompt="p", completion="c", query="pc", answer=text, metadata=metadata))
+        _plain(
+            RewardRow(prompt="p", completion="c", query="pc", answer=text, metadata=metadata),
+            with_images=False,
+        )
         for text, metadata in [*sent, ("", {})]
     ]
     assert seen_by(trl, *rows) == [*values, None]
@@ -212,3 +220,82 @@ def test_a_logged_text_is_said_not_to_be_kept(capsys: pytest.CaptureFixture[str]
     batch.log_extra("reason", ["because"])
     assert batch.metrics == {}
     assert "'reason' is no column of numbers" in capsys.readouterr().out
+
+
+PICTURE = noise(width=6, height=4)
+URL = data_url(png(PICTURE))
+
+
+def with_images(completion: str, *urls: str, **metadata: Any) -> dict[str, Any]:
+    return {**row(completion, **metadata), "images": urls}
+
+
+def test_a_trl_function_gets_images_as_pillow_has_them() -> None:
+    def function(completions: Any, images: Any, level: Any = None, **kwargs: Any) -> Any:
+        return images, level, kwargs
+
+    (one, none, two), level, further = seen_by(
+        function, with_images("a", URL, level=1), with_images("b"), with_images("c", URL, URL)
+    )
+    assert level == [1, None, None]
+    assert "images" not in further
+    assert none == []
+    assert len(two) == 2
+    for image in (*one, *two):
+        assert np.array_equal(np.asarray(image.convert("RGB")), PICTURE)
+
+
+def test_images_of_a_trl_function_are_turned_as_exif_says() -> None:
+    def function(completions: Any, images: Any) -> Any:
+        return images
+
+    turned = Image.Exif()
+    turned[0x0112] = 6  # shown a quarter turn clockwise
+    file = io.BytesIO()
+    Image.fromarray(PICTURE).save(file, "PNG", exif=turned)
+    ((image,),) = seen_by(function, with_images("a", data_url(file.getvalue())))
+    assert np.array_equal(np.asarray(image), np.rot90(PICTURE, -1))
+
+
+def test_functions_of_other_forms_get_images_as_data_urls() -> None:
+    def openrlhf(queries: Any, prompts: Any, labels: Any, images: Any = None) -> Any:
+        return queries, images
+
+    def verl(solution_str: str, images: Any) -> Any:
+        return solution_str, images
+
+    def verl_batch(solution_strs: Any, images: Any = None) -> Any:
+        return solution_strs, images
+
+    rows = [with_images("a", URL), with_images("b")]
+    assert seen_by(openrlhf, *rows) == (["<user>hia</s>", "<user>hib</s>"], [[URL], []])
+    assert seen_by(verl, *rows) == [("a", [URL]), ("b", [])]
+    assert seen_by(verl_batch, *rows) == (["a", "b"], [[URL], []])
+    assert seen_by(openrlhf, row("a"))[1] is None
+    assert seen_by(verl_batch, row("a"))[1] is None
+    with pytest.raises(FunctionFaultError, match="needs 'images', but the data has none; give"):
+        seen_by(verl, row("a"))
+
+
+def test_functions_without_the_parameter_are_called_as_before() -> None:
+    def trl(completions: Any, **kwargs: Any) -> Any:
+        return sorted(kwargs)
+
+    def openrlhf(queries: Any, prompts: Any, images: Any) -> Any:
+        return images
+
+    def verl(solution_str: str, **kwargs: Any) -> Any:
+        return sorted(kwargs)
+
+    for function in (trl, openrlhf, verl):
+        assert not form_of(function, "auto").takes_images
+        seen = seen_by(function, with_images("a", URL))
+        assert seen == seen_by(function, row("a")), function.__name__
+
+
+def test_a_trl_function_that_needs_images_says_so_where_the_data_has_none() -> None:
+    def function(completions: Any, images: Any) -> Any:
+        return images
+
+    with pytest.raises(FunctionFaultError, match=r"needs \['images'\]"):
+        seen_by(function, row("a"))
