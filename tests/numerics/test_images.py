@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from support.fitted_work import work_of
 from support.image_rows import pictures, shown, with_images
 from support.parallel_training import Job, assert_agree, joined, near_policy, train
+from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.tiny_images import IMAGE_PAD, noise, write_tiny_image_model
@@ -30,14 +31,14 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.fit.rank_memory import estimated
 from rolemesh.engine.images.positions import mrope_positions
-from rolemesh.engine.images.processing import ImageProcessor
+from rolemesh.engine.images.processing import ImageProcessor, ImageTokens, image_tokens_of
 from rolemesh.engine.images.prompt_images import (
     ImageInvalidError,
     PromptImage,
     images_of,
     images_text,
 )
-from rolemesh.engine.images.tower import tower_of
+from rolemesh.engine.images.tower import tower_bytes, tower_of
 from rolemesh.engine.images.whole_models import tower_tensors
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
@@ -45,6 +46,7 @@ from rolemesh.engine.model_files import read_config_file
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
@@ -383,3 +385,17 @@ def whole_bytes(folder: Path, stage: int) -> int:
     shape = DecoderShape.from_config(read_config_file(folder))
     names = [name for _, name in stage_tensors(shape, pp=stage, size=2)]
     return sum(4 * math.prod(parameter_shape(shape, name)) for name in names)
+
+
+def test_a_config_of_the_hubs_older_form_is_read(tmp_path: Path) -> None:
+    """Sizes of Qwen2.5-VL-3B: 3.09 billion parameters of text, 668.7 million of the tower."""
+    path = config_folder(tmp_path, "Qwen2.5-VL-3B-Instruct")
+    config = load_config(path)
+    assert (config.model_type, config.tie_word_embeddings) == ("qwen2_5_vl_text", True)
+    assert config.rope_parameters["mrope_section"] == [16, 24, 24]
+    shapes = (DecoderShape.from_config(one) for one in (config.to_dict(), read_config_file(path)))
+    for shape in shapes:
+        manifest = shape.manifest("bfloat16")
+        assert sum(math.prod(one.shape) for one in manifest.values()) == 3_085_938_688
+    assert tower_bytes(path, "cuda") == 2 * 668_684_288
+    assert image_tokens_of(path) == ImageTokens(151655, 2)

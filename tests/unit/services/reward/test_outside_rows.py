@@ -41,7 +41,7 @@ def test_metadata_that_is_no_object_is_refused_with_the_row(metadata):
 
 def test_images_that_cannot_be_read_are_refused_with_the_row():
     given = batch([1], [2]) | Experience({"images": Column.text(["[{}]"])})
-    with pytest.raises(RewardInvalidError, match="images of row 0: .* cannot be read"):
+    with pytest.raises(RewardInvalidError, match=r"images of row 0: .* cannot be read"):
         RowReader(None).read(given)
 
 
