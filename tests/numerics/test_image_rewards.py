@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support.image_rows import pictures
+from support.rank_processes import RankContext, RankPool
 from support.tiny_images import IMAGE_PAD, write_tiny_image_model
 from support.tiny_models import write_tiny_classifier
 from support.updates import forward_backward
@@ -21,6 +22,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage, images_text
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward
@@ -128,6 +130,27 @@ def test_scores_are_those_of_transformers(
     assert found == pytest.approx(by_transformers(base, head, shown), abs=TOLERANCE)
     # A picture that did not reach the model would not show above: the first two share their text.
     assert abs(found[0] - found[1]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
+def test_scores_of_ranks_are_those_of_one(
+    layout: dict[str, int],
+    folder: Path,
+    shown: list[list[PromptImage]],
+    rank_pool: RankPool,
+) -> None:
+    alone = scores_of(reward_of(folder), batch_of(shown))
+    ranks = rank_pool.run(score_of_rank, 2, layout, folder, batch_of(shown))
+    # Stages before the last one return nothing.
+    for scores in ranks[-1:] if "pp" in layout else ranks:
+        assert scores == pytest.approx(alone, abs=TOLERANCE)
+
+
+def score_of_rank(
+    at: RankContext, layout: dict[str, int], folder: Path, batch: Experience
+) -> list[float]:
+    with at.connect(HybridLayout(TrainLayout(**layout))) as mesh:
+        return scores_of(ClassifierReward(source_of(folder), CPU, mesh), batch)
 
 
 def test_without_the_column_scores_are_those_of_text(
