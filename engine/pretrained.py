@@ -59,17 +59,6 @@ def load_config(folder: Path, *, field: str = "model.path") -> Any:
     return text
 
 
-def load_decoder_config(folder: Path) -> Any:
-    """The same for who makes a model of it: transformers' auto classes then know the decoder."""
-    config = load_config(folder)
-    if config.model_type in TEXT_PARTS.values():
-        # Here: what only looks at configs has no torch, and other families need none of it.
-        from rolemesh.engine.models.text_parts import register_text_parts
-
-        register_text_parts()
-    return config
-
-
 def load_tokenizer(folder: Path, *, field: str = "model.path") -> Any:
     """The tokenizer of a folder.
 

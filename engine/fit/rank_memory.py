@@ -17,10 +17,10 @@ from rolemesh.engine.fit.alone import alone
 from rolemesh.engine.fit.routing import evenly_spread
 from rolemesh.engine.fit.tally import Purpose, Tally
 from rolemesh.engine.fit.valueless import Valueless
-from rolemesh.engine.images.tower import tower_bytes
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.folder import without_values
+from rolemesh.engine.models.image_tower import tower_bytes
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.parallel.data_parallel import local_part

@@ -16,7 +16,8 @@ from rolemesh.engine.images.processing import ImageTokens, image_tokens_of
 from rolemesh.engine.layout.families import DecoderShape, known_shape
 from rolemesh.engine.models.adapters import adapted_parameters, factor_shapes
 from rolemesh.engine.models.buffers import saved_buffers
-from rolemesh.engine.pretrained import load_decoder_config, stop_tokens_of
+from rolemesh.engine.models.decoder_config import load_decoder_config
+from rolemesh.engine.pretrained import stop_tokens_of
 from rolemesh.engine.specs import AdapterSpec
 
 

@@ -38,14 +38,14 @@ from rolemesh.engine.images.prompt_images import (
     images_of,
     images_text,
 )
-from rolemesh.engine.images.tower import tower_bytes, tower_of
-from rolemesh.engine.images.whole_models import tower_tensors
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.model_files import read_config_file
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.image_tower import tower_bytes, tower_of
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.models.whole_models import tower_tensors
 from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest

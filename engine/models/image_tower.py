@@ -21,7 +21,7 @@ import torch
 from rolemesh.engine.images.decoding import ImageReader
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import Grid, ImageInvalidError, PromptImage
-from rolemesh.engine.images.whole_models import has_tower, tower_tensors
+from rolemesh.engine.models.whole_models import has_tower, tower_tensors
 
 logger = logging.getLogger(__name__)
 
