@@ -23,10 +23,11 @@ from rolemesh.engine.data.rows import DataInvalidError, PromptRow, PromptTooLong
 from rolemesh.engine.data.trajectories import read_trajectories
 from rolemesh.engine.evaluation.tasks import rows_of
 from rolemesh.engine.grants import Grant, NotGrantedError
+from rolemesh.engine.images.decoding import MAX_PIXELS
 from rolemesh.engine.images.prompt_images import images_of
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.pretrained import load_tokenizer
-from rolemesh.engine.specs import CalculatorEnvironmentSpec, DataSpec, ModelFolderSpec
+from rolemesh.engine.specs import CalculatorEnvironmentSpec, DataSpec, ImagesSpec, ModelFolderSpec
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec
 from rolemesh.services.runtime.servicers.rollout import PromptSource
 
@@ -287,6 +288,12 @@ def test_bounds_have_errors_of_their_own(load: Loading) -> None:
         load([{**row, "images": url(WIDE)}], images={"max_bytes": 99})
     exact = {"folder": folder, "max_pixels": 112 * 84, "max_bytes": len(WIDE), "max_per_prompt": 1}
     assert len(first(load([row], images=exact)).images) == 1
+
+
+def test_no_more_pixels_may_be_allowed_than_whoever_decodes_takes() -> None:
+    assert ImagesSpec(max_pixels=MAX_PIXELS).max_pixels == MAX_PIXELS
+    with pytest.raises(ValidationError, match=f"less than or equal to {MAX_PIXELS}"):
+        ImagesSpec(max_pixels=MAX_PIXELS + 1)
 
 
 def test_each_source_of_a_mixture_has_its_own_bounds(load: Loading, tmp_path: Path) -> None:
