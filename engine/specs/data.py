@@ -105,7 +105,7 @@ class ImagesSpec(Spec):
 
     folder: Path | None = None
     """Folder below which paths in the column lie; None: the column holds bytes or data URLs."""
-    max_pixels: int = Field(default=1 << 24, ge=1)
+    max_pixels: int = Field(default=1 << 24, ge=1, le=1 << 26)
     """Most pixels of an image, width times height; checked before it is decoded."""
     max_bytes: int = Field(default=8 << 20, ge=1, le=128 << 20)
     """Most bytes of an image's file."""
