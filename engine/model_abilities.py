@@ -60,7 +60,7 @@ def abilities_of(config: Mapping[str, Any]) -> Abilities:
         return _refused(family, str(error))
     lacks = [what for name, what in record.not_in_vllm.items() if name in shape.switched_on]
     return Abilities(
-        family=family,
+        family=_shown(family, record),
         sampled_by=f"hf (vllm's model has no {lacks[0]})" if lacks else "vllm, hf",
         on_one_rank="yes",
         over_ranks=_axes(record, f"up to {shape.num_kv_heads}"),
@@ -72,7 +72,7 @@ def known_abilities() -> list[Abilities]:
     """Of every family that is known here, and of all others."""
     lines = [
         Abilities(
-            family=family,
+            family=_shown(family, record),
             sampled_by="vllm, hf",
             on_one_rank=_condition(record),
             over_ranks=_axes(record, "up to its key-value heads"),
@@ -89,6 +89,11 @@ def as_markdown(lines: Iterable[Abilities]) -> str:
     """A table of Markdown, a line a family, without an end of line at its end."""
     rows = [HEADINGS, tuple("---" for _ in HEADINGS), *(one.cells for one in lines)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _shown(family: str, record: FamilyRecord) -> str:
+    """The model_type that a config.json has."""
+    return f"{record.within}, with images" if record.within else family
 
 
 def _condition(record: FamilyRecord) -> str:

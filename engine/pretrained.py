@@ -54,9 +54,6 @@ def load_config(folder: Path, *, field: str = "model.path") -> Any:
         ) from error
     if family not in TEXT_PARTS.values():
         return found
-    from rolemesh.engine.models.text_parts import register_text_parts
-
-    register_text_parts()
     text = found.get_text_config()
     text.tie_word_embeddings = config["tie_word_embeddings"]
     return text

@@ -37,6 +37,7 @@ from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
 from rolemesh.coordinator.recipe.sent_sections import sent_section, to_sent
 from rolemesh.coordinator.recipe.served_by_actor import check_served_by_actor, served_by_actor
 from rolemesh.coordinator.recipe.server_samplers import check_server_samplers
+from rolemesh.coordinator.recipe.shown_images import check_images
 from rolemesh.coordinator.recipe.stops import check_stops
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.recipe.teachers import (
@@ -303,6 +304,7 @@ class Recipe(Spec):
         check_server_samplers(self)
         check_teachers(self)
         check_stops(self)
+        check_images(self)
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "

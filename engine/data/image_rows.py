@@ -11,22 +11,11 @@ from rolemesh.engine.images.decoding import ImageReader
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage
 from rolemesh.engine.images.references import data_of, shown
-from rolemesh.engine.specs import DataSpec, ImagesSpec, MixtureSpec, SourceSpec, StoredRowsSpec
-
-
-def images_of_source(spec: SourceSpec) -> ImagesSpec | None:
-    """The section `images` of a source; None where its rows have none."""
-    return spec.images if isinstance(spec, StoredRowsSpec) else None
-
-
-def images_of_data(data: DataSpec) -> list[ImagesSpec]:
-    """The sections `images` of a data section; several where it is a mixture."""
-    sources = [one.data for one in data.sources] if isinstance(data, MixtureSpec) else [data]
-    return [found for source in sources if (found := images_of_source(source)) is not None]
+from rolemesh.engine.specs import DataSpec, ImagesSpec, images_of_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowImages:
+class DataImages:
     """Finds the images of rows. Owned with the process that reads their headers.
 
     Example: of a row with one image of 112 x 84 pixels and the tokens [1, 99, 2], where 99 is the
@@ -41,7 +30,7 @@ class RowImages:
     """Most bytes and pixels."""
 
     @classmethod
-    def of_data(cls, data: DataSpec, model: Path | None) -> RowImages | None:
+    def of_data(cls, data: DataSpec, model: Path | None) -> DataImages | None:
         """For the data of a run; None where it has no images.
 
         Args:
@@ -68,9 +57,9 @@ class RowImages:
         reader = ImageReader(max_pixels=widest.max_pixels)
         return cls(processor=ImageProcessor(model), reader=reader, bounds=widest)
 
-    def within(self, bounds: ImagesSpec) -> RowImages:
+    def within(self, bounds: ImagesSpec) -> DataImages:
         """The same with the bounds of one source."""
-        return RowImages(processor=self.processor, reader=self.reader, bounds=bounds)
+        return DataImages(processor=self.processor, reader=self.reader, bounds=bounds)
 
     def of(self, row: PromptRow) -> tuple[PromptImage, ...]:
         """The images of a row, each with its grid.

@@ -38,7 +38,11 @@ _LONGEST_WAIT_S = 600.0
 _LOOK_EVERY_S = 0.1
 _PACKAGES = ("rolemesh", "transformers", "tokenizers", "jinja2", "pyarrow", "reasoning-gym")
 """What rows depend on, as far as it is installed."""
-_CODE = sorted(Path(__file__).parent.glob("*.py"))
+_IMAGE_CODE = ("processing.py", "references.py", "turns.py")
+_CODE = [
+    *sorted(Path(__file__).parent.glob("*.py")),
+    *(Path(__file__).parents[1] / "images" / name for name in _IMAGE_CODE),
+]
 """What makes rows: in a checkout its version says little."""
 
 

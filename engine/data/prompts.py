@@ -14,7 +14,7 @@ from typing import Literal
 
 from rolemesh.engine.data.curriculum import epoch_order
 from rolemesh.engine.data.filtering import long_prompts
-from rolemesh.engine.data.image_rows import RowImages, images_of_data
+from rolemesh.engine.data.image_rows import DataImages
 from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.row_store import Rows
@@ -29,7 +29,7 @@ from rolemesh.engine.data.sections import (
 )
 from rolemesh.engine.data.sources import Source, load_sources
 from rolemesh.engine.images.prompt_images import PromptImage
-from rolemesh.engine.specs import DataSpec
+from rolemesh.engine.specs import DataSpec, images_of_data
 
 Split = Literal["train", "held_out", "pretraining"]
 
@@ -79,7 +79,7 @@ class PromptSet:
         orders: Mapping[Split, Order] | None = None,
         num_filtered: Mapping[Split, int] | None = None,
         num_repeated: int = 0,
-        images: RowImages | None = None,
+        images: DataImages | None = None,
     ) -> None:
         """Takes the rows of each split.
 
@@ -243,7 +243,7 @@ def load_prompts(
     """
     if max_model_len is not None:
         measured_from = max_model_len - 1
-    images = RowImages.of_data(data, model)
+    images = DataImages.of_data(data, model)
     section = load_section(
         data,
         "data",

@@ -15,7 +15,7 @@ from rolemesh.engine.data.token_bounds import most_tokens
 if TYPE_CHECKING:
     # jinja2 comes with a tokenizer: what sends messages to an endpoint does without both.
     from rolemesh.engine.data.frames import Frames
-    from rolemesh.engine.data.image_rows import RowImages
+    from rolemesh.engine.data.image_rows import DataImages
     from rolemesh.engine.images.prompt_images import PromptImage
 
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
@@ -70,7 +70,7 @@ class Renderer:
         tokenizer: ChatTokenizer,
         *,
         template: str | None = None,
-        images: RowImages | None = None,
+        images: DataImages | None = None,
     ) -> None:
         """Takes the tokenizer of the policy.
 

@@ -15,7 +15,7 @@ from typing import Any
 from rolemesh.engine.data import index
 from rolemesh.engine.data.curriculum import sorting_values
 from rolemesh.engine.data.filtering import Bounds
-from rolemesh.engine.data.image_rows import RowImages, images_of_data, images_of_source
+from rolemesh.engine.data.image_rows import DataImages
 from rolemesh.engine.data.jsonl import Lines
 from rolemesh.engine.data.parts import PartSpec, read_in_parts
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
@@ -34,7 +34,14 @@ from rolemesh.engine.data.sources import (
     load_sources,
     sources_of,
 )
-from rolemesh.engine.specs import DataSpec, JsonlSpec, MixtureSpec, SourceSpec
+from rolemesh.engine.specs import (
+    DataSpec,
+    JsonlSpec,
+    MixtureSpec,
+    SourceSpec,
+    images_of_data,
+    images_of_source,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +68,7 @@ def load_section(
     measured_from: int | None = None,
     with_identities: bool = False,
     progress: Progress | None = None,
-    images: RowImages | None = None,
+    images: DataImages | None = None,
 ) -> Section:
     """Loads a section.
 
@@ -131,7 +138,7 @@ class _Reading:
     measured_from: int | None
     with_identities: bool
     progress: Progress | None
-    images: RowImages | None
+    images: DataImages | None
 
     def depends_on(self) -> dict[str, Any]:
         """All but files and tokenizer that decides the rows, and what is known of them."""

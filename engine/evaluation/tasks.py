@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolemesh.engine.data import reasoning_gym
-from rolemesh.engine.data.image_rows import images_of_data
 from rolemesh.engine.data.prompts import Prompt, load_prompts, load_rows
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow
-from rolemesh.engine.specs import ReasoningGymSpec
+from rolemesh.engine.specs import ReasoningGymSpec, images_of_data
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec
 
 _KEY_BYTES = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from rolemesh.engine.fit.valueless import Valueless
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.folder import without_values
+from rolemesh.engine.models.image_tower import tower_bytes
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.parallel.data_parallel import local_part
@@ -71,6 +72,14 @@ class RankMemory:
     peak_phase: Literal["passes", "step"]
     """Whether that was in forward and backward passes, or in the optimizer's step."""
 
+    def with_weights(self, num_bytes: int) -> RankMemory:
+        """The same beside further weights, which nothing changes."""
+        at_rest, at_peak = (
+            {**held, "weights": held["weights"] + num_bytes}
+            for held in (self.at_rest, self.at_peak)
+        )
+        return replace(self, at_rest=at_rest, at_peak=at_peak)
+
     @property
     def peak(self) -> int:
         """Most bytes."""
@@ -114,7 +123,10 @@ def estimated(
         with without_values(valueless.empty), _made_of_nothing(valueless):
             subject = _Subject(work, mesh, tally)
         with _gathers_seen(tally, valueless):
-            return subject.measured(device_kind)
+            found = subject.measured(device_kind)
+        # The tower of images stands beside the stage with the embedding, frozen.
+        tower = tower_bytes(work.model.path, device_kind) if mesh.pp.is_first else 0
+        return found.with_weights(tower)
 
 
 def counted(work: RankWork, mesh: RankMesh, tally: Tally) -> RankMemory:

@@ -43,13 +43,13 @@ MAX_PIXELS = 1 << 26
 """Most pixels of an image, unless a reader is told otherwise: 8192 x 8192."""
 
 TIMEOUT_S = 60.0
-"""Longest time for one image. One of MAX_PIXELS takes 2 s."""
+"""Longest time for one image. One of MAX_PIXELS takes 2 to 6 s on one core."""
 
 _MODULE = "rolemesh.engine.images.worker"
 _BASE_BYTES = 512 << 20
-_BYTES_PER_PIXEL = 24
-"""Memory of the process: Python with Pillow, and of each pixel the coefficients of a progressive
-JPEG in four colours, and a few copies of four bytes."""
+_BYTES_PER_PIXEL = 48
+"""Memory of the process: Python with Pillow; and of each pixel up to twelve copies of four bytes.
+A WebP file with transparent parts takes most, as it is decoded like an animation."""
 _SHOWN_DIGITS = 12
 _LAST_LINES = 5
 _LAST_WORDS_S = 0.5
@@ -216,8 +216,11 @@ class _Worker:
 
     def __init__(self, sandbox: Sandbox, max_pixels: int) -> None:
         """Starts it; raises _WorkerLostError where it cannot work."""
-        # Named as the code that is run: modules beside it are the reader's own.
-        view = sandbox.show(f"{_MODULE}:main", (), network=False)
+        try:
+            # Named as the code that is run: modules beside it are the reader's own.
+            view = sandbox.show(f"{_MODULE}:main", (), network=False)
+        except OSError as error:
+            raise _WorkerLostError(f"could not be given a folder ({error})") from error
         if view is not None:
             view = dataclasses.replace(view, devices=())
         self._view = view
@@ -225,7 +228,7 @@ class _Worker:
         self._is_read, self._is_over = threading.Event(), threading.Event()
         started: Future[tuple[subprocess.Popen[bytes], socket.socket]] = Future()
         # The kernel ends a process with the thread that started it, and callers may be of any.
-        threading.Thread(
+        keeper = threading.Thread(
             target=_keep,
             args=(
                 lambda: sandbox.start(_MODULE, view, ()),
@@ -236,10 +239,11 @@ class _Worker:
             ),
             daemon=True,
             name="image-worker",
-        ).start()
+        )
         try:
+            keeper.start()
             self._process, self._connection = started.result()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             _close(view)
             raise _WorkerLostError(f"could not be started ({error})") from error
         self.pid = self._process.pid

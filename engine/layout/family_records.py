@@ -105,7 +105,7 @@ class FamilyRecord:
     within: str = ""
     """model_type of the model of images and text whose text part it is. A folder holds that: its
     config.json has the sizes in text_config or beside vision_config, and its files have the tower
-    too, which is frozen (`engine/images/tower.py`)."""
+    too, which is frozen (`engine/models/image_tower.py`)."""
     kernel_classes: str = ""
     """Begins the names of the classes in transformers whose forward passes `kernels/layers.py`
     computes on a GPU, e.g. "Llama"; empty: transformers' code runs there."""

@@ -19,11 +19,11 @@ from rolemesh.engine.adapter_config import (
     lacks,
     refuse_others,
 )
-from rolemesh.engine.images.whole_models import has_tower
 from rolemesh.engine.layout.adapters import adapted_parameter, factor_name, stored_shape
 from rolemesh.engine.layout.families import known_shape
 from rolemesh.engine.layout.manifest import Box, Manifest
 from rolemesh.engine.model_files import read_config_file
+from rolemesh.engine.models.whole_models import has_tower
 from rolemesh.engine.specs import AdapterSpec
 
 TaskType = Literal["CAUSAL_LM", "TOKEN_CLS", "SEQ_CLS"]

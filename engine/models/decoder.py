@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.devices import device_of, kind_of, memory_left
 from rolemesh.engine.images.processing import image_tokens_of
-from rolemesh.engine.images.tower import Tower, tower_of
 from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.layout.adapters import is_factor, split_factor
 from rolemesh.engine.layout.families import (
@@ -32,6 +31,7 @@ from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.experts import group_experts
 from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.fused_layers import fuse_layers
+from rolemesh.engine.models.image_tower import Tower, tower_of
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.rounding import narrow_layers, round_for_good, round_weights
 from rolemesh.engine.models.routing import Routed, Routers, routes_of

@@ -14,8 +14,8 @@ from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.model_files import ModelFolderError, check_model_files
 from rolemesh.engine.models.buffers import saved_buffers
+from rolemesh.engine.models.decoder_config import load_decoder_config
 from rolemesh.engine.parallel.stages import keep_layers
-from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.specs import ModelSpec
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def read_config(spec: ModelSpec) -> Any:
     check_model_files(
         spec.path, num_layers=spec.num_layers, has_weights=maker_without_values() is None
     )
-    config = load_config(spec.path)
+    config = load_decoder_config(spec.path)
     if spec.num_layers is not None:
         if spec.num_layers > config.num_hidden_layers:
             raise ValueError(

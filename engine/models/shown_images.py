@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from rolemesh.engine.images.tower import Tower
+from rolemesh.engine.models.image_tower import Tower
 from rolemesh.engine.packing.row_images import PackedImages
 
 

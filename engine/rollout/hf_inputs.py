@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from rolemesh.engine.images.processing import image_tokens_of
-from rolemesh.engine.images.tower import Tower, tower_of
+from rolemesh.engine.models.image_tower import Tower, tower_of
 from rolemesh.engine.models.shown_images import Features, show_images
 from rolemesh.engine.packing.row_images import PackedImages, RowImages
 from rolemesh.engine.rollout.requests import RolloutRequest

@@ -16,7 +16,8 @@ from rolemesh.engine.images.processing import ImageTokens, image_tokens_of
 from rolemesh.engine.layout.families import DecoderShape, known_shape
 from rolemesh.engine.models.adapters import adapted_parameters, factor_shapes
 from rolemesh.engine.models.buffers import saved_buffers
-from rolemesh.engine.pretrained import load_config, stop_tokens_of
+from rolemesh.engine.models.decoder_config import load_decoder_config
+from rolemesh.engine.pretrained import stop_tokens_of
 from rolemesh.engine.specs import AdapterSpec
 
 
@@ -56,7 +57,7 @@ def read_model_folder(path: Path, max_model_len: int) -> ModelFolder:
         ModelFolderError: The folder is missing, or no model can be made of its config.json.
         ValueError: It names no stop token, or its model cannot see max_model_len tokens.
     """
-    config = load_config(path)
+    config = load_decoder_config(path)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_model_len > limit:
         raise ValueError(

@@ -4,7 +4,7 @@ Imports vLLM, so it is itself imported late. It stands for vLLM's own class of t
 the tower inside and a processor beside it. Here both are the trainer's (`engine/images`), and that
 has four consequences: the sampler sees the numbers that the trainer sees, expanded prompts come as
 they are, parameters have the names of a plain decoder, and nothing imports torchvision, which
-vLLM's class does.
+vLLM's class does. Not verified on a GPU.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ FEATURES = "features"
 GRID = "grid"
 """Name of an image's grid there: int64 [3]."""
 
+_NAMES = WeightsMapper(
+    orig_to_new_prefix={
+        "model.language_model.": "model.",
+        "model.visual.": None,
+        "visual.": None,
+    }
+)
+"""From those of files, older ones included."""
+
 _REFUSAL = "images come with the data of a run alone, and this endpoint takes none: send text"
 
 
@@ -64,6 +73,8 @@ class _Limits(BaseProcessingInfo):  # type: ignore[misc]
 
 
 class _NoInputs(BaseDummyInputsBuilder[_Limits]):  # type: ignore[misc]
+    """What vLLM would measure memory with."""
+
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
 
@@ -94,9 +105,8 @@ class ImageDecoder(Qwen2ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type
         self._merge = int(vllm_config.model_config.hf_config.vision_config.spatial_merge_size)
 
     def embed_multimodal(self, **given: Any) -> Sequence[torch.Tensor]:
-        """Hands the features of images on: [F, D] each, in the type of the embedding."""
-        dtype = self.model.embed_tokens.weight.dtype
-        return [features_FD.to(dtype) for features_FD in given[FEATURES]]
+        """Hands the features of images on: [F, D] each."""
+        return list(given[FEATURES])
 
     def embed_input_ids(
         self,
@@ -126,16 +136,6 @@ class ImageDecoder(Qwen2ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type
         """Loads the decoder's weights, by its own names or those of files; leaves the tower's."""
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=_NAMES)
         return loaded
-
-
-_NAMES = WeightsMapper(
-    orig_to_new_prefix={
-        "model.language_model.": "model.",
-        "model.visual.": None,
-        "visual.": None,
-    }
-)
-"""From those of files, older ones included."""
 
 
 ENGINE_ARGUMENTS: Mapping[str, Any] = MappingProxyType(

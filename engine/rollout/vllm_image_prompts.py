@@ -13,7 +13,7 @@ import torch
 
 from rolemesh.engine.images.places import image_starts
 from rolemesh.engine.images.prompt_images import PromptImage
-from rolemesh.engine.images.tower import Tower, tower_of
+from rolemesh.engine.models.image_tower import Tower, tower_of
 from rolemesh.engine.rollout.requests import RolloutRequest
 
 

@@ -27,6 +27,8 @@ from rolemesh.engine.specs.data import SortedCurriculumSpec as SortedCurriculumS
 from rolemesh.engine.specs.data import SourceSpec as SourceSpec
 from rolemesh.engine.specs.data import StoredRowsSpec as StoredRowsSpec
 from rolemesh.engine.specs.data import folder_of_split as folder_of_split
+from rolemesh.engine.specs.data import images_of_data as images_of_data
+from rolemesh.engine.specs.data import images_of_source as images_of_source
 from rolemesh.engine.specs.endpoint import EndpointSpec as EndpointSpec
 from rolemesh.engine.specs.environments import (
     CalculatorEnvironmentSpec as CalculatorEnvironmentSpec,

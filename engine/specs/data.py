@@ -105,7 +105,7 @@ class ImagesSpec(Spec):
 
     folder: Path | None = None
     """Folder below which paths in the column lie; None: the column holds bytes or data URLs."""
-    max_pixels: int = Field(default=1 << 24, ge=1)
+    max_pixels: int = Field(default=1 << 24, ge=1, le=1 << 26)
     """Most pixels of an image, width times height; checked before it is decoded."""
     max_bytes: int = Field(default=8 << 20, ge=1, le=128 << 20)
     """Most bytes of an image's file."""
@@ -278,3 +278,14 @@ DataSpec = Annotated[
     ReasoningGymSpec | JsonlSpec | ParquetSpec | HfDatasetSpec | MixtureSpec,
     Field(discriminator="type"),
 ]
+
+
+def images_of_source(spec: SourceSpec) -> ImagesSpec | None:
+    """The section `images` of a source; None where its rows have none."""
+    return spec.images if isinstance(spec, StoredRowsSpec) else None
+
+
+def images_of_data(data: DataSpec) -> list[ImagesSpec]:
+    """The sections `images` of a data section; several where it is a mixture."""
+    sources = [one.data for one in data.sources] if isinstance(data, MixtureSpec) else [data]
+    return [found for source in sources if (found := images_of_source(source)) is not None]

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rolemesh.engine.adapter_config import CONFIG_FILE
-from rolemesh.engine.images.whole_models import (
-    TOWER,
-    has_tower,
-    tower_shapes,
-    tower_tensors,
-    whole_config,
-)
 from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.file_names import file_manifest
 from rolemesh.engine.layout.manifest import Manifest, ManifestError, Parameter, Piece
 from rolemesh.engine.models.adapter_files import as_stored, stored_manifest
 from rolemesh.engine.models.parameter_files import named_as_in_files
+from rolemesh.engine.models.whole_models import (
+    TOWER,
+    has_tower,
+    tower_shapes,
+    tower_tensors,
+    whole_config,
+)
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype

@@ -74,14 +74,15 @@ def trained(recipe: dict[str, Any], folder: Path, *flags: str) -> Path:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("sampler", ["hf", "vllm"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_policy_learns_to_name_what_it_is_shown(
-    algorithm: str, seed: int, tmp_path: Path
+    algorithm: str, sampler: str, seed: int, tmp_path: Path
 ) -> None:
     task = write_task(tmp_path / "task", seed)
-    out = trained(recipe_of(task, algorithm, "hf", seed=seed, steps=STEPS), tmp_path / "run")
+    out = trained(recipe_of(task, algorithm, sampler, seed=seed, steps=STEPS), tmp_path / "run")
     rewards = curve(out, "reward/mean")
-    print(algorithm, seed, [round(value, 3) for value in rewards])
+    print(algorithm, sampler, seed, [round(value, 3) for value in rewards])
     assert rewards[0] < FIRST_LEVEL
     assert sum(rewards[-NUM_LAST:]) / NUM_LAST >= LEVEL
     # Sampler and trainer saw the same images.

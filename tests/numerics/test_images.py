@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import torch
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.fitted_work import work_of
 from support.image_rows import pictures, shown, with_images
 from support.parallel_training import Job, assert_agree, joined, near_policy, train
+from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.tiny_images import IMAGE_PAD, noise, write_tiny_image_model
@@ -26,19 +29,24 @@ from support.updates import update_whole
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.fit.rank_memory import estimated
 from rolemesh.engine.images.positions import mrope_positions
-from rolemesh.engine.images.processing import ImageProcessor
+from rolemesh.engine.images.processing import ImageProcessor, ImageTokens, image_tokens_of
 from rolemesh.engine.images.prompt_images import (
     ImageInvalidError,
     PromptImage,
     images_of,
     images_text,
 )
-from rolemesh.engine.images.tower import tower_of
+from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.model_files import read_config_file
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.image_tower import tower_bytes, tower_of
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.models.whole_models import tower_tensors
+from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
@@ -359,3 +367,35 @@ def test_an_adapter_loads_in_peft_over_the_whole_model(
     again = model_of(folder, adapter=adapter.model_copy(update={"start": tmp_path / "adapter"}))
     values = compute_logprobs(again, batch, temperature=1.0)["logprobs"].values
     assert torch.equal(values, found.values)
+
+
+def test_the_memory_of_a_first_stage_counts_the_tower(folder: Path) -> None:
+    bytes_of = {}
+    for stage in (0, 1):
+        work = work_of(folder, layout=HybridLayout(TrainLayout(pp=2)), rank=stage)
+        found = estimated(work, "cpu")
+        rest = whole_bytes(folder, stage)
+        bytes_of[stage] = found.at_rest["weights"] - rest
+    tower = sum(one.nbytes for _, one in tower_tensors(folder))
+    assert bytes_of == {0: tower, 1: 0}
+
+
+def whole_bytes(folder: Path, stage: int) -> int:
+    """Of the text part of a stage."""
+    shape = DecoderShape.from_config(read_config_file(folder))
+    names = [name for _, name in stage_tensors(shape, pp=stage, size=2)]
+    return sum(4 * math.prod(parameter_shape(shape, name)) for name in names)
+
+
+def test_a_config_of_the_hubs_older_form_is_read(tmp_path: Path) -> None:
+    """Sizes of Qwen2.5-VL-3B: 3.09 billion parameters of text, 668.7 million of the tower."""
+    path = config_folder(tmp_path, "Qwen2.5-VL-3B-Instruct")
+    config = load_config(path)
+    assert (config.model_type, config.tie_word_embeddings) == ("qwen2_5_vl_text", True)
+    assert config.rope_parameters["mrope_section"] == [16, 24, 24]
+    shapes = (DecoderShape.from_config(one) for one in (config.to_dict(), read_config_file(path)))
+    for shape in shapes:
+        manifest = shape.manifest("bfloat16")
+        assert sum(math.prod(one.shape) for one in manifest.values()) == 3_085_938_688
+    assert tower_bytes(path, "cuda") == 2 * 668_684_288
+    assert image_tokens_of(path) == ImageTokens(151655, 2)

@@ -87,6 +87,17 @@ def test_a_folder_whose_embedding_is_tied_begins_with_its_own_weights(tmp_path: 
         assert largest_difference(backend, model, folder) < LOGPROB
 
 
+def test_rounded_weights_meet_features_that_are_not_rounded(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    model = whole_model(folder)
+    with engine(folder, spec=SPEC.model_copy(update={"dtype": "bfloat16"})) as backend:
+        backend.update_weights(text_weights(model), 1)
+        with torch.no_grad():
+            for _, weight in text_weights(model):
+                weight.copy_(weight.bfloat16())
+        assert largest_difference(backend, model, folder) < LOGPROB
+
+
 def test_a_folder_with_the_names_of_newer_files_is_loaded(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "newer")
     model = whole_model(folder)

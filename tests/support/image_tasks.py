@@ -6,6 +6,7 @@ import string
 from pathlib import Path
 from typing import Any
 
+from support.image_prompts import LARGE_HEADS
 from support.learning_runs import write_rows
 from support.tiny_images import plain, png, write_tiny_image_model
 
@@ -25,7 +26,7 @@ def named(prompts, completions, answer):
 
 def write_task(folder: Path, seed: int) -> Path:
     """A model, squares of three colours in two sizes, and the reward."""
-    write_tiny_image_model(folder / "model", seed=seed)
+    write_tiny_image_model(folder / "model", seed=seed, **LARGE_HEADS)
     pictures = folder / "pictures"
     pictures.mkdir()
     rows = []

@@ -23,11 +23,13 @@ from rolemesh.engine.data.rows import DataInvalidError, PromptRow, PromptTooLong
 from rolemesh.engine.data.trajectories import read_trajectories
 from rolemesh.engine.evaluation.tasks import rows_of
 from rolemesh.engine.grants import Grant, NotGrantedError
+from rolemesh.engine.images.decoding import MAX_PIXELS
 from rolemesh.engine.images.prompt_images import images_of
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.pretrained import load_tokenizer
-from rolemesh.engine.specs import CalculatorEnvironmentSpec, DataSpec, ModelFolderSpec
+from rolemesh.engine.specs import CalculatorEnvironmentSpec, DataSpec, ImagesSpec, ModelFolderSpec
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec
+from rolemesh.services.preview.looking import Preview, PreviewSpec
 from rolemesh.services.runtime.servicers.rollout import PromptSource
 
 WIDE, SMALL = png(noise(width=112, height=84)), png(plain((255, 0, 0)))
@@ -289,6 +291,12 @@ def test_bounds_have_errors_of_their_own(load: Loading) -> None:
     assert len(first(load([row], images=exact)).images) == 1
 
 
+def test_no_more_pixels_may_be_allowed_than_whoever_decodes_takes() -> None:
+    assert ImagesSpec(max_pixels=MAX_PIXELS).max_pixels == MAX_PIXELS
+    with pytest.raises(ValidationError, match=f"less than or equal to {MAX_PIXELS}"):
+        ImagesSpec(max_pixels=MAX_PIXELS + 1)
+
+
 def test_each_source_of_a_mixture_has_its_own_bounds(load: Loading, tmp_path: Path) -> None:
     row = json.dumps({"prompt": "?", "images": ["wide.png"]})
     (tmp_path / "one.jsonl").write_text(row)
@@ -483,3 +491,30 @@ def test_an_evaluation_refuses_images(load: Loading, tokenizer: Any) -> None:
     task = EvaluatedTaskSpec.model_validate({"name": "birds", "data": data, "reward": reward})
     with pytest.raises(DataInvalidError, match="task birds: its data has images, and evaluations"):
         rows_of(task, tokenizer)
+
+
+def test_a_check_of_a_recipe_counts_the_places(load: Loading, model: Path) -> None:
+    length = len(first(load([{"prompt": "a", "images": ["wide.png"]}])).tokens)
+    spec = PreviewSpec.model_validate(
+        {
+            "model": model,
+            "data": {
+                "type": "jsonl",
+                "path": str(load.place / "rows.jsonl"),
+                "images": {"folder": str(load.folder)},
+                "max_prompt_tokens": length,
+            },
+            "seed": 0,
+            "given": "prompt",
+            "max_model_len": length + 7,
+            "max_new_tokens": 8,
+        }
+    )
+    preview = Preview(spec)
+    assert preview.counts()["train"] == 1
+    lengths = preview.lengths()
+    assert lengths is not None
+    assert (lengths["less_room"], lengths["longest"]) == (1, length)
+    prompt, _ = preview.first()
+    assert prompt is not None
+    assert len(prompt.images) == 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.rollout.vllm_image_prompts import ImagePrompts
 from rolemesh.engine.rollout.vllm_returned_routes import ReturnedRoutes
 from rolemesh.engine.rollout.vllm_running import RunningRequests
 from rolemesh.engine.specs import SamplingSpec
@@ -63,6 +66,7 @@ def test_a_request_that_is_ended_from_here_is_asked_before() -> None:
         SamplingSpec(),
         max_model_len=8,
         stop_tokens=(2,),
+        prompts=ImagePrompts(Path("without-images"), torch.device("cpu")),
         routes=ReturnedRoutes(engine, WITH_EXPERTS, CHOSEN),
     )
     request = RolloutRequest(

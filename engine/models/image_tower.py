@@ -21,7 +21,7 @@ import torch
 from rolemesh.engine.images.decoding import ImageReader
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import Grid, ImageInvalidError, PromptImage
-from rolemesh.engine.images.whole_models import tower_tensors
+from rolemesh.engine.models.whole_models import has_tower, tower_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,37 @@ def tower_of(folder: Path, device: torch.device) -> Tower:
         return tower
 
 
+def tower_bytes(folder: Path, kind: str) -> int:
+    """Memory of a tower's weights on a device of a kind; 0 of a model that has none.
+
+    Of the folder config.json alone is read.
+    """
+    if not has_tower(folder):
+        return 0
+    sizes: list[int] = [one.numel() for one in _valueless(folder).parameters()]
+    return sum(sizes) * _type_on(kind).itemsize
+
+
+def _type_on(kind: str) -> torch.dtype:
+    return torch.float32 if kind == "cpu" else torch.bfloat16
+
+
+def _valueless(folder: Path) -> Any:
+    """The tower of a folder without values, but for the frequencies, which files do not have."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+        Qwen2_5_VisionTransformerPretrainedModel,
+    )
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    vision = config.vision_config
+    vision._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model: Any = Qwen2_5_VisionTransformerPretrainedModel(vision)
+    model.rotary_pos_emb = type(model.rotary_pos_emb)(vision)
+    return model
+
+
 class Tower:
     """What makes tokens of images. Owned by the rank's compute thread."""
 
@@ -51,21 +82,10 @@ class Tower:
         Raises:
             ModelFolderError: The folder has no tower, or no processor.
         """
-        from transformers import AutoConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-            Qwen2_5_VisionTransformerPretrainedModel,
-        )
-
         self.processor = ImageProcessor(folder)
         self._device = device
-        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        vision = config.vision_config
-        vision._attn_implementation = "sdpa"
-        with torch.device("meta"):
-            model: Any = Qwen2_5_VisionTransformerPretrainedModel(vision)
-        # Frequencies are not in the files.
-        model.rotary_pos_emb = type(model.rotary_pos_emb)(vision)
+        self._dtype = _type_on(device.type)
+        model = _valueless(folder)
         model.load_state_dict(dict(tower_tensors(folder)), assign=True)
         self._model = model.requires_grad_(False).eval().to(device, self._dtype)
         self._kept: OrderedDict[tuple[str, Grid], torch.Tensor] = OrderedDict()
