@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rolemesh.engine.images.prompt_images import ImageInvalidError
+from rolemesh.engine.images.prompt_images import ImageInvalidError, data_url
 
 _DATA = "data:"
 _BASE64 = ";base64"
@@ -35,7 +35,7 @@ def reference_of(value: Any) -> str:
         held = value.get("bytes")
         value = value.get("path") if held is None else held
     if isinstance(value, bytes):
-        return f"{_DATA}{_media_type(value)}{_BASE64},{base64.b64encode(value).decode()}"
+        return data_url(value)
     if isinstance(value, str) and value:
         return value
     raise ImageInvalidError(
@@ -133,17 +133,6 @@ def _too_large(reference: str, size: int, max_bytes: int) -> ImageInvalidError:
         f"{shown(reference)} has {size} bytes, more than {max_bytes}: make it smaller, or raise "
         "data.images.max_bytes"
     )
-
-
-def _media_type(data: bytes) -> str:
-    """Of the formats that are read; others are refused when they are."""
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "image/png"
-    if data.startswith(b"\xff\xd8\xff"):
-        return "image/jpeg"
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "image/webp"
-    return "application/octet-stream"
 
 
 def _kind_of(value: Any) -> str:
