@@ -13,7 +13,8 @@ from typing import Any
 
 from rolemesh.engine.images.prompt_images import ImageInvalidError
 
-_DATA = "data:"
+DATA = "data:"
+"""Begins a URL that holds what it names (RFC 2397)."""
 _BASE64 = ";base64"
 _SHOWN = 80
 """Most characters of a reference that a message shows."""
@@ -35,7 +36,7 @@ def reference_of(value: Any) -> str:
         held = value.get("bytes")
         value = value.get("path") if held is None else held
     if isinstance(value, bytes):
-        return f"{_DATA}{_media_type(value)}{_BASE64},{base64.b64encode(value).decode()}"
+        return f"{DATA}{_media_type(value)}{_BASE64},{base64.b64encode(value).decode()}"
     if isinstance(value, str) and value:
         return value
     raise ImageInvalidError(
@@ -61,7 +62,7 @@ def data_of(reference: str, folder: Path | None, max_bytes: int) -> bytes:
         ImageInvalidError: There is no such file below the folder, it cannot be read, it has more
             bytes, or the URL holds no bytes.
     """
-    if reference[: len(_DATA)].lower() == _DATA:
+    if reference[: len(DATA)].lower() == DATA:
         return _held(reference, max_bytes)
     file = _file(reference, folder)
     try:
