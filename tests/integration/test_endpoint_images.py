@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 import support.endpoints
 import torch
 from support.endpoints import FIRST_VERSION, Sampler, Served, serving_endpoint
+from support.evaluations import scored
 from support.image_prompts import LARGE_HEADS, scores, text_weights, whole_model
 from support.tiny_images import IMAGE_PAD, noise, plain, png, write_tiny_image_model
 
@@ -22,6 +24,7 @@ from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.sessions.store import SessionRules
 from rolemesh.engine.specs import ImagesSpec
+from rolemesh.engine.specs.evaluation import EvaluationQuestion
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on a GPU vLLM rounds activations too"
@@ -242,3 +245,39 @@ def test_a_session_whose_rows_have_no_place_for_images_takes_none(served: Served
     )
     assert answer.status_code == 400, answer.text
     assert "has no section images" in answer.json()["error"]["message"]
+
+
+AGENT = """
+async def run(task, client):
+    (turn,) = task["messages"]
+    answer = await client.chat.completions.create(model="policy", messages=[turn], max_tokens=3)
+    urls = [part["image_url"]["url"] for part in turn["content"] if part["type"] == "image_url"]
+    return float(len(urls) and len(urls[0]))
+"""
+
+
+def test_an_evaluation_has_agents_play_rows_with_images(served: Served, tmp_path: Path) -> None:
+    pictures = [png(noise(seed=3)), png(plain((9, 9, 9)))]
+    for name, picture in zip(("train", "held"), pictures, strict=True):
+        (tmp_path / f"{name}.png").write_bytes(picture)
+        row = {"prompt": f"{name}?", "images": [f"{name}.png"]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    (tmp_path / "agent.py").write_text(AGENT)
+    data = {
+        "type": "jsonl",
+        "path": str(tmp_path / "train.jsonl"),
+        "held_out_path": str(tmp_path / "held.jsonl"),
+        "images": {"folder": str(tmp_path)},
+    }
+    agent = {"type": "python_agent", "run": f"{tmp_path / 'agent.py'}:run"}
+    question = EvaluationQuestion.model_validate(
+        {
+            "asked": {"url": f"{served.endpoint.url}/v1", "tokenizer": str(served.sampler.folder)},
+            "drawing": {"max_tokens": 3},
+            "tasks": [{"name": "shown", "data": data, "agent": agent}],
+        }
+    )
+    (row,) = scored(question.model_dump_json())
+    assert row["score"] == len(shown(pictures[1])["image_url"]["url"]), row
+    assert row["num_tokens"] == 3
+    assert "<|image_pad|>" in row["prompt"]

@@ -18,23 +18,25 @@ ROUNDING = 1e-4
 """Log-probs of sampler and trainer in float32. One that saw no image would be off by more than
 0.01 (`tests/integration/test_endpoint_images.py`)."""
 
-AGENT = """
+AGENT = '''
 async def run(task, client):
-    messages = list(task["messages"])
-    (turn,) = messages
+    """One answer, and two ways on from it."""
+    first = list(task["messages"])
+    (turn,) = first
     assert [part["type"] for part in turn["content"]] == ["image_url", "text"]
-    said = ""
-    for question in ("sure?", ""):
+
+    async def asked(messages):
         answer = await client.chat.completions.create(
             model="policy", messages=messages, max_tokens=3
         )
-        said = answer.choices[0].message.content
-        messages += [
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": question},
-        ]
+        return answer.choices[0].message.content
+
+    said = await asked(first)
+    begun = [*first, {"role": "assistant", "content": said}]
+    for question in ("left?", "right?"):
+        said = await asked([*begun, {"role": "user", "content": question}])
     return float(bool(said) and ord(said[-1]) % 3 == int(task["answer"]))
-"""
+'''
 
 
 def recipe_of(task: Path, agent: Path) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def recipe_of(task: Path, agent: Path) -> dict[str, Any]:
             "rollout": {"type": "vllm", "max_model_len": 128, "dtype": "float32"},
             "data": data_of(task),
             "endpoint": {},
-            "environment": {"type": "python_agent", "run": f"{agent}:run", "max_turns": 2},
+            "environment": {"type": "python_agent", "run": f"{agent}:run", "max_turns": 3},
         },
         "reward": {"source": {"type": "environment"}},
         "services": {role: {"threads": 1} for role in ("actor", "reward")},
@@ -79,9 +81,9 @@ def test_what_agents_are_shown_is_trained_as_it_was_sampled(tmp_path: Path) -> N
     assert len(records) == STEPS
     for record in records:
         assert record["sampler_logprob_diff_max"] < ROUNDING
-        # Two calls of one history are one row, in which the picture stands once.
-        assert record["agents/rows"] == 16
-        assert record["agents/calls/mean"] == 2
+        # Two ways on from a first answer are two rows, and the prompts of both show the picture.
+        assert record["agents/rows"] == 32
+        assert record["agents/calls/mean"] == 3
     samples = [json.loads(line) for line in (run.out / "samples.jsonl").read_text().splitlines()]
     assert samples
     assert all(len(one["images"]) == 1 for one in samples)
