@@ -10,9 +10,9 @@ import pytest
 from support.image_tasks import data_of, write_task
 from support.mesh_runs import CliRun
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
-WAIT_S = 600
+WAIT_S = 1500
 STEPS = 2
 ROUNDING = 1e-4
 """Log-probs of sampler and trainer in float32. One that saw no image would be off by more than
@@ -39,7 +39,13 @@ async def run(task, client):
 '''
 
 
-def recipe_of(task: Path, agent: Path) -> dict[str, Any]:
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "two replicas of two slices": {"train": {"tp": 2, "dp": 2}, "generate": {"tp": 2}},
+}
+
+
+def recipe_of(task: Path, agent: Path, layouts: dict[str, Any]) -> dict[str, Any]:
     model = {"path": str(task / "model"), "compute_dtype": "float32"}
     return {
         "run": {
@@ -61,6 +67,7 @@ def recipe_of(task: Path, agent: Path) -> dict[str, Any]:
             "data": data_of(task),
             "endpoint": {},
             "environment": {"type": "python_agent", "run": f"{agent}:run", "max_turns": 3},
+            **layouts,
         },
         "reward": {"source": {"type": "environment"}},
         "services": {role: {"threads": 1} for role in ("actor", "reward")},
@@ -68,11 +75,14 @@ def recipe_of(task: Path, agent: Path) -> dict[str, Any]:
     }
 
 
-def test_what_agents_are_shown_is_trained_as_it_was_sampled(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", ["one rank", pytest.param("two replicas of two slices", marks=pytest.mark.slow)]
+)
+def test_what_agents_are_shown_is_trained_as_it_was_sampled(layout: str, tmp_path: Path) -> None:
     task = write_task(tmp_path / "task", 1)
     agent = tmp_path / "seeing.py"
     agent.write_text(AGENT)
-    run = CliRun(recipe_of(task, agent), tmp_path)
+    run = CliRun(recipe_of(task, agent, LAYOUTS[layout]), tmp_path)
     try:
         assert run.wait(WAIT_S) == 0, run.output
     finally:
