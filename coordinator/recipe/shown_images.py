@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rolemesh.coordinator.recipe.role_names import field_of
-from rolemesh.engine.specs import images_of_data
+from rolemesh.engine.specs import AgentSpec, images_of_data
 
 
 def check_images(recipe: Any) -> None:
@@ -20,7 +20,8 @@ def check_images(recipe: Any) -> None:
     sampler = recipe.rollout or recipe.actor
     if sampler is None or not images_of_data(sampler.data):
         return
-    if getattr(sampler, "environment", None) is not None:
+    environment = getattr(sampler, "environment", None)
+    if environment is not None and not isinstance(environment, AgentSpec):
         raise ValueError(
             "the data has images, but the policy talks to an environment, whose turns show none: "
             "leave environment or data.images out"

@@ -13,6 +13,7 @@ import httpx
 
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.evaluation.tasks import EvaluatedRow
+from rolemesh.engine.images.turns import MARKER
 from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.outgoing_http import outgoing_client
 from rolemesh.engine.seeds import derive_seed
@@ -164,7 +165,7 @@ class Asker:
         """The prompt as text: rendered where there is a tokenizer, else its turns."""
         if self._renderer is not None:
             return self._renderer.prompt_text(row.row)
-        turns = (f"{turn['role']}: {turn.get('content')}" for turn in row.row.messages)
+        turns = (f"{turn['role']}: {_shown(turn.get('content'))}" for turn in row.row.messages)
         return "\n".join((*turns, *filter(None, (row.row.assistant_prefix,))))
 
     async def ask(self, task: str, row: EvaluatedRow, sample: int) -> Completion:
@@ -178,6 +179,7 @@ class Asker:
         Raises:
             UnansweredError: There is none for this row.
             EndpointGoneError: There are none any more.
+            ImageInvalidError: An image of the row cannot be read any more.
         """
         seed = seed_of(self._drawing, task, row, sample)
         path, body = self._request(row, seed)
@@ -229,7 +231,7 @@ class Asker:
                 # As in a run, where a stop text is a part of what was sampled.
                 body["include_stop_str_in_output"] = True
             return "/completions", body
-        turns = [dict(turn) for turn in row.row.messages]
+        turns = row.messages()
         if row.row.assistant_prefix:
             # vLLM's fields for an answer that has begun; other servers refuse them.
             turns.append({"role": "assistant", "content": row.row.assistant_prefix})
@@ -277,6 +279,13 @@ def seed_of(drawing: DrawingSpec, task: str, row: EvaluatedRow, sample: int) -> 
     """The seed of one completion, or trajectory; see `Asker`."""
     seed: int = derive_seed(drawing.seed, task, row.key, sample) % 2**_SEED_BITS
     return seed
+
+
+def _shown(content: Any) -> Any:
+    """A turn's content for people: an image is a marker."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part.get("text", MARKER) for part in content)
 
 
 def _told(error: Exception) -> str:

@@ -107,6 +107,7 @@ class Player:
         Raises:
             UnansweredError: It came to nothing, or has no reward; says why.
             EndpointGoneError: The endpoint has no sessions, or does not answer.
+            ImageInvalidError: An image of the row cannot be read any more.
         """
         async with self._turns:
             seed = seed_of(self._drawing, task, row, sample)

@@ -13,7 +13,8 @@ from typing import Any
 
 from rolemesh.engine.images.prompt_images import ImageInvalidError, data_url
 
-_DATA = "data:"
+DATA = "data:"
+"""Begins a URL that holds what it names (RFC 2397)."""
 _BASE64 = ";base64"
 _SHOWN = 80
 """Most characters of a reference that a message shows."""
@@ -61,7 +62,7 @@ def data_of(reference: str, folder: Path | None, max_bytes: int) -> bytes:
         ImageInvalidError: There is no such file below the folder, it cannot be read, it has more
             bytes, or the URL holds no bytes.
     """
-    if reference[: len(_DATA)].lower() == _DATA:
+    if reference[: len(DATA)].lower() == DATA:
         return _held(reference, max_bytes)
     file = _file(reference, folder)
     try:

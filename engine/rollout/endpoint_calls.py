@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout import endpoint_wire
@@ -38,6 +39,8 @@ class EndpointCall:
     told: Told
     session_id: str = ""
     """Of the session that it belongs to; empty: of none."""
+    images: Sequence[PromptImage] = ()
+    """Of the prompt, in the order of their places among its tokens, which are expanded."""
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class EndpointCalls:
     Example::
 
         calls.begin(EndpointCall(call_id="chat-1", prompt=prompt, params=params, told=told))
-        calls.attend(engine, lora_request=None)  # on the compute thread
+        calls.attend(engine, lora_request=None, shown=shown)  # on the compute thread
         others = calls.taken(engine.step())
     """
 
@@ -121,7 +124,14 @@ class EndpointCalls:
         self._cancelled.append(call_id)
         self.has_come.set()
 
-    def attend(self, engine: Any, *, lora_request: Any, is_over: bool = False) -> bool:
+    def attend(
+        self,
+        engine: Any,
+        *,
+        lora_request: Any,
+        shown: Callable[[EndpointCall], Any],
+        is_over: bool = False,
+    ) -> bool:
         """Puts new calls into the engine, and takes those out that were cancelled.
 
         All slices of a sampler call it together.
@@ -129,6 +139,7 @@ class EndpointCalls:
         Args:
             engine: VLLM's LLMEngine.
             lora_request: VLLM's, of the adapter that is trained; None: the weights alone.
+            shown: Makes a prompt with images as the engine takes it, of a call that has some.
             is_over: Whether the turn is over, on the slice that hears of calls. What has come
                 waits for the next one then.
 
@@ -142,8 +153,9 @@ class EndpointCalls:
         for call in new:
             running = self._running[call.call_id] = _Running(call)
             try:
+                prompt = shown(call) if call.images else call.prompt
                 running.engine_id = engine.add_request(
-                    call.call_id, call.prompt, call.params, lora_request=lora_request
+                    call.call_id, prompt, call.params, lora_request=lora_request
                 )
             except Exception as error:  # a prompt that this engine refuses is its caller's to hear
                 del self._running[call.call_id]
@@ -206,7 +218,8 @@ def _packed(calls: Iterable[EndpointCall]) -> tuple[list[list[str]], list[Endpoi
     packed, kept = [], []
     for call in calls:
         try:
-            packed.append([call.call_id, endpoint_wire.pack_call(call.prompt, call.params)])
+            text = endpoint_wire.pack_call(call.prompt, call.params, call.images)
+            packed.append([call.call_id, text])
             kept.append(call)
         except endpoint_wire.WireError as error:
             call.told(error)
@@ -216,5 +229,7 @@ def _packed(calls: Iterable[EndpointCall]) -> tuple[list[list[str]], list[Endpoi
 def _of_the_first(told: list[str]) -> EndpointCall:
     """A call that the first slice has, as the others have it: nobody hears of it there."""
     call_id, packed = told
-    prompt, params = endpoint_wire.unpack_call(packed)
-    return EndpointCall(call_id=call_id, prompt=prompt, params=params, told=lambda output: None)
+    prompt, params, images = endpoint_wire.unpack_call(packed)
+    return EndpointCall(
+        call_id=call_id, prompt=prompt, params=params, images=images, told=lambda output: None
+    )

@@ -5,9 +5,17 @@ What arrives is read as the types that it must have, and nothing of it is execut
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from rolemesh.engine.images.prompt_images import (
+    ImageInvalidError,
+    PromptImage,
+    images_of,
+    images_text,
+)
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -19,11 +27,13 @@ class WireError(ValueError):
 
 
 class _Prompt(msgspec.Struct, array_like=True):
-    """As much of vLLM's EngineInput as a call of text has."""
+    """As much of vLLM's EngineInput as a call has, and its images."""
 
     prompt_token_ids: list[int]
     prompt: str | None = None
     cache_salt: str | None = None
+    images: str = ""
+    """As a row of the column `images`."""
 
 
 class _Logprob(msgspec.Struct, array_like=True):
@@ -56,28 +66,32 @@ class _Output(msgspec.Struct, array_like=True):
     completions: list[_Completion]
 
 
-def pack_call(prompt: Any, params: Any) -> str:
+def pack_call(prompt: Any, params: Any, images: Sequence[PromptImage] = ()) -> str:
     """A call as JSON text.
 
     Args:
         prompt: VLLM's EngineInput, of token ids.
         params: VLLM's SamplingParams.
+        images: Of the prompt.
 
     Raises:
-        WireError: The prompt is of another kind, e.g. with images.
+        WireError: The prompt is of another kind.
     """
     if prompt["type"] != "token":
         raise WireError(
             f"the prompt is of type {prompt['type']!r}: only token ids travel to other ranks"
         )
     packed = _Prompt(
-        list(prompt["prompt_token_ids"]), prompt.get("prompt"), prompt.get("cache_salt")
+        list(prompt["prompt_token_ids"]),
+        prompt.get("prompt"),
+        prompt.get("cache_salt"),
+        images_text(images),
     )
     return msgspec.json.encode([packed, params]).decode()
 
 
-def unpack_call(text: str | bytes) -> tuple[Any, SamplingParams]:
-    """Prompt and parameters of a call that `pack_call` has packed.
+def unpack_call(text: str | bytes) -> tuple[Any, SamplingParams, tuple[PromptImage, ...]]:
+    """Prompt, parameters and images of a call that `pack_call` has packed.
 
     Raises:
         WireError: It is none.
@@ -87,11 +101,13 @@ def unpack_call(text: str | bytes) -> tuple[Any, SamplingParams]:
 
     try:
         prompt, params = msgspec.json.decode(text, type=tuple[_Prompt, SamplingParams])
-    except msgspec.MsgspecError as error:
+        images = images_of(prompt.images)
+    except (msgspec.MsgspecError, ImageInvalidError) as error:
         raise WireError(f"a call is not what a rank sends: {error}") from error
     return (
         tokens_input(prompt.prompt_token_ids, prompt=prompt.prompt, cache_salt=prompt.cache_salt),
         params,
+        images,
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError, TurnEnd
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 
 
@@ -21,6 +22,8 @@ class Episode:
     """Row of the batch, as requested."""
     prompt_tokens: Sequence[int] | None = None
     """Token ids of the prompt, where that is not the data's; None: it is."""
+    images: Sequence[PromptImage] | None = None
+    """Of that prompt, where it is not the data's; None: it is."""
     completion_tokens: list[int] = field(default_factory=list)
     """Token ids: what was sampled, and what the environment said between."""
     loss_mask: list[bool] = field(default_factory=list)

@@ -257,7 +257,7 @@ def _row_of(prompt: Prompt, sample_index: int, episode: Episode, tokenizer: Chat
         "completion_text": tokenizer.decode(completion, skip_special_tokens=True),
         "answer": prompt.answer,
         "metadata": prompt.metadata,
-        IMAGES: images_text(prompt.images),
+        IMAGES: images_text(prompt.images if episode.images is None else episode.images),
         ENVIRONMENT_REWARDS: episode.reward,
         ROUTES: None
         if episode.routes is None

@@ -52,7 +52,10 @@ _NAMES = WeightsMapper(
 )
 """From those of files, older ones included."""
 
-_REFUSAL = "images come with the data of a run alone, and this endpoint takes none: send text"
+_REFUSAL = (
+    "this endpoint takes images in chat messages alone, as image_url parts with data URLs: send "
+    "text or these"
+)
 
 
 class _Limits(BaseProcessingInfo):  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch
 
 from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
+from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
 from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm_adapters import ServedAdapter
 from rolemesh.engine.rollout.vllm_image_prompts import ImagePrompts
@@ -155,8 +155,20 @@ class VllmSampling(RolloutBackend):
     def _attend_to_calls(self, *, is_over: bool = False) -> bool:
         """Gives the engine what has come for it; False on all slices when the turn is over."""
         return self.endpoint_calls is None or self.endpoint_calls.attend(
-            self.engine, lora_request=self._lora_request, is_over=is_over
+            self.engine, lora_request=self._lora_request, shown=self._shown, is_over=is_over
         )
+
+    def _shown(self, call: EndpointCall) -> Mapping[str, Any]:
+        """The prompt of a call with images, as the engine takes it.
+
+        Raises:
+            ImageInvalidError: An image cannot be read.
+        """
+        request = RolloutRequest(
+            row=0, prompt_tokens=call.prompt["prompt_token_ids"], seed=0, images=call.images
+        )
+        salt = {name: call.prompt[name] for name in ("cache_salt",) if name in call.prompt}
+        return {**self._prompts.given(request), **salt}
 
     def _step(self) -> list[Any]:
         """A step of the engine; returns the outputs that are not calls of the endpoint."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.images.openai_parts import with_urls
+from rolemesh.engine.images.prompt_images import data_url
 from rolemesh.engine.sessions.logs import AgentLog
 
 
@@ -34,10 +36,18 @@ class AgentWork:
     """Gets what the agent writes, also of a trajectory that fails."""
 
     def task(self) -> dict[str, Any]:
-        """The row as JSON: prompt_id, text, messages, answer, and the columns in metadata."""
-        row = asdict(self.prompt)
-        del row["tokens"]
-        return {**row, "metadata": json.loads(self.prompt.metadata or "{}")}
+        """The row as JSON: prompt_id, text, messages, answer, and the columns in metadata.
+
+        Images stand in the messages as data URLs, so that an agent passes these on as they are.
+        """
+        row = self.prompt
+        return {
+            "prompt_id": row.prompt_id,
+            "text": row.text,
+            "messages": with_urls(row.messages, [data_url(image.data) for image in row.images]),
+            "answer": row.answer,
+            "metadata": json.loads(row.metadata or "{}"),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

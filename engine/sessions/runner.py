@@ -89,13 +89,21 @@ class SessionRunner:
     failed one is trained on.
     """
 
-    def __init__(self, spec: AgentSpec, sandbox: Sandbox | None, door: SessionDoor) -> None:
+    def __init__(
+        self,
+        spec: AgentSpec,
+        sandbox: Sandbox | None,
+        door: SessionDoor,
+        *,
+        may_show_images: bool = False,
+    ) -> None:
         """Loads the agent.
 
         Args:
             spec: Which agent, and its bounds.
             sandbox: Where a user's code runs.
             door: Of the sampler that will be given to `run`.
+            may_show_images: Whether rows have a place for images.
 
         Raises:
             UserCodeError: The agent's code cannot be loaded.
@@ -109,6 +117,7 @@ class SessionRunner:
         that are left out come first."""
         self._spec = spec
         self._door = door
+        self._may_show_images = may_show_images
         self._agent: Agent = make_agent(spec, sandbox, door.url)
 
     def run(
@@ -164,6 +173,7 @@ class SessionRunner:
             seed=one.request.seed,
             max_calls=spec.max_turns,
             max_sampled_tokens=spec.max_tokens,
+            may_show_images=self._may_show_images,
         )
         opened = one.opened = sessions.open(rules)
         session_url = f"{self._door.url}/sessions/{opened.session_id}"
@@ -382,6 +392,7 @@ def _episode(
     return Episode(
         row=row,
         prompt_tokens=branch.prompt_tokens,
+        images=branch.images,
         completion_tokens=branch.completion_tokens,
         loss_mask=branch.loss_mask,
         logprobs=branch.logprobs,

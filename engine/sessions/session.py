@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rolemesh.engine.images.prompt_images import Grid, PromptImage
+
 FinishReason = Literal["stop", "length"]
 
 CALL_BYTES = 1500
@@ -43,6 +45,8 @@ class SessionCall:
     finish_reason: FinishReason
     is_trained: bool
     """Whether the caller wants its tokens to be trained on."""
+    images: Sequence[PromptImage]
+    """Of the prompt, in the order of their places: those of the parent, where there is one."""
 
     def policy_versions(self) -> list[int]:
         """Version of the weights that sampled each token."""
@@ -62,6 +66,8 @@ class Branch:
     """Numbers of its calls."""
     prompt_tokens: list[int]
     """Token ids of the first call's prompt."""
+    images: Sequence[PromptImage] = ()
+    """Of that prompt. No later turn shows an image."""
     completion_tokens: list[int] = field(default_factory=list)
     """Token ids: what was sampled, and what stood between in the prompts."""
     loss_mask: list[bool] = field(default_factory=list)
@@ -83,7 +89,9 @@ class Branch:
 class Session:
     """The calls of one rollout, as a tree. Not thread-safe: its store keeps the lock.
 
-    Invariant: tokens are those that the sampler was given and gave. No text is encoded again.
+    Invariant: tokens are those that the sampler was given and gave. No text is encoded again. All
+    calls of a path show the same images, in the prompt of its first call: one that shows others
+    begins a tree, though its tokens are alike.
 
     Example: a call with the prompt "a" that samples "b", and one with the prompt "a b c" that
     samples "d", make one branch: prompt "a", completion "b c d", loss_mask 1 0 1. A third call with
@@ -111,6 +119,7 @@ class Session:
         *,
         finish_reason: FinishReason,
         is_trained: bool = True,
+        images: Sequence[PromptImage] = (),
     ) -> SessionCall:
         """Keeps a call that has ended.
 
@@ -121,11 +130,12 @@ class Session:
             versions: See `SessionCall`.
             finish_reason: Why it ended.
             is_trained: Whether the caller wants it to be trained on.
+            images: Of the prompt, in the order of their places.
         """
         prompt, sampled = array("i", prompt_tokens), array("i", sampled_tokens)
         if len(logprobs) != len(sampled):
             raise ValueError(f"{len(logprobs)} log-probs for {len(sampled)} tokens")
-        parent = self._longest_beginning(prompt)
+        parent = self._longest_beginning(prompt, images)
         known = 0 if parent is None else _length(parent)
         call = SessionCall(
             number=len(self.calls),
@@ -137,12 +147,16 @@ class Session:
             versions=tuple(versions),
             finish_reason=finish_reason,
             is_trained=is_trained,
+            images=tuple(images) if parent is None else parent.images,
         )
         self.calls.append(call)
+        # A call has its parent's, so they are there once.
+        new_images = call.images if parent is None else ()
         self.num_bytes += (
             CALL_BYTES
             + TOKEN_BYTES * len(call.added_tokens)
             + SAMPLED_TOKEN_BYTES * len(call.sampled_tokens)
+            + sum(len(image.data) for image in new_images)
         )
         return call
 
@@ -183,7 +197,9 @@ class Session:
     def _branch(self, path: Sequence[SessionCall], trained: set[int]) -> Branch:
         first = path[0]
         branch = Branch(
-            calls=tuple(call.number for call in path), prompt_tokens=list(first.added_tokens)
+            calls=tuple(call.number for call in path),
+            prompt_tokens=list(first.added_tokens),
+            images=first.images,
         )
         for call in path:
             versions = call.policy_versions()
@@ -222,13 +238,20 @@ class Session:
                 )
         self.rewards.update(rewards)
 
-    def _longest_beginning(self, prompt: array[int]) -> SessionCall | None:
-        """The call whose prompt and sampled tokens are the longest beginning of a prompt."""
+    def _longest_beginning(
+        self, prompt: array[int], images: Sequence[PromptImage]
+    ) -> SessionCall | None:
+        """The call whose prompt and sampled tokens are the longest beginning of a prompt.
+
+        It shows the same images: placeholders of all pictures of a size are alike.
+        """
+        shown = _names(images)
         best: SessionCall | None = None
         for call in reversed(self.calls):
             length = _length(call)
             longer = best is None or length > _length(best)
-            if longer and length < len(prompt) and self._begins(prompt, call):
+            may_begin = longer and length < len(prompt) and _names(call.images) == shown
+            if may_begin and self._begins(prompt, call):
                 best = call
         return best
 
@@ -260,3 +283,8 @@ class Session:
 def _length(call: SessionCall) -> int:
     """Tokens of its prompt and of what it sampled."""
     return call.num_prompt_tokens + len(call.sampled_tokens)
+
+
+def _names(images: Sequence[PromptImage]) -> list[tuple[str, Grid]]:
+    """What tells images apart."""
+    return [(image.sha256, image.grid) for image in images]

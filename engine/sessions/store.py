@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.sessions.session import FinishReason, Session, SessionCall, SessionError
 from rolemesh.engine.specs import SamplingSpec
@@ -35,6 +36,8 @@ class SessionRules:
     """Calls, at most."""
     max_sampled_tokens: int | None = None
     """Tokens that are sampled in all calls together, at most."""
+    may_show_images: bool = True
+    """Whether prompts may show images. False: what becomes of the session has no place for them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,6 +207,7 @@ class Sessions:
         *,
         finish_reason: FinishReason,
         is_trained: bool = True,
+        images: Sequence[PromptImage] = (),
     ) -> SessionCall:
         """Keeps a call that has ended; see `Session.add`."""
         with self._lock:
@@ -215,6 +219,7 @@ class Sessions:
                 versions,
                 finish_reason=finish_reason,
                 is_trained=is_trained,
+                images=images,
             )
             opened.num_running -= 1
             opened.num_sampled += len(sampled_tokens)

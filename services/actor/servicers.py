@@ -104,7 +104,7 @@ class ActorRole(ModelRole, EndpointRole):
             progress(f"load {spec.rollout.type}", 2, 3)
             has_endpoint = spec.endpoint is not None
             self._load_sampler(spec.rollout, model, mesh, numerics, has_endpoint=has_endpoint)
-        door = self.open_endpoint(spec.endpoint, spec.environment, self.sandbox)
+        door = self.open_endpoint(spec.endpoint, spec.environment, self.sandbox, spec.data)
         progress("ready", 3, 3)
         sampler = "none" if spec.rollout is None else spec.rollout.type
         return replace(result, facts={**self._source.facts, **door, "rollout": sampler})

@@ -27,6 +27,7 @@ from rolemesh.engine.specs.endpoint import EndpointSpec
 from rolemesh.services.endpoint import session_routes
 from rolemesh.services.endpoint.chat import SessionChat
 from rolemesh.services.endpoint.client import SamplerClient
+from rolemesh.services.endpoint.client_images import ClientImages
 from rolemesh.services.endpoint.guard import UNTRAINED, Guard
 from rolemesh.services.endpoint.parsers import tool_parser_of
 from rolemesh.services.endpoint.prompts import SessionPrompts
@@ -43,6 +44,7 @@ def make_app(
     *,
     key: str | None,
     begun: Callable[[], None],
+    images: ClientImages | None,
 ) -> FastAPI:
     """The app of an endpoint.
 
@@ -53,6 +55,7 @@ def make_app(
         sessions: Those that are remembered.
         key: Of the endpoint; None: it asks for none.
         begun: Called on the loop when there is something to sample.
+        images: Reads images of clients; None: the model takes none.
 
     Raises:
         ValueError: A parser or a template is not what it should be.
@@ -104,7 +107,9 @@ def make_app(
         tool_parser=parser,
     )
     tokenizer: Any = client.renderer.get_tokenizer()
-    prompts = SessionPrompts(Renderer(tokenizer, template=template))
+    prompts = SessionPrompts(
+        Renderer(tokenizer, template=template), tokenizer, template=template, images=images
+    )
     state.openai_serving_chat.prompts = prompts
     shown = template or str(getattr(tokenizer, "chat_template", None) or "")
     state.openai_serving_chat.renders_tools = re.search(r"\btools\b", shown) is not None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.sessions.session import SessionCall
 from rolemesh.engine.sessions.store import OpenSession
 
@@ -21,6 +22,8 @@ class Asked:
     """The request's JSON object, as it came."""
     is_trained: bool = True
     """Whether its caller wants its tokens to be trained on."""
+    images: Sequence[PromptImage] = ()
+    """Of its prompt, in the order of their places."""
     calls: dict[int, SessionCall] = field(default_factory=dict)
     """What was kept of it, by the index of the completion."""
 

@@ -33,7 +33,7 @@ class SessionChat(OpenAIServingChat):  # type: ignore[misc]
                 "describe them in a message, or give endpoint.chat_template one that does",
                 param="tools",
             )
-        self.prompts.put_into(request)
+        await self.prompts.put_into(request)
         return await super().render_chat_request(request)
 
     async def create_chat_completion(

@@ -126,6 +126,7 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
                     params=params,
                     told=told,
                     session_id="" if opened is None else opened.session_id,
+                    images=() if asked is None else asked.images,
                 )
             )
             self._begun()
@@ -169,6 +170,7 @@ class SamplerClient(EngineClient):  # type: ignore[misc]
             [(span.start, int(span.version)) for span in completion.weight_versions],
             finish_reason=completion.finish_reason,
             is_trained=asked.is_trained,
+            images=asked.images,
         )
 
     async def get_supported_tasks(self) -> Any:

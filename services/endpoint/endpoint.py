@@ -6,15 +6,18 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.sessions.store import Sessions
+from rolemesh.engine.specs import ImagesSpec
 from rolemesh.engine.specs.endpoint import EndpointSpec
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.http_server import HttpServer, serve_app
 from rolemesh.rpc.loop_thread import LoopThread
+from rolemesh.services.endpoint.client_images import ClientImages
 from rolemesh.services.endpoint.replicas import Calls
 from rolemesh.services.endpoint.turns import RankTurns, Turns
 
@@ -51,6 +54,7 @@ class Endpoint:
         ranks: RankTurns | None = None,
         bring_weights: Callable[[], object],
         may_sample: Callable[[], bool],
+        image_bounds: Sequence[ImagesSpec] = (),
     ) -> None:
         """Starts to serve, on the compute thread.
 
@@ -63,6 +67,8 @@ class Endpoint:
             bring_weights: Called there before a turn: sees to it that it holds the weights to
                 sample with.
             may_sample: Whether it may be used now; from any thread. False: calls wait.
+            image_bounds: Sections `images` of the run's data, whose widest bounds hold for clients;
+                none: the defaults do.
 
         Raises:
             ValueError: The address cannot be bound, or a field of the spec cannot be served.
@@ -83,6 +89,8 @@ class Endpoint:
         self._ranks = ranks
         self._bring_weights = bring_weights
         self._may_sample = may_sample
+        folder = Path(str(backend.engine.model_config.model))
+        self._images = ClientImages.of_folder(folder, image_bounds)
         self._begun = asyncio.Event()
         self._server: HttpServer | None = None
         self._taking_turns: asyncio.Task[None] | None = None
@@ -105,6 +113,7 @@ class Endpoint:
             self.sessions,
             key=_key_of(spec),
             begun=self._begun.set,
+            images=self._images,
         )
         self._server, port = await serve_app(
             app,
@@ -182,6 +191,8 @@ class Endpoint:
             self._taking_turns.cancel()
         if self._server is not None:
             await self._server.stop()
+        if self._images is not None:
+            self._images.close()
 
 
 class EndpointClosedError(RuntimeError):

@@ -93,7 +93,8 @@ class RemoteCalls:
         said: Any = RuntimeError("another rank ended a call without saying so")
         try:
             request = endpoint_pb2.SampleCallRequest(
-                run_id=self._run_id, call=pack_call(call.prompt, call.params).encode()
+                run_id=self._run_id,
+                call=pack_call(call.prompt, call.params, call.images).encode(),
             )
             stub = endpoint_pb2_grpc.EndpointServiceStub(self._channel)
             async for answer in stub.SampleCall(request):

@@ -17,7 +17,14 @@ from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.sampling import OnBlock, without_rows
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.sessions.runner import SessionRunner
-from rolemesh.engine.specs import AgentSpec, EndpointSpec, EnvironmentSpec, SamplingSpec
+from rolemesh.engine.specs import (
+    AgentSpec,
+    DataSpec,
+    EndpointSpec,
+    EnvironmentSpec,
+    SamplingSpec,
+    images_of_data,
+)
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
 from rolemesh.services.endpoint.endpoint import Endpoint, EndpointClosedError
 from rolemesh.services.endpoint.replicas import Calls, RemoteCalls, Replicas
@@ -55,7 +62,11 @@ class EndpointRole(SamplingRole):
         self._service_loop = asyncio.get_running_loop()
 
     def open_endpoint(
-        self, spec: EndpointSpec | None, environment: EnvironmentSpec | None, sandbox: Sandbox
+        self,
+        spec: EndpointSpec | None,
+        environment: EnvironmentSpec | None,
+        sandbox: Sandbox,
+        data: DataSpec,
     ) -> dict[str, str]:
         """Serves the sampler at an endpoint from now on, where there is to be one.
 
@@ -63,6 +74,7 @@ class EndpointRole(SamplingRole):
             spec: Of the endpoint; None: there is none.
             environment: Of the rows; an agent asks at the endpoint.
             sandbox: Where a user's code runs.
+            data: Of the run, whose bounds of images hold for clients.
 
         Returns:
             Where it answers, as a fact of Initialize.
@@ -94,9 +106,15 @@ class EndpointRole(SamplingRole):
             ranks=self.turns,
             bring_weights=self.bring_weights,
             may_sample=lambda: hold.may_sample,
+            image_bounds=images_of_data(data),
         )
         if isinstance(environment, AgentSpec):
-            self.source.agents = SessionRunner(environment, sandbox, self.endpoint)
+            self.source.agents = SessionRunner(
+                environment,
+                sandbox,
+                self.endpoint,
+                may_show_images=self.source.prompts.has_images,
+            )
             logger.info("agents run in the sandbox %s", sandbox)
         return {"endpoint": self.endpoint.url}
 

@@ -44,7 +44,7 @@ class EndpointServicer(RoleServicer[EndpointRole], endpoint_pb2_grpc.EndpointSer
     ) -> AsyncIterator[endpoint_pb2.SampleCallResponse]:
         """See endpoint.proto."""
         calls, _ = self._calls_and_turns(request.run_id)
-        prompt, params = unpack_call(request.call)
+        prompt, params, images = unpack_call(request.call)
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -53,7 +53,9 @@ class EndpointServicer(RoleServicer[EndpointRole], endpoint_pb2_grpc.EndpointSer
 
         call_id = f"of-rank-0-{next(self._numbers)}"
         is_over = False
-        calls.begin(EndpointCall(call_id=call_id, prompt=prompt, params=params, told=told))
+        calls.begin(
+            EndpointCall(call_id=call_id, prompt=prompt, params=params, told=told, images=images)
+        )
         try:
             while not is_over:
                 output = await outputs.get()

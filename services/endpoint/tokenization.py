@@ -27,5 +27,5 @@ class SessionTokenization(ServingTokenization):  # type: ignore[misc]
             # VLLM's own knows no fields for these, and would pass them over.
             beside = beside_messages(asked.body)
             request.chat_template_kwargs = {**(request.chat_template_kwargs or {}), **beside}
-            self.prompts.put_into(request)
+            await self.prompts.put_into(request)
         return await super().create_tokenize(request, raw_request)

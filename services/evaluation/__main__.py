@@ -24,6 +24,7 @@ from rolemesh.engine.evaluation.asking import Asker, EndpointGoneError
 from rolemesh.engine.evaluation.playing import Player
 from rolemesh.engine.evaluation.tasks import rows_of
 from rolemesh.engine.sandbox.host import find_sandbox
+from rolemesh.engine.specs import images_of_data
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec, EvaluationQuestion
 from rolemesh.engine.user_code import UserCodeError
 from rolemesh.services.evaluation.judging import Judge
@@ -57,10 +58,13 @@ async def _evaluate(question: EvaluationQuestion) -> None:
         # Before a tokenizer, which would be loaded without it: then there are no models here.
         importlib.import_module("torch")
     tokenizer = _tokenizer(asked.tokenizer)
-    measuring = tokenizer or _tokenizer(question.data_tokenizer)
+    folder = asked.tokenizer or question.data_tokenizer
+    measuring = tokenizer or _tokenizer(folder)
     # All faults of tasks show before the first row is asked.
     tasks = [
-        Task(spec, rows_of(spec, measuring), None if spec.agent is not None else Judge(spec))
+        Task(
+            spec, rows_of(spec, measuring, folder), None if spec.agent is not None else Judge(spec)
+        )
         for spec in question.tasks
     ]
     key = None if asked.key_variable is None else os.environ.get(asked.key_variable, "")
@@ -100,6 +104,12 @@ async def _evaluate(question: EvaluationQuestion) -> None:
 
 def _check_tokenizer(task: EvaluatedTaskSpec, *, has_tokenizer: bool) -> None:
     """Refuses tasks that need prompts as the policy sees them, where they cannot be made."""
+    if has_tokenizer and task.agent is None and images_of_data(task.data):
+        raise ValueError(
+            f"task {task.name}: its data has images, and prompts are sent as token ids here, which "
+            "show none: serve the policy (rolemesh serve-policy), and name it by --url without "
+            "--tokenizer"
+        )
     if has_tokenizer or not (task.has_model or task.environment is not None):
         return
     why = (

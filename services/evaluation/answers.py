@@ -22,3 +22,5 @@ class Answer:
     """Its text, or what the answer in it is."""
     given: float | None = None
     """What the environment gave that played it; None: there was none."""
+    images: tuple[str, ...] | None = None
+    """Those of the prompt as data URLs, in its order; None: the task's data has none."""

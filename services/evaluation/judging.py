@@ -103,11 +103,17 @@ class Judge:
             await scorer.open()
 
     async def begin(
-        self, row: PromptRow, prompt: str, completion: str, given: float | None = None
+        self,
+        row: PromptRow,
+        prompt: str,
+        completion: str,
+        given: float | None = None,
+        images: tuple[str, ...] | None = None,
     ) -> Judged:
         """Asks the sources that judge an answer by itself; raises UnscoredError if one fails."""
         text = completion if self._tag is None else answer_in(completion, self._tag)
-        judged = Judged(answer=Answer(row=row, prompt=prompt, completion=text, given=given))
+        answer = Answer(row=row, prompt=prompt, completion=text, given=given, images=images)
+        judged = Judged(answer=answer)
         for weight, scorer in self._scorers:
             judged.add(weight, await scorer.score(judged.answer))
         return judged
@@ -239,6 +245,7 @@ class _Outside:
             query=answer.prompt + answer.completion,
             answer=answer.row.answer,
             metadata=json.loads(answer.row.metadata or "{}"),
+            images=answer.images,
         )
         try:
             judgement = await self._reward.judge([asked])

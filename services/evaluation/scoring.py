@@ -18,6 +18,7 @@ from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError
 from rolemesh.engine.evaluation.asking import Answered, Asker, EndpointGoneError, UnansweredError
 from rolemesh.engine.evaluation.playing import Player
 from rolemesh.engine.evaluation.tasks import EvaluatedRow
+from rolemesh.engine.images.prompt_images import ImageInvalidError
 from rolemesh.engine.specs.evaluation import DrawingSpec, EvaluatedTaskSpec
 from rolemesh.engine.user_code import UserCodeError
 from rolemesh.services.evaluation.answers import UnscoredError
@@ -106,11 +107,13 @@ class _Scoring:
         if judge is None:
             self._told(answered, answered.reward)
             return
-        row = self._task.rows[answered.at].row
+        row = self._task.rows[answered.at]
         try:
-            judged = await judge.begin(row, answered.prompt, completion.text, answered.reward)
-        except UnscoredError as error:
-            self._told(answered, error)
+            judged = await judge.begin(
+                row.row, answered.prompt, completion.text, answered.reward, row.image_urls()
+            )
+        except (UnscoredError, ImageInvalidError) as error:
+            self._told(answered, UnscoredError(str(error)))
             return
         if judge.judges_together:
             self._waiting.append((answered, judged))
@@ -206,7 +209,7 @@ class RowByRow:
                 return found(completion=await self._asker.ask(name, row, sample))
             played = await self._player.play(name, row, sample, prompt=prompt)
             return found(completion=played.completion, reward=played.score)
-        except UnansweredError as error:
+        except (UnansweredError, ImageInvalidError) as error:
             return found(why=str(error))
 
 

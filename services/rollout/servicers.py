@@ -117,7 +117,7 @@ class RolloutRole(Role, EndpointRole):
             has_endpoint=spec.endpoint is not None,
         )
         self._deliveries = Deliveries(self._backend, mesh, are_shards=self._takes_shards)
-        door = self.open_endpoint(spec.endpoint, spec.environment, self.sandbox)
+        door = self.open_endpoint(spec.endpoint, spec.environment, self.sandbox, spec.data)
         progress("ready", 2, 2)
         return InitializeResult(
             policy_version=self._backend.policy_version,

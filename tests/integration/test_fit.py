@@ -123,7 +123,7 @@ def test_there_are_recipes_for_one_to_eight_gpus() -> None:
                 if any(role in loaded.roles and loaded.has_model(role) for role in pool.roles)
             )
         )
-    assert sorted(numbers) == [1, 1, 2, 4, 8, 8, 8]
+    assert sorted(numbers) == [1, 1, 1, 2, 4, 8, 8, 8]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.vllm import VllmBackend
-from rolemesh.engine.specs import EndpointSpec, VllmSpec
+from rolemesh.engine.specs import EndpointSpec, ImagesSpec, VllmSpec
 from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.services.endpoint.endpoint import Endpoint
 from rolemesh.services.runtime.calls.compute import ComputeThread
@@ -205,7 +205,9 @@ class Session:
 
 
 @contextmanager
-def serving_endpoint(sampler: Sampler, **spec: Any) -> Iterator[Served]:
+def serving_endpoint(
+    sampler: Sampler, *, image_bounds: Sequence[ImagesSpec] = (), **spec: Any
+) -> Iterator[Served]:
     """An endpoint of the sampler."""
     may_sample = threading.Event()
     may_sample.set()
@@ -220,6 +222,7 @@ def serving_endpoint(sampler: Sampler, **spec: Any) -> Iterator[Served]:
                 sampler.compute,
                 bring_weights=lambda: None,
                 may_sample=may_sample.is_set,
+                image_bounds=image_bounds,
             )
         )
         served = Served(sampler, endpoint, may_sample)

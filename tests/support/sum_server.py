@@ -14,6 +14,13 @@ Answers = Callable[[list[int], dict[str, Any]], str | None]
 """Text for the terms of a sum and its request; None: status 400."""
 
 
+def said(content: Any) -> str:
+    """The text of a message, which may show images beside it."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
 @contextmanager
 def sum_server(
     answers: Answers, key: str | None = None, decode: Callable[[list[int]], str] | None = None
@@ -44,7 +51,7 @@ def sum_server(
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             bodies.append(body)
-            text = decode(body["prompt"]) if decode else body["messages"][-1]["content"]
+            text = decode(body["prompt"]) if decode else said(body["messages"][-1]["content"])
             found = answers([int(number) for number in re.findall(r"\d+", text)], body)
             if found is None or not self.has_key():
                 self.say(400, {"error": {"message": "this server knows no such sum"}})

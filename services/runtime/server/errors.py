@@ -50,6 +50,9 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.llama_cpp.architecture.UnwritableModelError": "SPEC_INVALID",
         "rolemesh.engine.data.rows.EmptyDataError": "DATA_EMPTY",
         "rolemesh.engine.data.rows.DataInvalidError": "DATA_INVALID",
+        "rolemesh.engine.images.prompt_images.ImageInvalidError": "DATA_INVALID",
+        # The reader of images says instead which one it was.
+        "rolemesh.engine.images.decoding._WorkerLostError": "DATA_INVALID",
         "rolemesh.engine.environments.arithmetic.ArithmeticInvalidError": "ARITHMETIC_INVALID",
         "rolemesh.engine.user_code.UserCodeError": "USER_CODE_INVALID",
         "rolemesh.engine.transport.shm.SegmentInvalidError": "TENSOR_MALFORMED",

@@ -123,15 +123,15 @@ class PromptSource:
 
         Raises:
             UserCodeError: The class of the environment cannot be loaded.
-            DataInvalidError: The data has images.
+            DataInvalidError: The data has images, and the environment is no agent.
         """
-        if environment is not None and self.prompts.has_images:
-            raise DataInvalidError(
-                f"data.images is given, but the policy talks to an environment of type "
-                f"{environment.type!r}, and turns with environments and agents show no images: "
-                "take one of both out"
-            )
         if environment is not None and not isinstance(environment, AgentSpec):
+            if self.prompts.has_images:
+                raise DataInvalidError(
+                    f"data.images is given, but the policy talks to an environment of type "
+                    f"{environment.type!r}, and turns with environments show no images: take one "
+                    "of both out"
+                )
             self.episodes = EpisodeRunner(
                 environment,
                 self.tokenizer,

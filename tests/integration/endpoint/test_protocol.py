@@ -270,3 +270,10 @@ def test_an_answer_follows_a_refusal_at_once(served: Served) -> None:
     for _ in range(3):
         refused(served, "/v1/completions", {"model": "policy", "prompt": [10_000]})
         assert chat(served).choices[0].finish_reason == "length"
+
+
+def test_a_model_of_text_refuses_images_by_name(served: Served) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"model": "policy", "messages": [{"role": "user", "content": [picture]}]}
+    said = refused(served, "/v1/chat/completions", body)
+    assert "this model takes none: send text" in said["message"]

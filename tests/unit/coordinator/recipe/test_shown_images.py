@@ -34,6 +34,14 @@ def test_a_teacher_with_a_model_sees_images() -> None:
     assert made.sent_spec("actor")["data"]["images"]["folder"] == "pictures"
 
 
+def test_an_agent_is_shown_images() -> None:
+    agent = {"type": "python_agent", "run": "agents.py:run"}
+    rollout = {"type": "vllm", "max_model_len": 64}
+    made = recipe(SHOWN, {"model": MODEL}, environment=agent, rollout=rollout, endpoint={})
+    assert made.actor is not None
+    assert made.actor.environment is not None
+
+
 @pytest.mark.parametrize(
     ("teacher", "actor", "message"),
     [

@@ -21,14 +21,12 @@ from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
 from rolemesh.engine.data.row_store import RowStore
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow, PromptTooLongError
 from rolemesh.engine.data.trajectories import read_trajectories
-from rolemesh.engine.evaluation.tasks import rows_of
 from rolemesh.engine.grants import Grant, NotGrantedError
 from rolemesh.engine.images.decoding import MAX_PIXELS
 from rolemesh.engine.images.prompt_images import images_of
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.specs import CalculatorEnvironmentSpec, DataSpec, ImagesSpec, ModelFolderSpec
-from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec
 from rolemesh.services.preview.looking import Preview, PreviewSpec
 from rolemesh.services.runtime.servicers.rollout import PromptSource
 
@@ -477,20 +475,6 @@ def test_a_role_refuses_images_with_an_environment(load: Loading, model: Path) -
     source.play(None, 200, nothing, nothing)
     with pytest.raises(DataInvalidError, match="environment of type 'calculator', and turns with"):
         source.play(CalculatorEnvironmentSpec(), 200, nothing, nothing)
-
-
-def test_an_evaluation_refuses_images(load: Loading, tokenizer: Any) -> None:
-    load([{"prompt": "a", "images": ["wide.png"]}])
-    data = {
-        "type": "jsonl",
-        "path": str(load.place / "rows.jsonl"),
-        "held_out_size": 1,
-        "images": {"folder": str(load.folder)},
-    }
-    reward = {"type": "arithmetic"}
-    task = EvaluatedTaskSpec.model_validate({"name": "birds", "data": data, "reward": reward})
-    with pytest.raises(DataInvalidError, match="task birds: its data has images, and evaluations"):
-        rows_of(task, tokenizer)
 
 
 def test_a_check_of_a_recipe_counts_the_places(load: Loading, model: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout import endpoint_calls
 from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
@@ -51,6 +52,11 @@ class ScriptedEngine:
             del self.running[own]
 
 
+def as_it_is(call: EndpointCall) -> Any:
+    """A prompt with images, where the engine is scripted."""
+    return call.prompt, [image.sha256 for image in call.images]
+
+
 class Caller:
     """One call, and what it is told."""
 
@@ -84,8 +90,8 @@ def test_a_call_reaches_the_engine_once_and_is_told_each_output(
     assert calls.is_empty
     (caller,) = begun(calls, "a")
     assert (calls.is_empty, calls.num_open, calls.has_come.is_set()) == (False, 1, True)
-    calls.attend(engine, lora_request="adapter")
-    calls.attend(engine, lora_request="adapter")
+    calls.attend(engine, lora_request="adapter", shown=as_it_is)
+    calls.attend(engine, lora_request="adapter", shown=as_it_is)
     assert engine.added == [("a", "prompt", "params", "adapter")]
     assert (calls.is_empty, calls.num_open) == (False, 1)
     first, last = Output("a", tokens=(1,)), Output("a", finished=True, tokens=(1, 2))
@@ -100,7 +106,7 @@ def test_outputs_of_a_generation_are_given_back_in_their_order(
     calls: EndpointCalls, engine: ScriptedEngine
 ) -> None:
     (caller,) = begun(calls, "a")
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     others = [Output("0"), Output("1", finished=True)]
     assert calls.taken([others[0], Output("a"), others[1]]) == others
     assert caller.told == [Output("a")]
@@ -110,7 +116,7 @@ def test_a_call_of_several_completions_ends_with_the_last_of_them(
     calls: EndpointCalls, engine: ScriptedEngine
 ) -> None:
     (caller,) = begun(calls, "a")
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     # VLLM says `finished` when the last completion of a request is over.
     outputs = [Output("a"), Output("a"), Output("a", finished=True)]
     for output in outputs:
@@ -123,12 +129,12 @@ def test_a_call_that_is_cancelled_in_the_engine_leaves_it_and_hears_nothing_more
     calls: EndpointCalls, engine: ScriptedEngine
 ) -> None:
     gone, stays = begun(calls, "gone", "stays")
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     calls.has_come.clear()
     calls.cancel("gone")
     # Else nobody would take it out until another call comes.
     assert calls.has_come.is_set()
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     assert list(engine.running.values()) == ["stays"]
     assert calls.taken([Output("stays", finished=True)]) == []
     assert gone.told == []
@@ -141,19 +147,19 @@ def test_a_call_that_is_cancelled_before_it_is_in_the_engine_does_not_stay_there
 ) -> None:
     (gone,) = begun(calls, "gone")
     calls.cancel("gone")
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     assert engine.running == {}
     assert (gone.told, calls.is_empty, calls.num_open) == ([], True, 0)
 
 
 def test_cancelling_what_has_ended_is_nothing(calls: EndpointCalls, engine: ScriptedEngine) -> None:
     begun(calls, "a")
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     calls.taken([Output("a", finished=True)])
     calls.cancel("a")
     calls.cancel("never was")
     assert not calls.is_empty
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     assert (engine.aborted, calls.is_empty) == ([], True)
 
 
@@ -168,7 +174,7 @@ def test_a_prompt_that_the_engine_refuses_is_told_to_its_caller_alone(
     bad, good = Caller("bad", "long"), Caller("good")
     for caller in (bad, good):
         calls.begin(caller.call)
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     (error,) = bad.told
     assert str(error) == "the prompt is too long"
     assert list(engine.running.values()) == ["good"]
@@ -179,21 +185,21 @@ def test_an_error_of_the_engine_ends_all_calls_and_later_ones_go_on(
     calls: EndpointCalls, engine: ScriptedEngine
 ) -> None:
     (running,) = begun(calls, "running")
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     (waiting,) = begun(calls, "waiting")
     error = RuntimeError("the engine broke")
     calls.fail(engine, error)
     assert running.told == waiting.told == [error]
     assert (engine.running, calls.is_empty) == ({}, True)
     (later,) = begun(calls, "later")
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     calls.taken([Output("later", finished=True)])
     assert later.told == [Output("later", finished=True)]
 
 
 def test_after_the_end_calls_hear_why(calls: EndpointCalls, engine: ScriptedEngine) -> None:
     (running,) = begun(calls, "running")
-    calls.attend(engine, lora_request=None)
+    calls.attend(engine, lora_request=None, shown=as_it_is)
     (waiting,) = begun(calls, "waiting")
     error = RuntimeError("the service ends")
     calls.close(engine, error)
@@ -244,8 +250,8 @@ class Told:
     def attend(self, *, is_over: bool = False) -> tuple[bool, bool]:
         first, second = self.engines
         return (
-            self.first.attend(first, lora_request=None, is_over=is_over),
-            self.second.attend(second, lora_request=None),
+            self.first.attend(first, lora_request=None, shown=as_it_is, is_over=is_over),
+            self.second.attend(second, lora_request=None, shown=as_it_is),
         )
 
 
@@ -256,6 +262,8 @@ def test_slices_put_the_same_into_their_engines_before_the_same_step(
     both = Told(monkeypatch)
     assert (both.first.follows, both.second.follows) == (False, True)
     callers = [Caller(name, {"type": "token", "prompt_token_ids": [1, 2]}) for name in "ab"]
+    image = PromptImage.of(b"a picture", (1, 2, 2))
+    object.__setattr__(callers[1].call, "images", (image,))
     for caller in callers:
         object.__setattr__(caller.call, "params", sampling.SamplingParams(seed=7))
         both.first.begin(caller.call)
@@ -265,6 +273,8 @@ def test_slices_put_the_same_into_their_engines_before_the_same_step(
     assert both.attend() == (True, True)
     first, second = both.engines
     assert first.added == second.added != []
+    assert [prompt["type"] for _, prompt, *_ in first.added[:1]] == ["token"]
+    assert first.added[1][1] == (callers[1].call.prompt, [image.sha256])
     assert both.second.are_running
     both.first.cancel("a")
     assert both.attend() == (True, True)

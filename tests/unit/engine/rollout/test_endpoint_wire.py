@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.rollout.endpoint_wire import (
     WireError,
     pack_call,
@@ -37,9 +38,11 @@ def test_a_call_arrives_as_it_was() -> None:
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=StructuredOutputsParams(json='{"type": "object"}'),
     )
-    assert unpack_call(pack_call(prompt, params)) == (prompt, params)
+    assert unpack_call(pack_call(prompt, params)) == (prompt, params, ())
     bare = vllm_inputs.tokens_input([7])
-    assert unpack_call(pack_call(bare, SamplingParams())) == (bare, SamplingParams())
+    images = (PromptImage.of(b"a", (1, 4, 2)), PromptImage.of(b"b", (1, 2, 2)))
+    called = unpack_call(pack_call(bare, SamplingParams(), images))
+    assert called == (bare, SamplingParams(), images)
 
 
 def test_a_prompt_that_is_more_than_tokens_does_not_travel() -> None:
@@ -47,7 +50,10 @@ def test_a_prompt_that_is_more_than_tokens_does_not_travel() -> None:
         pack_call({"type": "embeds"}, None)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '[[["a"]],{}]', '[[[1],null,null],{"n":"two"}]'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", '[[[1],null,null,"[1]"],{}]', '[[["a"]],{}]', '[[[1],null,null],{"n":"two"}]'],
+)
 def test_what_is_no_call_is_refused(text: str) -> None:
     with pytest.raises(WireError, match="not what a rank sends"):
         unpack_call(text)
