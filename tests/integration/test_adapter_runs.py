@@ -122,7 +122,7 @@ async def test_every_algorithm_starts_and_ends_with_an_adapter(
         assert not any(role == "reference" for role, _ in served)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 async def test_two_runs_that_share_services_learn_what_each_learns_alone(
     name: str, task: Path, services: dict[str, str], tmp_path: Path
 ) -> None:

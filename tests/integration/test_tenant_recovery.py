@@ -40,7 +40,14 @@ def _recipe(task: Path, seed: int, case: Case) -> dict[str, Any]:
     return recipe
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    # What one rank does, two do as well.
+    [
+        pytest.param(case, id=name, marks=[] if name == "two slices" else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
 async def test_a_killed_service_is_had_again_by_both_of_its_runs(
     case: Case, tmp_path: Path
 ) -> None:

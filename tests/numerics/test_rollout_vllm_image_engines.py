@@ -74,6 +74,7 @@ def largest_difference(backend: VllmBackend, model: Any, folder: Path) -> float:
     return float(differences(model, processor, requests, pictures_of_rows(), found).max())
 
 
+@pytest.mark.slow
 def test_a_folder_whose_embedding_is_tied_begins_with_its_own_weights(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tied", tie_word_embeddings=True)
     model = whole_model(folder)
@@ -98,6 +99,7 @@ def test_rounded_weights_meet_features_that_are_not_rounded(tmp_path: Path) -> N
         assert largest_difference(backend, model, folder) < LOGPROB
 
 
+@pytest.mark.slow
 def test_a_folder_with_the_names_of_newer_files_is_loaded(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "newer")
     model = whole_model(folder)
