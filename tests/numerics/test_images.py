@@ -26,7 +26,7 @@ from support.tiny_families import write_tiny_decoder
 from support.tiny_images import IMAGE_PAD, noise, write_tiny_image_model
 from support.token_batches import token_batch, with_shared_prompts
 from support.updates import update_whole
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.fit.rank_memory import estimated
@@ -39,6 +39,7 @@ from rolemesh.engine.images.prompt_images import (
     images_text,
 )
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
+from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.model_files import read_config_file
 from rolemesh.engine.models.causal_lm import CausalLm
@@ -64,9 +65,9 @@ TOLERANCE = 3e-6
 """Of log-probs in float32: sums in another order."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_image_model(tmp_path_factory.mktemp("qwen2_5_vl"), num_hidden_layers=2)
+@pytest.fixture(scope="module", params=TEXT_PARTS)
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return write_tiny_image_model(tmp_path_factory.mktemp(request.param), family=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def by_transformers(
     folder: Path, batch: Experience, adapted: Callable[[Any], Any] = lambda whole: whole
 ) -> list[torch.Tensor]:
     """Log-probs of completion tokens by transformers' whole model, a row at a time."""
-    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     whole = adapted(loaded).eval()
     processor = ImageProcessor(folder)
     found = []
@@ -115,7 +116,7 @@ def by_transformers(
 
 
 def test_positions_are_those_of_transformers(folder: Path) -> None:
-    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     row = torch.tensor([1, 2, *[IMAGE_PAD] * 12, 3, *[IMAGE_PAD] * 6, 5, 6])
     grids = [(1, 6, 8), (1, 4, 6)]
     expected, _ = whole.model.get_rope_index(
@@ -303,28 +304,32 @@ def test_an_export_loads_as_the_whole_model(
     assert torch.equal(again.values, found.values)
 
 
-def test_files_of_the_newer_names_are_read(
+def test_files_of_other_names_are_read(
     folder: Path, batch: Experience, tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    """`model.language_model.` and `model.visual.`, whole and by slices."""
-    newer = shutil.copytree(folder, tmp_path / "newer")
-    tensors = load_file(newer / "model.safetensors")
-    renamed = {
-        name
-        if name.startswith("lm_head")
-        else "model." + name
-        if name.startswith("visual")
-        else name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(renamed, newer / "model.safetensors", metadata={"format": "pt"})
+    """With `model.language_model.` and `model.visual.`, or without; whole and by slices."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    changes = [("model.", "model.language_model."), ("visual.", "model.visual.")]
+    if is_nested := "model.language_model.norm.weight" in tensors:
+        changes = [(own, new) for new, own in changes]
+
+    def renamed(name: str) -> str:
+        for own, new in changes:
+            if name.startswith(own):
+                return name.replace(own, new, 1)
+        return name
+
+    changed = {renamed(name): tensor for name, tensor in tensors.items()}
+    assert is_nested != ("model.visual.patch_embed.proj.weight" in changed)
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
     found, expected = (
         compute_logprobs(model_of(one), batch, temperature=1.0)["logprobs"].values
-        for one in (newer, folder)
+        for one in (other, folder)
     )
     assert torch.equal(found, expected)
     for parts in zip(
-        *(rank_pool.run(score_in_slices, 2, one, batch) for one in (newer, folder)), strict=True
+        *(rank_pool.run(score_in_slices, 2, one, batch) for one in (other, folder)), strict=True
     ):
         assert torch.equal(*parts)
 
