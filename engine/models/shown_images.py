@@ -1,7 +1,7 @@
 """Images in a decoder: features stand in the places of placeholders.
 
 Some towers give more than one set of them. The first stands at the embedding; each of the others is
-added behind one of the first layers (DeepStack, arXiv 2406.04334, section 3.2).
+added behind one of the first layers (DeepStack, arXiv 2406.04334).
 
 Shape letters: B rows, T tokens, D width, W of all sets side by side; M places of images, N those
 whose hidden states this rank has.

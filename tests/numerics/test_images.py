@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import shutil
 import warnings
@@ -20,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from support.fitted_work import work_of
 from support.image_rows import pictures, shown, with_images
 from support.parallel_training import Job, assert_agree, joined, near_policy, train
-from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.tiny_images import IMAGE_PAD, noise, write_tiny_image_model
@@ -31,7 +31,7 @@ from transformers import AutoModelForImageTextToText
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.fit.rank_memory import estimated
 from rolemesh.engine.images.positions import mrope_positions
-from rolemesh.engine.images.processing import ImageProcessor, ImageTokens, image_tokens_of
+from rolemesh.engine.images.processing import PROCESSOR_FILE, ImageProcessor
 from rolemesh.engine.images.prompt_images import (
     ImageInvalidError,
     PromptImage,
@@ -41,13 +41,12 @@ from rolemesh.engine.images.prompt_images import (
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
 from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.model_files import read_config_file
+from rolemesh.engine.model_files import ModelFolderError, read_config_file
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.image_tower import tower_bytes, tower_of
+from rolemesh.engine.models.image_tower import tower_of
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.models.whole_models import tower_tensors
-from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
@@ -157,6 +156,8 @@ LAYOUTS = {
     "cp2": TrainLayout(dp=2, cp=2),
     "tp2-pp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
 }
+SETTINGS = {"tp2-pp2-fsdp2": {"sequence_parallel": True, "recompute": "full"}}
+"""Of a layout's ranks alone: slices hold shares of the tokens, and layers run again."""
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
@@ -178,7 +179,9 @@ def test_three_steps_of_a_layout_are_those_of_one_rank(
     job = replace(job, model={"micro_batch_tokens": 48})
     layout = LAYOUTS[name]
     (alone,) = rank_pool.run(train, 1, job)
-    parts = rank_pool.run(train, layout.world_size, replace(job, layout=layout))
+    settings = {**job.model, **SETTINGS.get(name, {})}
+    spread = replace(job, layout=layout, model=settings)
+    parts = rank_pool.run(train, layout.world_size, spread)
     assert_agree(joined(parts, layout), joined([alone], TrainLayout()))
 
 
@@ -262,6 +265,14 @@ def test_an_image_of_another_processor_is_refused(folder: Path, batch: Experienc
     )
     with pytest.raises(ImageInvalidError, match=r"said to have the grid \[1, 8, 6\]"):
         compute_logprobs(model_of(folder), rows, temperature=1.0)
+
+
+def test_a_processor_of_other_patches_is_refused(folder: Path, tmp_path: Path) -> None:
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    said = json.loads((wrong / PROCESSOR_FILE).read_text())
+    (wrong / PROCESSOR_FILE).write_text(json.dumps({**said, "patch_size": 12}))
+    with pytest.raises(ModelFolderError, match="has the patch_size 12, but the vision_config"):
+        tower_of(wrong, torch.device("cpu"))
 
 
 def test_bytes_that_changed_on_their_way_are_refused(folder: Path) -> None:
@@ -390,17 +401,3 @@ def whole_bytes(folder: Path, stage: int) -> int:
     shape = DecoderShape.from_config(read_config_file(folder))
     names = [name for _, name in stage_tensors(shape, pp=stage, size=2)]
     return sum(4 * math.prod(parameter_shape(shape, name)) for name in names)
-
-
-def test_a_config_of_the_hubs_older_form_is_read(tmp_path: Path) -> None:
-    """Sizes of Qwen2.5-VL-3B: 3.09 billion parameters of text, 668.7 million of the tower."""
-    path = config_folder(tmp_path, "Qwen2.5-VL-3B-Instruct")
-    config = load_config(path)
-    assert (config.model_type, config.tie_word_embeddings) == ("qwen2_5_vl_text", True)
-    assert config.rope_parameters["mrope_section"] == [16, 24, 24]
-    shapes = (DecoderShape.from_config(one) for one in (config.to_dict(), read_config_file(path)))
-    for shape in shapes:
-        manifest = shape.manifest("bfloat16")
-        assert sum(math.prod(one.shape) for one in manifest.values()) == 3_085_938_688
-    assert tower_bytes(path, "cuda") == 2 * 668_684_288
-    assert image_tokens_of(path) == ImageTokens(151655, 2)
