@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rolemesh.engine.layout.family_records import TEXT_PARTS
+from rolemesh.engine.layout.family_records import DEEPSTACK_LEVELS, TEXT_PARTS
 from rolemesh.engine.messages import on_one_line
 from rolemesh.engine.model_files import CONFIG_FILE, ModelFolderError, read_config_file
 
@@ -56,6 +56,8 @@ def load_config(folder: Path, *, field: str = "model.path") -> Any:
         return found
     text = found.get_text_config()
     text.tie_word_embeddings = config["tie_word_embeddings"]
+    if levels := config.get(DEEPSTACK_LEVELS):
+        setattr(text, DEEPSTACK_LEVELS, levels)
     return text
 
 

@@ -119,6 +119,12 @@ class ImageProcessor:
             )
         self.tokens = tokens
 
+    @property
+    def patch_size(self) -> int:
+        """Pixels of a side of a patch."""
+        size: int = self._processor.patch_size
+        return size
+
     def grid(self, *, width: int, height: int) -> Grid:
         """Patches of an image of so many pixels.
 

@@ -24,6 +24,7 @@ from rolemesh.engine.layout.adapters import (
     split_factor,
 )
 from rolemesh.engine.layout.family_records import (
+    DEEPSTACK_LEVELS,
     FUSED_CUTS,
     RECORDS,
     Cut,
@@ -120,6 +121,8 @@ class DecoderShape:
     """The score head has a bias."""
     experts: ExpertShape | None = None
     """Of a mixture of experts."""
+    num_deepstack_levels: int = 0
+    """First layers that a tower's further features are added behind."""
     adapter: AdapterShape | None = None
     """Factors beside some matrices. With them all else is frozen, but for a score head."""
 
@@ -190,6 +193,7 @@ class DecoderShape:
             num_labels=num_labels,
             has_head_bias=has_head_bias,
             experts=_experts(record, given),
+            num_deepstack_levels=given.get(DEEPSTACK_LEVELS, 0),
         )
 
     @property

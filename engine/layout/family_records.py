@@ -106,6 +106,12 @@ class FamilyRecord:
     """model_type of the model of images and text whose text part it is. A folder holds that: its
     config.json has the sizes in text_config or beside vision_config, and its files have the tower
     too, which is frozen (`engine/models/image_tower.py`)."""
+    is_nested: bool = False
+    """Whether transformers writes that model's files with names that begin with
+    `model.language_model.` and `model.visual.`; else with `model.` and `visual.`."""
+    deepstack: tuple[int, ...] = ()
+    """Layers of the tower, where vision_config names none, whose features are added behind the
+    first layers of the decoder (DeepStack, arXiv 2406.04334); empty: the family has no such."""
     kernel_classes: str = ""
     """Begins the names of the classes in transformers whose forward passes `kernels/layers.py`
     computes on a GPU, e.g. "Llama"; empty: transformers' code runs there."""
@@ -238,6 +244,19 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             per_layer=("layer_types",),
             not_in_vllm={"attention_bias": "o_proj.bias"},
             kernel_classes="Qwen3",
+        ),
+        "qwen3_vl_text": FamilyRecord(
+            parts=(
+                *_attention("attention_bias", "attention_bias"),
+                *_head_norms(),
+                *_mlp(),
+                *_TWO_NORMS,
+            ),
+            defaults={"num_key_value_heads": 32, "head_dim": 128},
+            not_in_vllm={"attention_bias": "o_proj.bias"},
+            within="qwen3_vl",
+            is_nested=True,
+            deepstack=(8, 16, 24),
         ),
         "ministral3": FamilyRecord(
             parts=(*_attention(), *_mlp(), *_TWO_NORMS),
@@ -379,6 +398,10 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
 """By model_type."""
 
 
+DEEPSTACK_LEVELS = "num_deepstack_levels"
+"""Field that a decoder's config gets here: how many of its first layers a tower's further features
+are added behind."""
+
 TEXT_PARTS: Mapping[str, str] = MappingProxyType(
     {record.within: family for family, record in RECORDS.items() if record.within}
 )
@@ -398,7 +421,16 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config") or {}
     # Whether the embedding is tied is said of the whole model.
     tied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings", False))
-    return {**outer, **inner, "model_type": family, "tie_word_embeddings": tied}
+    vision = config.get("vision_config") or {}
+    default = RECORDS[family].deepstack
+    deepstack = vision.get("deepstack_visual_indexes", default) if default else ()
+    return {
+        **outer,
+        **inner,
+        "model_type": family,
+        "tie_word_embeddings": tied,
+        DEEPSTACK_LEVELS: len(deepstack),
+    }
 
 
 def vllm_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rolemesh.engine.layout.families import (
     parameter_shape,
     part_of_layer,
     projection_rows,
+    stage_layers,
 )
 from rolemesh.engine.layout.family_records import FUSED_CUTS
 from rolemesh.engine.layout.manifest import Box
@@ -30,6 +31,14 @@ def check_layout(shape: DecoderShape, layout: TrainLayout | HybridLayout) -> Non
         raise LayoutError(
             f"pp {train.pp} is more than the model's {shape.num_layers} layers: give a stage at "
             "least one layer"
+        )
+    first = len(stage_layers(shape, pp=0, size=train.pp))
+    if shape.num_deepstack_levels > first:
+        raise LayoutError(
+            f"pp {train.pp} leaves the first stage {first} of {shape.num_layers} layers, but what "
+            f"the {shape.family} model is shown of images is added behind the first "
+            f"{shape.num_deepstack_levels}, which must be on that stage: give a smaller pp, or "
+            "more layers"
         )
     check_slices(shape, train.tp, field="tp")
     number = shape.experts.number if shape.experts else 1

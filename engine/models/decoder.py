@@ -54,7 +54,7 @@ from rolemesh.engine.parallel.low_rank import Factor
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.tensor_parallel import partial_gradients
-from rolemesh.engine.parallel.token_shares import gather_shares
+from rolemesh.engine.parallel.token_shares import gather_shares, share_range
 from rolemesh.engine.specs import ModelSpec, Numerics
 from rolemesh.engine.specs.activations import LayerWidths
 from rolemesh.engine.specs.by_device import ModelSizes, described, model_choices
@@ -193,7 +193,8 @@ class Decoder(nn.Module):
         """How images stand among tokens; None for a model that takes none."""
         self._tower: Tower | None = None
         if self.image_tokens is not None and mesh.pp.is_first:
-            show_images(self.lm.base_model.embed_tokens)
+            assert self.shape is not None  # each family of images has a record
+            show_images(self.lm.base_model, self.shape.num_deepstack_levels)
         self.packing = self._packed()
         """What decides how rows are packed; None: the model takes rectangles alone."""
         if mesh.cp.size > 1:
@@ -356,7 +357,8 @@ class Decoder(nn.Module):
             return None
         if self._tower is None:
             self._tower = tower_of(self.spec.path, self.device)
-        return Features.of(rows.images, self._tower)
+        share = share_range(rows.tokens_1L.numel(), self.mesh.tp) if self.shares_tokens else None
+        return Features.of(rows.images, self._tower, share)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by Hugging Face name, layers numbered as in the whole model.

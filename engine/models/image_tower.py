@@ -3,7 +3,9 @@
 What it makes of an image does not depend on what else is asked, to the bit: each image is a pass of
 its own. So a row is scored alike whichever rows stand beside it.
 
-Shape letters: F tokens of an image, D width of the text model, P patches.
+Some towers have further features of some of their layers (`engine/models/shown_images.py`).
+
+Shape letters: F tokens of an image, P patches, W width of the text model times sets of features.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from rolemesh.engine.images.decoding import ImageReader
-from rolemesh.engine.images.processing import ImageProcessor
+from rolemesh.engine.images.processing import PROCESSOR_FILE, ImageProcessor
 from rolemesh.engine.images.prompt_images import Grid, ImageInvalidError, PromptImage
+from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.models.whole_models import has_tower, tower_tensors
 
 logger = logging.getLogger(__name__)
@@ -59,16 +62,13 @@ def _type_on(kind: str) -> torch.dtype:
 
 def _valueless(folder: Path) -> Any:
     """The tower of a folder without values, but for the frequencies, which files do not have."""
-    from transformers import AutoConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-        Qwen2_5_VisionTransformerPretrainedModel,
-    )
+    from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     vision = config.vision_config
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
-        model: Any = Qwen2_5_VisionTransformerPretrainedModel(vision)
+        model: Any = AutoModel.from_config(vision, dtype=torch.float32, trust_remote_code=False)
     model.rotary_pos_emb = type(model.rotary_pos_emb)(vision)
     return model
 
@@ -80,14 +80,24 @@ class Tower:
         """Loads the folder's tower: float32 on a CPU, bfloat16 on a GPU.
 
         Raises:
-            ModelFolderError: The folder has no tower, or no processor.
+            ModelFolderError: The folder has no tower, or no processor that fits it.
         """
         self.processor = ImageProcessor(folder)
         self._device = device
         self._dtype = _type_on(device.type)
         model = _valueless(folder)
+        if self.processor.patch_size != model.config.patch_size:
+            raise ModelFolderError(
+                f"model.path {str(folder)!r}: {PROCESSOR_FILE} has the patch_size "
+                f"{self.processor.patch_size}, but the vision_config of its config.json "
+                f"{model.config.patch_size}: copy the folder again"
+            )
+        self.width: int = model.config.out_hidden_size
+        """Of a set of features."""
         model.load_state_dict(dict(tower_tensors(folder)), assign=True)
         self._model = model.requires_grad_(False).eval().to(device, self._dtype)
+        # Frequencies stay float32, as transformers has them whatever the type of weights.
+        model.rotary_pos_emb = type(model.rotary_pos_emb)(model.config).to(device)
         self._kept: OrderedDict[tuple[str, Grid], torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
         self._reader = ImageReader()
@@ -95,7 +105,10 @@ class Tower:
         """Images that the tower has looked at so far."""
 
     def features(self, images: Sequence[PromptImage]) -> list[torch.Tensor]:
-        """What stands in the places of each image: float32 [F, D], where the tower is.
+        """What is shown of each image: float32 [F, W], where the tower is.
+
+        In the first `width` columns what stands at the embedding, then what is added behind each of
+        the first layers.
 
         Raises:
             ImageInvalidError: An image cannot be read, or has another grid than was said.
@@ -129,5 +142,5 @@ class Tower:
         # Autocast of the pass that asks is not the tower's.
         with torch.autocast(self._device.type, enabled=False):
             made = self._model(given, grid_thw=torch.tensor([grid], device=self._device))
-        features: torch.Tensor = made.pooler_output.float()
-        return features
+        deep = getattr(made, "deepstack_features", None) or ()
+        return torch.cat([made.pooler_output, *deep], dim=1).float()

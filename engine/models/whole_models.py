@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.layout.family_records import TEXT_PARTS
+from rolemesh.engine.layout.family_records import DEEPSTACK_LEVELS, RECORDS, TEXT_PARTS
 from rolemesh.engine.layout.manifest import Box
 from rolemesh.engine.model_files import read_whole_config
 from rolemesh.engine.models.parameter_files import FolderTensors
-
-TOWER = "visual."
-"""Begins the names of a tower's tensors in an exported folder, and in the hub's older ones."""
 
 _IN_FILES = re.compile(r"(?:model\.)?visual\.(.+)")
 
@@ -40,8 +37,22 @@ def whole_config(folder: Path, text: Any) -> tuple[Any, str]:
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.text_config = copy.deepcopy(text)
+    # A word between the parts here, which no config.json has.
+    vars(config.text_config).pop(DEEPSTACK_LEVELS, None)
     config.tie_word_embeddings = text.tie_word_embeddings
     return config, AutoModelForImageTextToText._model_mapping[type(config)].__name__
+
+
+def names_in_whole(folder: Path) -> tuple[str, str]:
+    """With what names begin in files of a folder's whole model, as transformers writes them.
+
+    Returns:
+        Of the decoder, in the place of "model.", and of the tower.
+    """
+    family = TEXT_PARTS[read_whole_config(folder)["model_type"]]
+    if RECORDS[family].is_nested:
+        return "model.language_model.", "model.visual."
+    return "model.", "visual."
 
 
 def tower_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:

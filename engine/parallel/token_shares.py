@@ -22,6 +22,17 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def share_range(num_tokens: int, group: RankGroup) -> range:
+    """Places of the tokens of this slice's share; the last may lie behind all tokens.
+
+    Args:
+        num_tokens: S.
+        group: The slices.
+    """
+    length = -(-num_tokens // group.size)
+    return range(group.index * length, (group.index + 1) * length)
+
+
 def take_share(whole_BTD: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """This slice's share of a tensor that is equal on all slices.
 

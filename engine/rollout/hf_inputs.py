@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from rolemesh.engine.images.processing import image_tokens_of
+from rolemesh.engine.layout.family_records import DEEPSTACK_LEVELS
 from rolemesh.engine.models.image_tower import Tower, tower_of
 from rolemesh.engine.models.shown_images import Features, show_images
 from rolemesh.engine.packing.row_images import PackedImages, RowImages
@@ -73,7 +74,8 @@ class FirstInputs:
         self._image_tokens = image_tokens_of(folder)
         self._tower: Tower | None = None
         if self._image_tokens is not None:
-            show_images(model.get_input_embeddings())
+            levels = getattr(model.config, DEEPSTACK_LEVELS, 0)
+            show_images(model.base_model, levels)
 
     def first(self, wave: Sequence[RunningRow]) -> WaveInputs:
         """Inputs of a step without a cache; samples of one prompt begin alike, as one row.

@@ -1,10 +1,12 @@
-"""The decoder of Qwen2.5-VL as a model of vLLM, which is shown what a tower has made of images.
+"""Decoders of models of images as models of vLLM, which are shown what a tower has made of images.
 
-Imports vLLM, so it is itself imported late. It stands for vLLM's own class of that model, which has
+Imports vLLM, so it is itself imported late. They stand for vLLM's own classes, which have
 the tower inside and a processor beside it. Here both are the trainer's (`engine/images`), and that
 has four consequences: the sampler sees the numbers that the trainer sees, expanded prompts come as
 they are, parameters have the names of a plain decoder, and nothing imports torchvision, which
-vLLM's class does. Not verified on a GPU.
+vLLM's classes do. Not verified on a GPU.
+
+Shape letters: F tokens of an image, T of a pass, D width, W of all sets of features side by side.
 """
 
 from __future__ import annotations
@@ -16,10 +18,16 @@ from typing import Any, NoReturn
 import torch
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsMultiModal
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    WeightsMapper,
+    _merge_multimodal_embeddings,
+)
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.processing import (
@@ -30,15 +38,13 @@ from vllm.multimodal.processing import (
 
 from rolemesh.engine.images.positions import mrope_positions
 from rolemesh.engine.images.prompt_images import Grid
-
-ARCHITECTURE = "RolemeshImageDecoder"
-"""Name of the class below in vLLM's registry."""
+from rolemesh.engine.layout.ranks import LayoutError
 
 MODALITY = "image"
 """What vLLM calls the kind of input."""
 
 FEATURES = "features"
-"""Name of the tower's output among what vLLM hands on: [F, D] of each image."""
+"""Name of the tower's output among what vLLM hands on: [F, W] of each image."""
 
 GRID = "grid"
 """Name of an image's grid there: int64 [3]."""
@@ -99,16 +105,17 @@ class _NoProcessor(BaseMultiModalProcessor[_Limits]):  # type: ignore[misc]
         raise VLLMValidationError(_REFUSAL)
 
 
-@MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=_Limits, dummy_inputs=_NoInputs)
-class ImageDecoder(Qwen2ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type: ignore[misc]
-    """Qwen2 whose tokens turn in three dimensions, and where features stand for placeholders."""
+class _ImageDecoder:
+    """Has features stand for placeholders, and tokens turn in three dimensions.
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._merge = int(vllm_config.model_config.hf_config.vision_config.spatial_merge_size)
+    Stands before vLLM's class of the decoder.
+    """
+
+    merge: int
+    """So many patches, squared, are one token."""
 
     def embed_multimodal(self, **given: Any) -> Sequence[torch.Tensor]:
-        """Hands the features of images on: [F, D] each."""
+        """Hands the features of images on: [F, W] each."""
         return list(given[FEATURES])
 
     def embed_input_ids(
@@ -119,7 +126,7 @@ class ImageDecoder(Qwen2ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type
         is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Embeds tokens, with features in the places of images."""
-        # Qwen2ForCausalLM has a method of this name too, which knows of no images.
+        # The decoders have a method of this name too, which knows of no images.
         embedded: torch.Tensor = SupportsMultiModal.embed_input_ids(
             self, input_ids, multimodal_embeddings, is_multimodal=is_multimodal
         )
@@ -132,7 +139,7 @@ class ImageDecoder(Qwen2ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type
         shown = sorted(mm_features, key=lambda one: one.mm_position.offset)
         grids: list[Grid] = [tuple(one.data[GRID].data.tolist()) for one in shown]
         starts = [one.mm_position.offset for one in shown]
-        positions_3T = mrope_positions(len(input_tokens), starts, grids, self._merge)
+        positions_3T = mrope_positions(len(input_tokens), starts, grids, self.merge)
         return positions_3T, int(positions_3T.max()) + 1 - len(input_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -140,6 +147,80 @@ class ImageDecoder(Qwen2ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=_NAMES)
         return loaded
 
+
+@MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=_Limits, dummy_inputs=_NoInputs)
+class Qwen2ImageDecoder(_ImageDecoder, Qwen2ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type: ignore[misc]
+    """The decoder of Qwen2.5-VL."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.merge = vllm_config.model_config.hf_config.vision_config.spatial_merge_size
+
+
+@MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=_Limits, dummy_inputs=_NoInputs)
+class Qwen3ImageDecoder(_ImageDecoder, Qwen3ForCausalLM, SupportsMultiModal, SupportsMRoPE):  # type: ignore[misc]
+    """The decoder of Qwen3-VL, to whose first layers' outputs further features are added.
+
+    vLLM hands a pass the embedding alone. So what is added waits in a buffer of each of those
+    layers, at one address, as graphs of CUDA want it; each embedding writes it anew.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        whole = vllm_config.model_config.hf_config
+        super().__init__(vllm_config=vllm_config.with_hf_config(whole.text_config), prefix=prefix)
+        self.merge = whole.vision_config.spatial_merge_size
+        num_levels = len(whole.vision_config.deepstack_visual_indexes)
+        self._width = whole.text_config.hidden_size
+        self._num_written = 0
+        self._levels: list[Any] = []
+        if not get_pp_group().is_first_rank:
+            self._check_stage(self.model.start_layer, num_levels)
+            return
+        self._check_stage(self.model.end_layer, num_levels)
+        num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        for layer in self.model.layers[:num_levels]:
+            layer.register_buffer("added", torch.zeros(num_tokens, self._width), persistent=False)
+            layer.register_forward_hook(_add)
+            self._levels.append(layer)
+
+    def _check_stage(self, boundary: int, num_levels: int) -> None:
+        if boundary < num_levels:
+            raise LayoutError(
+                f"generate.pp ends the first stage behind layer {boundary}, but images enter the "
+                f"first {num_levels} layers, which must be on that stage: give a smaller "
+                "generate.pp"
+            )
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: Sequence[torch.Tensor] | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Embeds tokens, and keeps what is added behind the first layers of the pass."""
+        shown = list(multimodal_embeddings or ())
+        for layer in self._levels:
+            layer.added[: self._num_written].zero_()
+        self._num_written = len(input_ids) if shown else 0
+        for level, layer in enumerate(self._levels if shown else (), start=1):
+            columns = slice(level * self._width, (level + 1) * self._width)
+            _merge_multimodal_embeddings(
+                layer.added[: len(input_ids)], [one[:, columns] for one in shown], is_multimodal
+            )
+        first = [one[:, : self._width] for one in shown]
+        return super().embed_input_ids(input_ids, first, is_multimodal=is_multimodal)
+
+
+def _add(layer: Any, _: Any, made: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    hidden_TD, residual_TD = made
+    return hidden_TD + layer.added[: len(hidden_TD)], residual_TD
+
+
+_CLASSES: Mapping[str, type] = MappingProxyType(
+    {"qwen2_5_vl_text": Qwen2ImageDecoder, "qwen3_vl_text": Qwen3ImageDecoder}
+)
+"""By model_type of the text part."""
 
 ENGINE_ARGUMENTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -160,9 +241,20 @@ def config_overrides(config: Any) -> dict[str, Any]:
     """
     # Whether the embedding is tied is said of the whole model, and vLLM asks the text part.
     text = {"tie_word_embeddings": config.tie_word_embeddings}
-    return {"architectures": [ARCHITECTURE], "text_config": text}
+    if config.model_type == "qwen3_vl_text":
+        # transformers' class interleaves whatever a config says; without these words vLLM's does
+        # not.
+        rotations = {"mrope_section": [24, 20, 20], **config.rope_parameters}
+        text["rope_parameters"] = {**rotations, "mrope_interleaved": True}
+    return {"architectures": [_architecture(config.model_type)], "text_config": text}
 
 
 def register_image_model() -> None:
-    """Makes the class known to vLLM in this process."""
-    ModelRegistry.register_model(ARCHITECTURE, ImageDecoder)
+    """Makes the classes known to vLLM in this process."""
+    for family, model in _CLASSES.items():
+        ModelRegistry.register_model(_architecture(family), model)
+
+
+def _architecture(family: str) -> str:
+    """Name of a class in vLLM's registry."""
+    return f"Rolemesh{_CLASSES[family].__name__}"

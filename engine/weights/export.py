@@ -25,8 +25,8 @@ from rolemesh.engine.layout.manifest import Manifest, ManifestError, Parameter, 
 from rolemesh.engine.models.adapter_files import as_stored, stored_manifest
 from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.models.whole_models import (
-    TOWER,
     has_tower,
+    names_in_whole,
     tower_shapes,
     tower_tensors,
     whole_config,
@@ -107,11 +107,15 @@ def write_model_folder(
     weights = named_as_in_files(shape, parameters)
     if has_tower(source):
         config, architecture = whole_config(source, config)
+        decoder, tower_prefix = names_in_whole(source)
+        held = {_renamed(name, decoder): parameter for name, parameter in held.items()}
         held |= {
-            TOWER + name: Parameter(size, dtype) for name, size in tower_shapes(source).items()
+            tower_prefix + name: Parameter(size, dtype)
+            for name, size in tower_shapes(source).items()
         }
+        weights = ((_renamed(name, decoder), tensor) for name, tensor in weights)
         if peers is None or peers.is_first:
-            tower = ((TOWER + name, tensor) for name, tensor in tower_tensors(source))
+            tower = ((tower_prefix + name, tensor) for name, tensor in tower_tensors(source))
             weights = itertools.chain(weights, tower)
 
     def write_companions(folder: Path) -> None:
@@ -125,6 +129,12 @@ def write_model_folder(
         write_companions,
         peers,
     )
+
+
+def _renamed(name: str, decoder: str) -> str:
+    """A decoder's parameter by its name in a whole model's files; heads keep theirs."""
+    bare = name.removeprefix("model.")
+    return name if bare == name else decoder + bare
 
 
 def write_adapter_folder(

@@ -17,11 +17,12 @@ from support.tiny_images import IMAGE_PAD, write_tiny_image_model
 from support.tiny_models import write_tiny_classifier
 from support.updates import forward_backward
 from torch.nn.functional import logsigmoid
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage, images_text
+from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.model_files import ModelFolderError
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -40,9 +41,10 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_image_model(tmp_path_factory.mktemp("qwen2_5_vl"), seed=5)
+@pytest.fixture(scope="module", params=TEXT_PARTS)
+def base(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    return write_tiny_image_model(directory, family=request.param, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def by_transformers(base: Path, head_LD: torch.Tensor, shown: list[list[PromptIm
 
     Only the prompt's placeholders are places of images.
     """
-    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32).eval()
+    whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval()
     model, processor = whole.model, ImageProcessor(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     found = []
@@ -111,6 +113,7 @@ def by_transformers(base: Path, head_LD: torch.Tensor, shown: list[list[PromptIm
         row_T = torch.tensor(asked + tokenizer(completion)["input_ids"])
         is_image_T = (row_T == IMAGE_PAD) & (torch.arange(len(row_T)) < len(asked))
         grids = torch.tensor([image.grid for image in images]) if images else None
+        deep = {}
         with torch.no_grad():
             embedded_TD = model.get_input_embeddings()(row_T)
             if images:
@@ -119,12 +122,18 @@ def by_transformers(base: Path, head_LD: torch.Tensor, shown: list[list[PromptIm
                     for one in images
                 ]
                 patches = torch.from_numpy(np.concatenate(made))
-                embedded_TD[is_image_T] = model.visual(patches, grid_thw=grids).pooler_output
+                seen = model.visual(patches, grid_thw=grids)
+                embedded_TD[is_image_T] = seen.pooler_output
+                if "deepstack_features" in seen:
+                    deep = {
+                        "visual_pos_masks": is_image_T[None],
+                        "deepstack_visual_embeds": seen.deepstack_features,
+                    }
             positions, _ = model.get_rope_index(
                 row_T[None], is_image_T.int()[None], image_grid_thw=grids
             )
             hidden = model.language_model(
-                inputs_embeds=embedded_TD[None], position_ids=positions
+                inputs_embeds=embedded_TD[None], position_ids=positions, **deep
             ).last_hidden_state[0, -1]
         found.append(float(hidden @ head_LD[0]))
     return found

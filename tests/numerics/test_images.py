@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import shutil
 import warnings
@@ -20,18 +21,17 @@ from safetensors.torch import load_file, save_file
 from support.fitted_work import work_of
 from support.image_rows import pictures, shown, with_images
 from support.parallel_training import Job, assert_agree, joined, near_policy, train
-from support.public_models import config_folder
 from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.tiny_images import IMAGE_PAD, noise, write_tiny_image_model
 from support.token_batches import token_batch, with_shared_prompts
 from support.updates import update_whole
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.fit.rank_memory import estimated
 from rolemesh.engine.images.positions import mrope_positions
-from rolemesh.engine.images.processing import ImageProcessor, ImageTokens, image_tokens_of
+from rolemesh.engine.images.processing import PROCESSOR_FILE, ImageProcessor
 from rolemesh.engine.images.prompt_images import (
     ImageInvalidError,
     PromptImage,
@@ -39,14 +39,14 @@ from rolemesh.engine.images.prompt_images import (
     images_text,
 )
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
+from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.model_files import read_config_file
+from rolemesh.engine.model_files import ModelFolderError, read_config_file
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.image_tower import tower_bytes, tower_of
+from rolemesh.engine.models.image_tower import tower_of
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.models.whole_models import tower_tensors
-from rolemesh.engine.pretrained import load_config
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
@@ -64,9 +64,9 @@ TOLERANCE = 3e-6
 """Of log-probs in float32: sums in another order."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_image_model(tmp_path_factory.mktemp("qwen2_5_vl"), num_hidden_layers=2)
+@pytest.fixture(scope="module", params=TEXT_PARTS)
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return write_tiny_image_model(tmp_path_factory.mktemp(request.param), family=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def by_transformers(
     folder: Path, batch: Experience, adapted: Callable[[Any], Any] = lambda whole: whole
 ) -> list[torch.Tensor]:
     """Log-probs of completion tokens by transformers' whole model, a row at a time."""
-    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     whole = adapted(loaded).eval()
     processor = ImageProcessor(folder)
     found = []
@@ -115,7 +115,7 @@ def by_transformers(
 
 
 def test_positions_are_those_of_transformers(folder: Path) -> None:
-    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     row = torch.tensor([1, 2, *[IMAGE_PAD] * 12, 3, *[IMAGE_PAD] * 6, 5, 6])
     grids = [(1, 6, 8), (1, 4, 6)]
     expected, _ = whole.model.get_rope_index(
@@ -156,6 +156,8 @@ LAYOUTS = {
     "cp2": TrainLayout(dp=2, cp=2),
     "tp2-pp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
 }
+SETTINGS = {"tp2-pp2-fsdp2": {"sequence_parallel": True, "recompute": "full"}}
+"""Of a layout's ranks alone: slices hold shares of the tokens, and layers run again."""
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
@@ -177,7 +179,9 @@ def test_three_steps_of_a_layout_are_those_of_one_rank(
     job = replace(job, model={"micro_batch_tokens": 48})
     layout = LAYOUTS[name]
     (alone,) = rank_pool.run(train, 1, job)
-    parts = rank_pool.run(train, layout.world_size, replace(job, layout=layout))
+    settings = {**job.model, **SETTINGS.get(name, {})}
+    spread = replace(job, layout=layout, model=settings)
+    parts = rank_pool.run(train, layout.world_size, spread)
     assert_agree(joined(parts, layout), joined([alone], TrainLayout()))
 
 
@@ -263,6 +267,14 @@ def test_an_image_of_another_processor_is_refused(folder: Path, batch: Experienc
         compute_logprobs(model_of(folder), rows, temperature=1.0)
 
 
+def test_a_processor_of_other_patches_is_refused(folder: Path, tmp_path: Path) -> None:
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    said = json.loads((wrong / PROCESSOR_FILE).read_text())
+    (wrong / PROCESSOR_FILE).write_text(json.dumps({**said, "patch_size": 12}))
+    with pytest.raises(ModelFolderError, match="has the patch_size 12, but the vision_config"):
+        tower_of(wrong, torch.device("cpu"))
+
+
 def test_bytes_that_changed_on_their_way_are_refused(folder: Path) -> None:
     text = images_text([shown(folder, noise(seed=9))])
     at = text.index('"data":"') + 40
@@ -303,28 +315,32 @@ def test_an_export_loads_as_the_whole_model(
     assert torch.equal(again.values, found.values)
 
 
-def test_files_of_the_newer_names_are_read(
+def test_files_of_other_names_are_read(
     folder: Path, batch: Experience, tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    """`model.language_model.` and `model.visual.`, whole and by slices."""
-    newer = shutil.copytree(folder, tmp_path / "newer")
-    tensors = load_file(newer / "model.safetensors")
-    renamed = {
-        name
-        if name.startswith("lm_head")
-        else "model." + name
-        if name.startswith("visual")
-        else name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(renamed, newer / "model.safetensors", metadata={"format": "pt"})
+    """With `model.language_model.` and `model.visual.`, or without; whole and by slices."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    changes = [("model.", "model.language_model."), ("visual.", "model.visual.")]
+    if is_nested := "model.language_model.norm.weight" in tensors:
+        changes = [(own, new) for new, own in changes]
+
+    def renamed(name: str) -> str:
+        for own, new in changes:
+            if name.startswith(own):
+                return name.replace(own, new, 1)
+        return name
+
+    changed = {renamed(name): tensor for name, tensor in tensors.items()}
+    assert is_nested != ("model.visual.patch_embed.proj.weight" in changed)
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
     found, expected = (
         compute_logprobs(model_of(one), batch, temperature=1.0)["logprobs"].values
-        for one in (newer, folder)
+        for one in (other, folder)
     )
     assert torch.equal(found, expected)
     for parts in zip(
-        *(rank_pool.run(score_in_slices, 2, one, batch) for one in (newer, folder)), strict=True
+        *(rank_pool.run(score_in_slices, 2, one, batch) for one in (other, folder)), strict=True
     ):
         assert torch.equal(*parts)
 
@@ -385,17 +401,3 @@ def whole_bytes(folder: Path, stage: int) -> int:
     shape = DecoderShape.from_config(read_config_file(folder))
     names = [name for _, name in stage_tensors(shape, pp=stage, size=2)]
     return sum(4 * math.prod(parameter_shape(shape, name)) for name in names)
-
-
-def test_a_config_of_the_hubs_older_form_is_read(tmp_path: Path) -> None:
-    """Sizes of Qwen2.5-VL-3B: 3.09 billion parameters of text, 668.7 million of the tower."""
-    path = config_folder(tmp_path, "Qwen2.5-VL-3B-Instruct")
-    config = load_config(path)
-    assert (config.model_type, config.tie_word_embeddings) == ("qwen2_5_vl_text", True)
-    assert config.rope_parameters["mrope_section"] == [16, 24, 24]
-    shapes = (DecoderShape.from_config(one) for one in (config.to_dict(), read_config_file(path)))
-    for shape in shapes:
-        manifest = shape.manifest("bfloat16")
-        assert sum(math.prod(one.shape) for one in manifest.values()) == 3_085_938_688
-    assert tower_bytes(path, "cuda") == 2 * 668_684_288
-    assert image_tokens_of(path) == ImageTokens(151655, 2)

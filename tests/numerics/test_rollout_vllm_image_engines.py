@@ -25,6 +25,7 @@ from support.tiny_images import write_tiny_image_model
 
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.layout.adapters import factor_name
+from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
@@ -75,8 +76,11 @@ def largest_difference(backend: VllmBackend, model: Any, folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_a_folder_whose_embedding_is_tied_begins_with_its_own_weights(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "tied", tie_word_embeddings=True)
+@pytest.mark.parametrize("family", TEXT_PARTS)
+def test_a_folder_whose_embedding_is_tied_begins_with_its_own_weights(
+    tmp_path: Path, family: str
+) -> None:
+    folder = write_folder(tmp_path / "tied", family=family, tie_word_embeddings=True)
     model = whole_model(folder)
     assert model.lm_head.weight is model.get_input_embeddings().weight
     with engine(folder, folder_version=7) as backend:
@@ -120,14 +124,15 @@ def newer_name(name: str) -> str:
     return f"{prefix}.{rest}"
 
 
+@pytest.mark.parametrize("family", TEXT_PARTS)
 @pytest.mark.parametrize("way", ["merged", "slots"])
-def test_an_adapter_of_the_text_is_served(tmp_path: Path, way: str) -> None:
-    folder = write_folder(tmp_path / "base")
+def test_an_adapter_of_the_text_is_served(tmp_path: Path, family: str, way: str) -> None:
+    folder = write_folder(tmp_path / "base", family=family)
     adapter = AdapterSpec(rank=4, alpha=8.0, targets=("self_attn.v_proj", "gate_proj"))
     model = whole_model(folder)
     generator = torch.Generator().manual_seed(1)
     factors: dict[str, torch.Tensor] = {}
-    for layer in range(2):
+    for layer in range(model.config.text_config.num_hidden_layers):
         for own in ("self_attn.v_proj", "mlp.gate_proj"):
             weight = model.get_parameter(f"model.language_model.layers.{layer}.{own}.weight")
             a = 0.1 * torch.randn(4, weight.shape[1], generator=generator)
@@ -158,8 +163,9 @@ def sampled_by_a_slice(at: RankContext, folder: Path, layout: HybridLayout) -> A
 
 
 @pytest.mark.slow
-def test_two_slices_show_the_images_alike(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model")
+@pytest.mark.parametrize("family", TEXT_PARTS)
+def test_two_slices_show_the_images_alike(tmp_path: Path, family: str) -> None:
+    folder = write_folder(tmp_path / "model", family=family)
     layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
     first, second = run_ranks(sampled_by_a_slice, 2, folder, layout, timeout_s=LOAD_TIMEOUT_S)
     model, processor = whole_model(folder), ImageProcessor(folder)

@@ -30,6 +30,7 @@ from support.tiny_images import IMAGE_PAD, noise, plain, write_tiny_image_model
 
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage
+from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
@@ -49,9 +50,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_tiny_image_model(tmp_path_factory.mktemp("images") / "model", **LARGE_HEADS)
+@pytest.fixture(scope="module", params=TEXT_PARTS)
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    path = tmp_path_factory.mktemp("images") / "model"
+    write_tiny_image_model(path, family=request.param, **LARGE_HEADS)
     set_stop_tokens(path, range(300, 330))
     return path
 

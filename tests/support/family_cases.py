@@ -38,6 +38,18 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_vl_text": (
+        "qwen3_vl_text",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3": ("qwen3", {**_TWO_KINDS, "use_sliding_window": True}),
     "ministral3": (
         "ministral3",

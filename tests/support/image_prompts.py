@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.tiny_images import IMAGE_PAD, noise, plain, png
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import PromptImage
@@ -18,6 +18,7 @@ from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 LARGE_HEADS: Mapping[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
+    "head_dim": 32,
     "rope_parameters": {
         "rope_type": "default",
         "mrope_section": [4, 6, 6],
@@ -33,7 +34,7 @@ Pictures = Mapping[int, Sequence[np.ndarray]]
 
 
 def whole_model(folder: Path) -> Any:
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def text_weights(model: Any) -> list[tuple[str, torch.Tensor]]:

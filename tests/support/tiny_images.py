@@ -1,4 +1,4 @@
-"""A tiny random Qwen2.5-VL with its tokenizer and processor, and pictures drawn here."""
+"""Tiny random models of images and text, with tokenizer and processor; and pictures drawn here."""
 
 from __future__ import annotations
 
@@ -36,15 +36,58 @@ SPECIAL = (
 IMAGE_PAD = 256 + SPECIAL.index("<|image_pad|>")
 
 
-def write_tiny_image_model(directory: Path, *, seed: int = 0, **text: Any) -> Path:
+_TEXT = {
+    "qwen2_5_vl": {
+        "num_hidden_layers": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [2, 3, 3],
+            "rope_theta": 10000.0,
+        },
+    },
+    "qwen3_vl": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+            "rope_theta": 10000.0,
+        },
+    },
+}
+_VISION = {
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": 64,
+        "fullatt_block_indexes": [1],
+        "patch_size": 14,
+        "window_size": 112,
+    },
+    "qwen3_vl": {
+        "depth": 3,
+        # Unlike the text's, so that no feature is taken for another.
+        "hidden_size": 48,
+        "patch_size": 16,
+        "num_position_embeddings": 36,
+        # Two further sets of features: all layers of the first of two stages.
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+
+
+def write_tiny_image_model(
+    directory: Path, *, family: str = "qwen2_5_vl", seed: int = 0, **text: Any
+) -> Path:
     """Writes a whole folder: float32 weights, tokenizer with a chat template, processor.
 
     Args:
         directory: made if absent.
+        family: model_type of the whole model.
         seed: of the random weights.
         **text: over the sizes of the text model below.
     """
-    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,34 +97,24 @@ def write_tiny_image_model(directory: Path, *, seed: int = 0, **text: Any) -> Pa
     sizes = {
         "vocab_size": 512,
         "hidden_size": 64,
-        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 96,
         "max_position_embeddings": 1024,
-        "rope_parameters": {
-            "rope_type": "default",
-            "mrope_section": [2, 3, 3],
-            "rope_theta": 10000.0,
-        },
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": ids["<|im_end|>"],
     }
-    sizes |= text
+    sizes |= _TEXT[family] | text
     config = AutoConfig.for_model(
-        "qwen2_5_vl",
+        family,
         text_config=sizes,
         tie_word_embeddings=sizes["tie_word_embeddings"],
         vision_config={
-            "depth": 2,
-            "hidden_size": 64,
             "intermediate_size": 96,
             "num_heads": 2,
             "out_hidden_size": sizes["hidden_size"],
-            "fullatt_block_indexes": [1],
-            "patch_size": 14,
-            "window_size": 112,
+            **_VISION[family],
         },
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -90,13 +123,15 @@ def write_tiny_image_model(directory: Path, *, seed: int = 0, **text: Any) -> Pa
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config).float()
+        model = AutoModelForImageTextToText.from_config(config).float()
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(torch.randn(weight.shape) * 0.04)
     model.save_pretrained(directory)
+    patch = config.vision_config.patch_size
     Qwen2VLImageProcessorPil(
-        size={"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
+        size={"shortest_edge": (2 * patch) ** 2, "longest_edge": (8 * patch) ** 2},
+        patch_size=patch,
     ).save_pretrained(directory)
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": ids["<|im_end|>"]})

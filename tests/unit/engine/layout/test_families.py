@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,14 @@ def test_sizes_that_do_not_divide_are_refused(
         return
     with pytest.raises(LayoutError, match=words):
         check_layout(shape, layout)
+
+
+def test_layers_that_images_enter_must_be_on_the_first_stage() -> None:
+    shape = replace(decoder(), num_deepstack_levels=2)
+    check_layout(shape, TrainLayout(pp=1))
+    assert shape.num_layers == 3
+    with pytest.raises(LayoutError, match="pp 3 leaves the first stage 1 of 3 layers"):
+        check_layout(shape, TrainLayout(pp=3))
 
 
 @pytest.mark.parametrize(
