@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import torch
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsMultiModal
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -38,7 +37,6 @@ from vllm.multimodal.processing import (
 
 from rolemesh.engine.images.positions import mrope_positions
 from rolemesh.engine.images.prompt_images import Grid
-from rolemesh.engine.layout.ranks import LayoutError
 
 MODALITY = "image"
 """What vLLM calls the kind of input."""
@@ -172,24 +170,12 @@ class Qwen3ImageDecoder(_ImageDecoder, Qwen3ForCausalLM, SupportsMultiModal, Sup
         num_levels = len(whole.vision_config.deepstack_visual_indexes)
         self._width = whole.text_config.hidden_size
         self._num_written = 0
-        self._levels: list[Any] = []
-        if not get_pp_group().is_first_rank:
-            self._check_stage(self.model.start_layer, num_levels)
-            return
-        self._check_stage(self.model.end_layer, num_levels)
+        # vLLM has no pipeline stages here (`vllm_ranks.py`): these layers are on every rank.
+        self._levels: list[Any] = list(self.model.layers[:num_levels])
         num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        for layer in self.model.layers[:num_levels]:
+        for layer in self._levels:
             layer.register_buffer("added", torch.zeros(num_tokens, self._width), persistent=False)
             layer.register_forward_hook(_add)
-            self._levels.append(layer)
-
-    def _check_stage(self, boundary: int, num_levels: int) -> None:
-        if boundary < num_levels:
-            raise LayoutError(
-                f"generate.pp ends the first stage behind layer {boundary}, but images enter the "
-                f"first {num_levels} layers, which must be on that stage: give a smaller "
-                "generate.pp"
-            )
 
     def embed_input_ids(
         self,

@@ -24,9 +24,9 @@ def named(prompts, completions, answer):
 '''
 
 
-def write_task(folder: Path, seed: int) -> Path:
+def write_task(folder: Path, seed: int, family: str = "qwen2_5_vl") -> Path:
     """A model, squares of three colours in two sizes, and the reward."""
-    write_tiny_image_model(folder / "model", seed=seed, **LARGE_HEADS)
+    write_tiny_image_model(folder / "model", family=family, seed=seed, **LARGE_HEADS)
     pictures = folder / "pictures"
     pictures.mkdir()
     rows = []
