@@ -84,7 +84,8 @@ class DataImages:
                 f"{name} has {width} x {height} pixels, more than {self.bounds.max_pixels}: make "
                 "it smaller, or raise data.images.max_pixels"
             )
-        return PromptImage.of(data, self.processor.grid(width=width, height=height))
+        grid = self.processor.grid(width=width, height=height)
+        return PromptImage.of(data, grid, self.processor.fingerprint)
 
     def expanded(
         self, tokens: Sequence[int], images: Sequence[PromptImage], row: PromptRow

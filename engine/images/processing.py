@@ -7,6 +7,7 @@ fingerprint.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -161,7 +162,7 @@ class ImageProcessor:
         (grid,) = made["image_grid_thw"].tolist()
         return made["pixel_values"].astype(np.float32, copy=False), tuple(grid)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hex; equal where the same pixels become the same patches."""
         import PIL

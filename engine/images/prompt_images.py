@@ -2,8 +2,8 @@
 
 A row of the column `images` is a text, a JSON list with an object for each image, in the order in
 which the prompt shows them: `sha256` (hex, of the bytes), `grid` ([1, height, width] in patches, as
-the processor of the model cuts it) and `data` (the file's bytes, base64). A row without images is
-the empty text.
+the processor of the model cuts it), `data` (the file's bytes, base64) and `processor` (fingerprint
+of that processor, if who wrote the row says it). A row without images is the empty text.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class PromptImage:
     sha256: str
     """Hex, of the data: two images are the same if these are."""
     grid: Grid
+    processor: str = ""
+    """Fingerprint of the processor that cut it so; empty: not said."""
 
     @classmethod
-    def of(cls, data: bytes, grid: Grid) -> PromptImage:
+    def of(cls, data: bytes, grid: Grid, processor: str = "") -> PromptImage:
         """The image of these bytes."""
-        return cls(data, hashlib.sha256(data).hexdigest(), grid)
+        return cls(data, hashlib.sha256(data).hexdigest(), grid, processor)
 
 
 def media_type(data: bytes) -> str:
@@ -63,6 +65,7 @@ class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
     grid: tuple[int, int, int]
     data: str
+    processor: str = ""
 
 
 _DECODER = msgspec.json.Decoder(list[_Written])
@@ -73,7 +76,8 @@ def images_text(images: Sequence[PromptImage]) -> str:
     if not images:
         return ""
     written = [
-        _Written(one.sha256, one.grid, base64.b64encode(one.data).decode()) for one in images
+        _Written(one.sha256, one.grid, base64.b64encode(one.data).decode(), one.processor)
+        for one in images
     ]
     return msgspec.json.encode(written).decode()
 
@@ -89,12 +93,13 @@ def images_of(text: str) -> tuple[PromptImage, ...]:
     try:
         written = _DECODER.decode(text)
         images = tuple(
-            PromptImage.of(base64.b64decode(one.data, validate=True), one.grid) for one in written
+            PromptImage.of(base64.b64decode(one.data, validate=True), one.grid, one.processor)
+            for one in written
         )
     except (msgspec.DecodeError, binascii.Error) as error:
         raise ImageInvalidError(
             f"a row of the column 'images' cannot be read ({error}): it is a JSON list of objects "
-            "with sha256, grid and data (base64)"
+            "with sha256, grid, data (base64) and perhaps processor"
         ) from error
     for image, one in zip(images, written, strict=True):
         if image.sha256 != one.sha256:

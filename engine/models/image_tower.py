@@ -28,6 +28,9 @@ from rolemesh.engine.models.whole_models import has_tower, tower_tensors
 
 logger = logging.getLogger(__name__)
 
+_SHOWN_DIGITS = 12
+"""Of a fingerprint."""
+
 KEPT_BYTES = 2**30
 """Of features that are kept, at most; the images that were asked for longest ago give way."""
 
@@ -111,10 +114,18 @@ class Tower:
         the first layers.
 
         Raises:
-            ImageInvalidError: An image cannot be read, or has another grid than was said.
+            ImageInvalidError: An image cannot be read, has another grid than was said, or was cut
+                by another processor.
         """
         found = []
         for image in images:
+            if image.processor not in ("", self.processor.fingerprint):
+                raise ImageInvalidError(
+                    f"an image was cut by another processor ({image.processor[:_SHOWN_DIGITS]}) "
+                    f"than this model's ({self.processor.fingerprint[:_SHOWN_DIGITS]}): let all "
+                    f"roles have one {PROCESSOR_FILE}, and the same versions of transformers and "
+                    "Pillow"
+                )
             # With the grid, so that a wrong one is refused whenever it comes.
             key = (image.sha256, image.grid)
             kept = self._kept.get(key)

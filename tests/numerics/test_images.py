@@ -275,6 +275,17 @@ def test_a_processor_of_other_patches_is_refused(folder: Path, tmp_path: Path) -
         tower_of(wrong, torch.device("cpu"))
 
 
+def test_an_image_that_another_processor_cut_is_refused_though_its_grid_is_right(
+    folder: Path,
+) -> None:
+    """Other means and deviations make other patches of the same pixels."""
+    image = shown(folder, noise(seed=8))
+    other = PromptImage.of(image.data, image.grid, "0" * 64)
+    (same,) = images_of(images_text([other]))
+    with pytest.raises(ImageInvalidError, match=r"another processor \(000000000000\)"):
+        tower_of(folder, torch.device("cpu")).features([same])
+
+
 def test_bytes_that_changed_on_their_way_are_refused(folder: Path) -> None:
     text = images_text([shown(folder, noise(seed=9))])
     at = text.index('"data":"') + 40

@@ -79,8 +79,9 @@ class RolloutServiceServicer(object):
 
         Where the data of the service has images, there is a column
         images: text, row: a JSON list with sha256 (hex), grid ([1, rows,
-        columns], in patches) and data (the file, base64) of each image of the
-        prompt, empty where it has none; tokens hold all places of each.
+        columns], in patches), data (the file, base64) and processor (what cut
+        it so, hex; may be left out) of each image of the prompt, empty where it
+        has none; tokens hold all places of each.
 
         Where agents play that own their loop, a trajectory has a row for each
         branch of its session, or none where it was left out, and there is a column

@@ -61,8 +61,9 @@ class RolloutServiceStub:
 
     Where the data of the service has images, there is a column
       images: text, row: a JSON list with sha256 (hex), grid ([1, rows,
-      columns], in patches) and data (the file, base64) of each image of the
-      prompt, empty where it has none; tokens hold all places of each.
+      columns], in patches), data (the file, base64) and processor (what cut
+      it so, hex; may be left out) of each image of the prompt, empty where it
+      has none; tokens hold all places of each.
 
     Where agents play that own their loop, a trajectory has a row for each
     branch of its session, or none where it was left out, and there is a column
@@ -153,8 +154,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     Where the data of the service has images, there is a column
       images: text, row: a JSON list with sha256 (hex), grid ([1, rows,
-      columns], in patches) and data (the file, base64) of each image of the
-      prompt, empty where it has none; tokens hold all places of each.
+      columns], in patches), data (the file, base64) and processor (what cut
+      it so, hex; may be left out) of each image of the prompt, empty where it
+      has none; tokens hold all places of each.
 
     Where agents play that own their loop, a trajectory has a row for each
     branch of its session, or none where it was left out, and there is a column
@@ -248,8 +250,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Where the data of the service has images, there is a column
           images: text, row: a JSON list with sha256 (hex), grid ([1, rows,
-          columns], in patches) and data (the file, base64) of each image of the
-          prompt, empty where it has none; tokens hold all places of each.
+          columns], in patches), data (the file, base64) and processor (what cut
+          it so, hex; may be left out) of each image of the prompt, empty where it
+          has none; tokens hold all places of each.
 
         Where agents play that own their loop, a trajectory has a row for each
         branch of its session, or none where it was left out, and there is a column
