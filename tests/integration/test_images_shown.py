@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.image_tasks import data_of, write_task
+from support.image_tasks import data_of, picture_rows, write_task
 from support.learning_runs import write_rows
 from support.mesh_runs import CliRun
 
@@ -19,7 +19,7 @@ WAIT_S = 500
 def test_answers_about_images_are_learned_by_two_ranks(tmp_path: Path) -> None:
     """The answer is in the picture alone: without it no loss would fall below that of guessing."""
     task = write_task(tmp_path / "task", seed=1)
-    rows = [json.loads(line) for line in (task / "rows.jsonl").read_text().splitlines()]
+    rows = picture_rows(task)
     write_rows(
         task / "rows.jsonl",
         [

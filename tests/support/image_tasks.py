@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def write_task(folder: Path, seed: int, family: str = "qwen2_5_vl") -> Path:
     write_rows(folder / "rows.jsonl", rows)
     (folder / "named.py").write_text(REWARD)
     return folder
+
+
+def picture_rows(task: Path) -> list[dict[str, Any]]:
+    """The rows of the task."""
+    return [json.loads(line) for line in (task / "rows.jsonl").read_text().splitlines()]
 
 
 def data_of(task: Path, **fields: Any) -> dict[str, Any]:
