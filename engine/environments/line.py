@@ -9,21 +9,18 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import IO, Any
 
 from rolemesh.engine.environments.base import EnvironmentFailedError
 from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.bounds import Output
 from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX
+from rolemesh.engine.sandbox.keeping import KeptProcess, Start
 from rolemesh.engine.sandbox.view import View
-
-Start = Callable[[], tuple[subprocess.Popen[bytes], socket.socket]]
-"""Starts a process, and gives our end of its connection."""
 
 CANCEL_S = 5.0
 """How long a coroutine whose time is over may take to end, before its process is ended."""
@@ -35,9 +32,8 @@ _LAST_WORDS_S = 0.2
 class Line:
     """One process, from its start to its end, and the calls that wait for its answers.
 
-    Any thread may call any method. A thread listens for answers, and another one, which started
-    the process, reads what it prints. The kernel ends a process with the thread that started it,
-    so that one lives as long as the process, whichever thread wanted it.
+    Any thread may call any method. A thread listens for answers, and another one keeps the process
+    (`sandbox/keeping.py`).
 
     Invariant: once `end` has been called, no call is in flight, and no further one begins.
     """
@@ -65,16 +61,8 @@ class Line:
         self._in_flight: dict[int, Future[dict[str, Any]]] = {}
         self._why_ended: str | None = None
         self._sending = threading.Lock()
-        started: Future[tuple[subprocess.Popen[bytes], socket.socket]] = Future()
-        self._is_read = threading.Event()
-        """Whether all that the process printed has been read, or was too much."""
-        self._has_ended = threading.Event()
-        threading.Thread(
-            target=_keep,
-            args=(start, started, self._printed, self._is_read, self._has_ended),
-            daemon=True,
-        ).start()
-        self._process, self._connection = started.result()
+        self._kept = KeptProcess(start, partial(_log, self._printed))
+        self._process, self._connection = self._kept.process, self._kept.connection
         try:
             threading.Thread(target=self._listen, daemon=True).start()
         except RuntimeError:
@@ -190,7 +178,7 @@ class Line:
             found = error
         if self.is_open:
             # Its last output may not be read yet. A process that left the group may hold the pipe.
-            self._is_read.wait(_LAST_WORDS_S)
+            self._kept.is_read.wait(_LAST_WORDS_S)
             self.end(self._broken(found))
         self._connection.close()
 
@@ -232,42 +220,18 @@ class Line:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._has_ended.set()
+        self._kept.has_ended.set()
         self._view.close()
         for answered in failed:
             answered.set_exception(EnvironmentFailedError(why))
 
 
-def _keep(
-    start: Start,
-    started: Future[tuple[subprocess.Popen[bytes], socket.socket]],
-    printed: Output,
-    is_read: threading.Event,
-    has_ended: threading.Event,
-) -> None:
-    """Starts the process, logs what it prints, and stays until it has ended.
-
-    When it prints too much, its owner waits for no answer. Holds no line, so that one may go.
-    """
-    try:
-        process, connection = start()
-    except BaseException as error:
-        # Told to the thread that waits for the process.
-        started.set_exception(error)
-        return
-    started.set_result((process, connection))
-    assert process.stdout is not None
-    _log(printed, process.stdout, connection)
-    is_read.set()
-    has_ended.wait()
-
-
 def _log(printed: Output, pipe: IO[bytes], connection: socket.socket) -> None:
-    with pipe:
-        while part := os.read(pipe.fileno(), _MOST_READ_BYTES):
-            printed.take(part)
-            if printed.is_too_much:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-                return
-        printed.end()
+    """Logs what a process prints; where that is too much, its owner waits for no answer."""
+    while part := os.read(pipe.fileno(), _MOST_READ_BYTES):
+        printed.take(part)
+        if printed.is_too_much:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            return
+    printed.end()

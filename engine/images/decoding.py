@@ -14,10 +14,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from rolemesh.engine.images.worker import (
 from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.bounds import LOAD_TIMEOUT_S
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
+from rolemesh.engine.sandbox.keeping import KeptProcess
 from rolemesh.engine.sandbox.view import View
 
 logger = logging.getLogger(__name__)
@@ -225,27 +225,14 @@ class _Worker:
             view = dataclasses.replace(view, devices=())
         self._view = view
         self._said: deque[str] = deque(maxlen=_LAST_LINES)
-        self._is_read, self._is_over = threading.Event(), threading.Event()
-        started: Future[tuple[subprocess.Popen[bytes], socket.socket]] = Future()
-        # The kernel ends a process with the thread that started it, and callers may be of any.
-        keeper = threading.Thread(
-            target=_keep,
-            args=(
-                lambda: sandbox.start(_MODULE, view, ()),
-                started,
-                self._said,
-                self._is_read,
-                self._is_over,
-            ),
-            daemon=True,
-            name="image-worker",
-        )
         try:
-            keeper.start()
-            self._process, self._connection = started.result()
+            self._kept = KeptProcess(
+                lambda: sandbox.start(_MODULE, view, ()), partial(_keep_last, self._said)
+            )
         except (OSError, RuntimeError) as error:
             _close(view)
             raise _WorkerLostError(f"could not be started ({error})") from error
+        self._process, self._connection = self._kept.process, self._kept.connection
         self.pid = self._process.pid
         order = {
             "memory_bytes": _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels,
@@ -305,7 +292,7 @@ class _Worker:
         return data
 
     def _why_ended(self, error: OSError) -> str:
-        self._is_read.wait(_LAST_WORDS_S)
+        self._kept.is_read.wait(_LAST_WORDS_S)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LAST_WORDS_S)
         code = self._process.returncode
@@ -320,7 +307,7 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._is_over.set()
+        self._kept.has_ended.set()
         self._connection.close()
         _close(self._view)
 
@@ -330,25 +317,8 @@ def _close(view: View | None) -> None:
         view.close()
 
 
-def _keep(
-    start: Callable[[], tuple[subprocess.Popen[bytes], socket.socket]],
-    started: Future[tuple[subprocess.Popen[bytes], socket.socket]],
-    said: deque[str],
-    is_read: threading.Event,
-    is_over: threading.Event,
-) -> None:
-    """Starts the process, keeps what it prints last, and stays until it has been ended."""
-    try:
-        process, connection = start()
-    except BaseException as error:
-        # Told to the thread that waits for the process.
-        started.set_exception(error)
-        return
-    started.set_result((process, connection))
-    assert process.stdout is not None
-    with process.stdout as pipe:
-        while part := os.read(pipe.fileno(), 1 << 12):
-            lines = part.decode(errors="replace").splitlines()
-            said.extend(line[:200] for line in lines)
-    is_read.set()
-    is_over.wait()
+def _keep_last(said: deque[str], pipe: IO[bytes], _: socket.socket) -> None:
+    """Keeps the last lines that a process prints."""
+    while part := os.read(pipe.fileno(), 1 << 12):
+        lines = part.decode(errors="replace").splitlines()
+        said.extend(line[:200] for line in lines)

@@ -233,7 +233,8 @@ def pack_rows(
         num_tokens += branch.num_tokens
     tokens_S = torch.empty(num_tokens, dtype=torch.int64)
     positions_S = torch.empty(num_tokens, dtype=torch.int64)
-    axes_3S, source_S = positions_S.new_empty(3, num_tokens), positions_S.new_empty(num_tokens)
+    num_marked = 0 if images is None else num_tokens
+    axes_3S, source_S = positions_S.new_empty(3, num_marked), positions_S.new_empty(num_marked)
     branch_of = {branch.place: branch for branch in branches}
     routes = list(batch[ROUTES].rows()) if ROUTES in batch else None
     routes_SW = None if routes is None else routes[0].new_empty(num_tokens, routes[0].shape[1])

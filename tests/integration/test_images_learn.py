@@ -6,13 +6,13 @@ are told by the remainder of their letter, and the best is 1.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.image_tasks import data_of, reward_of, write_task
-from support.mesh_runs import CliRun
+from support.mesh_runs import ended_run
+from support.run_results import curve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -62,21 +62,6 @@ def recipe_of(
     return recipe
 
 
-def curve(run: Path, name: str) -> list[float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)[name] for line in lines]
-
-
-def trained(recipe: dict[str, Any], folder: Path, *flags: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    run = CliRun(recipe, folder, *flags)
-    try:
-        assert run.wait(WAIT_S) == 0, run.output
-        return run.out
-    finally:
-        run.close()
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("sampler", ["hf", "vllm"])
 @pytest.mark.parametrize(
@@ -87,7 +72,7 @@ def test_a_policy_learns_to_name_what_it_is_shown(
 ) -> None:
     task = write_task(tmp_path / "task", seed, family)
     recipe = recipe_of(task, algorithm, sampler, seed=seed, steps=STEPS, rate=RATES[family])
-    out = trained(recipe, tmp_path / "run")
+    out = ended_run(recipe, tmp_path / "run", timeout_s=WAIT_S)
     rewards = curve(out, "reward/mean")
     print(family, algorithm, sampler, seed, [round(value, 3) for value in rewards])
     assert rewards[0] < FIRST_LEVEL

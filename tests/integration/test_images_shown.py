@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from support.image_tasks import data_of, picture_rows, write_task
 from support.learning_runs import write_rows
-from support.mesh_runs import CliRun
+from support.mesh_runs import ended_run
+from support.run_results import curve
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,13 +40,8 @@ def test_answers_about_images_are_learned_by_two_ranks(tmp_path: Path) -> None:
         "store": {"type": "memory"},
     }
     recipe["run"]["evaluation"] = {"num_prompts": 0}
-    run = CliRun(recipe, tmp_path)
-    try:
-        assert run.wait(WAIT_S) == 0, run.output
-        lines = (run.out / "metrics.jsonl").read_text().splitlines()
-    finally:
-        run.close()
-    losses = [json.loads(line)["nll"] for line in lines]
+    out = ended_run(recipe, tmp_path, timeout_s=WAIT_S)
+    losses = curve(out, "nll")
     print([round(loss, 2) for loss in losses])
     # A mean over an answer and its end: guessing the colour costs half of ln 3, 0.55, at the least.
     assert losses[0] > 3

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.learning_tasks import LETTERS, VOCAB_SIZE, sampled_recipe, write_task
-from support.mesh_runs import CliRun
+from support.mesh_runs import ended_run
+from support.run_results import curve
 from support.tiny_mixtures import write_tiny_mixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -47,11 +48,6 @@ def _task(folder: Path, seed: int) -> Path:
     return task
 
 
-def _curve(run: Path, name: str) -> list[float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)[name] for line in lines]
-
-
 def _loads(run: Path) -> list[tuple[int, list[int]]]:
     """Steps, and choices of each expert of the one layer with experts, of the actor alone.
 
@@ -62,34 +58,26 @@ def _loads(run: Path) -> list[tuple[int, list[int]]]:
         assert line["roles"].keys() == {"actor"}
         assert line["roles"]["actor"]["layers"] == [1]
     loads = [(line["step"], line["roles"]["actor"]["choices"][0]) for line in lines]
-    for (_, found), most in zip(loads, _curve(run, "experts/load_ratio_max"), strict=True):
+    for (_, found), most in zip(loads, curve(run, "experts/load_ratio_max"), strict=True):
         assert 1 <= max(found) * len(found) / sum(found) <= most * (1 + 1e-9)
     return loads
-
-
-def _trained(recipe: dict[str, Any], folder: Path, *flags: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    run = CliRun(recipe, folder, *flags)
-    try:
-        assert run.wait(WAIT_S) == 0, run.output
-        return run.out
-    finally:
-        run.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_mixture_over_two_ranks_learns(algorithm: str, seed: int, tmp_path: Path) -> None:
     task = _task(tmp_path / "task", seed)
-    out = _trained(_recipe(task, algorithm, seed, STEPS, **SHARED), tmp_path / "run")
-    rewards = _curve(out, "reward/mean")
+    out = ended_run(
+        _recipe(task, algorithm, seed, STEPS, **SHARED), tmp_path / "run", timeout_s=WAIT_S
+    )
+    rewards = curve(out, "reward/mean")
     print(algorithm, seed, [round(value, 3) for value in rewards])
     assert rewards[0] < FIRST_LEVEL
     assert sum(rewards[-NUM_LAST:]) / NUM_LAST >= LEVEL
-    gaps = _curve(out, "sampler_logprob_diff_max")
+    gaps = curve(out, "sampler_logprob_diff_max")
     # With its routes the trainer scores what the sampler did, but for the order of sums.
     assert max(gaps) < 1e-4
-    ratios = _curve(out, "experts/load_ratio")
+    ratios = curve(out, "experts/load_ratio")
     assert all(1 <= ratio <= 4 for ratio in ratios)
     assert [step for step, _ in _loads(out)] == list(range(1, STEPS + 1))
 
@@ -103,12 +91,14 @@ def test_a_run_goes_on_with_its_experts_shared_out_otherwise(tmp_path: Path) -> 
         made["run"]["checkpoint"] = {"every_steps": 2}
         return made
 
-    whole = _trained(recipe(6, **SHARED), tmp_path / "whole")
-    out = _trained(recipe(4, **SHARED), tmp_path / "run")
-    resumed = _trained(recipe(6, dp=4, fsdp=4, ep=4), tmp_path / "run", "--resume", str(out))
+    whole = ended_run(recipe(6, **SHARED), tmp_path / "whole", timeout_s=WAIT_S)
+    out = ended_run(recipe(4, **SHARED), tmp_path / "run", timeout_s=WAIT_S)
+    resumed = ended_run(
+        recipe(6, dp=4, fsdp=4, ep=4), tmp_path / "run", "--resume", str(out), timeout_s=WAIT_S
+    )
     for name in ("reward/mean", "entropy", "grad_norm", "experts/load_ratio"):
         # Sums in another order, by which no draw of these few changes.
-        assert _curve(resumed, name) == pytest.approx(_curve(whole, name), rel=1e-3), name
+        assert curve(resumed, name) == pytest.approx(curve(whole, name), rel=1e-3), name
     assert [step for step, _ in _loads(resumed)] == [1, 2, 3, 4, 5, 6]
     for (_, found), (_, expected) in zip(_loads(resumed), _loads(whole), strict=True):
         # A choice between scores that differ in their last bits may fall otherwise.

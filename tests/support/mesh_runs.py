@@ -230,6 +230,17 @@ class CliRun:
             remove_cuts(json.loads(known.read_text())["run_id"])
 
 
+def ended_run(recipe: dict[str, Any], folder: Path, *flags: str, timeout_s: float) -> Path:
+    """Folder of a run that has made all its steps."""
+    folder.mkdir(exist_ok=True)
+    run = CliRun(recipe, folder, *flags)
+    try:
+        assert run.wait(timeout_s) == 0, run.output
+        return run.out
+    finally:
+        run.close()
+
+
 def remove_cuts(run_id: str) -> None:
     """What outlives a run that did not succeed, so that it can be resumed; this one will not be."""
     name = hashlib.sha256(run_id.encode()).hexdigest()[:16]

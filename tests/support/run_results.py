@@ -48,6 +48,12 @@ def unexplained(records: Iterable[Mapping[str, float]]) -> list[str]:
     return [name for name in names if explanation(name) is None]
 
 
+def curve(directory: Path, name: str) -> list[float]:
+    """A metric, step by step."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)[name] for line in lines]
+
+
 def written(directory: Path) -> dict[str, str]:
     """Hashes of checkpoints and model by file: weights, optimizer state, random state."""
     files = sorted(directory.glob("checkpoints/*/*/*")) + sorted(directory.glob("model/*"))
