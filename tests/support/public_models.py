@@ -52,6 +52,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 152064,
     },
+    "DeepSeek-R1-Distill-Qwen-7B": _QWEN
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 28,
+        "max_position_embeddings": 131072,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    },
     "Qwen2.5-32B-Instruct": _QWEN
     | {
         "hidden_size": 5120,
