@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from rolemesh.coordinator.sdk.experience import Prompt
+from rolemesh.coordinator.tinker import sampling as tinker_sampling
 from rolemesh.coordinator.tinker.fair_turns import Client, FairTurns
 from rolemesh.coordinator.tinker.forms import SampleCall, SamplingParams
 from rolemesh.coordinator.tinker.sampling import Sampling
@@ -98,15 +100,23 @@ async def drawn(model: Model, *asked: tuple[list[int], int]) -> list[list[int]]:
     return [one.sequences[0].tokens.tolist() for one in results]
 
 
+@pytest.fixture
+def long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause that ends a batch, and that no stall of a busy machine reaches."""
+    monkeypatch.setattr(tinker_sampling, "_GATHER_S", 0.5)
+
+
+@pytest.mark.usefixtures("long_pause")
 async def test_prompts_of_one_seed_are_sampled_together() -> None:
     model = Model()
     asked = [([place, 7], 4) for place in range(6)]
     found = await drawn(model, *asked)
     assert model.generations == [6]
     # And each as it is alone.
-    assert [(await drawn(Model(), one))[0] for one in asked] == found
+    assert await asyncio.gather(*(drawn(Model(), one) for one in asked)) == [[one] for one in found]
 
 
+@pytest.mark.usefixtures("long_pause")
 async def test_one_prompt_with_one_seed_gives_the_same_twice() -> None:
     model = Model()
     first, second, other = await drawn(model, ([5, 7], 4), ([5, 7], 4), ([5, 7], 3))

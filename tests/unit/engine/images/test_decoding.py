@@ -254,8 +254,7 @@ def test_the_worker_reaches_no_file_and_no_network(
         "    made.size = (1 + found, 1)\n"
         "    return made\n"
     )
-    paths = [str(package.parent), os.environ["PYTHONPATH"]]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
     with ImageReader(Sandbox(kind="none", lacks="the control")) as reader:
         assert reader.size(b"") == (1, 1), "nothing is refused without a sandbox"
     (tmp_path / "made").unlink()
