@@ -12,6 +12,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_o
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, with_fillers
 from rolemesh.engine.models.scoring_model import ScoringModel
+from rolemesh.engine.packing.row_images import refuse_unseen_images
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.low_rank import adapters_off
 from rolemesh.engine.specs.columns import IMAGES, INPUT_COLUMNS, ROUTES
@@ -193,11 +194,15 @@ def columns_read(
     """Columns that a model reads, and of a batch that has them its images and its routes.
 
     Raises:
-        ValueError: They are not those of this model's experts.
+        ImageInvalidError: Prompts show images, but the batch has none.
+        ValueError: Routes are not those of this model's experts.
     """
-    columns = (*columns, IMAGES) if IMAGES in batch else tuple(columns)
+    if IMAGES in batch:
+        columns = (*columns, IMAGES)
+    elif model.image_tokens is not None:
+        refuse_unseen_images(batch, model.image_tokens)
     if ROUTES not in batch:
-        return columns
+        return tuple(columns)
     width, routers = batch[ROUTES].width, model.routers
     if routers is None or width != routers.width:
         has = "no experts" if routers is None else f"{routers.width} numbers for each token"

@@ -116,6 +116,27 @@ class RowImages:
         )
 
 
+def refuse_unseen_images(batch: Experience, tokens: ImageTokens) -> None:
+    """Refuses rows whose prompts show images, in a batch without the column of them.
+
+    Else a model would take their places for words, and say nothing.
+
+    Args:
+        batch: With the columns tokens and prompt_lengths.
+        tokens: Of the model.
+
+    Raises:
+        ImageInvalidError: Names the first such row.
+    """
+    rows = zip(batch["tokens"].rows(), batch["prompt_lengths"].values.tolist(), strict=True)
+    for number, (row_T, prompt) in enumerate(rows):
+        if bool((row_T[:prompt] == tokens.placeholder).any()):
+            raise ImageInvalidError(
+                f"the prompt of row {number} shows images, but the rows have no column 'images': "
+                "send it with them"
+            )
+
+
 def _sources(
     row_T: torch.Tensor,
     places: Sequence[int],

@@ -11,12 +11,12 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import CriticSpec
-from rolemesh.engine.specs.columns import IMAGES, INPUT_COLUMNS
-from rolemesh.rpc.references import names_of, row_tokens
+from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.cuts import CutServicer
+from rolemesh.services.runtime.servicers.model_inputs import model_inputs
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.weights import WeightsServicer
@@ -64,8 +64,7 @@ class ValueServicer(RoleServicer[CriticRole], value_pb2_grpc.ValueServiceService
 
         async def work(call: Call) -> Message:
             share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
-            has_images = IMAGES in names_of(request.experience)
-            columns = (*INPUT_COLUMNS, IMAGES) if has_images else INPUT_COLUMNS
+            columns = model_inputs(request.experience)
             batch = await self._runtime.pull(request.experience, columns, call, rows=share.rows)
             values = await call.compute(
                 self._role.trainer.compute_values, batch, progress=call.progress

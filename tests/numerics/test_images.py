@@ -250,6 +250,26 @@ def test_a_row_whose_places_are_not_those_of_its_images_is_refused(
         compute_logprobs(model_of(folder), wrong, temperature=1.0)
 
 
+UNSEEN = "row 0 shows images, but the rows have no column 'images'"
+
+
+def test_rows_that_lost_their_images_are_not_scored(folder: Path, batch: Experience) -> None:
+    """Their places would be words to the model, and nothing would say so."""
+    lost = batch.require(name for name in batch.columns if name != "images")
+    model = model_of(folder)
+    with pytest.raises(ImageInvalidError, match=UNSEEN):
+        compute_logprobs(model, lost, temperature=1.0)
+
+
+def test_rows_that_lost_their_images_are_not_trained(folder: Path, batch: Experience) -> None:
+    lost = batch.require(name for name in batch.columns if name != "images")
+    spec = ModelSpec(path=folder, compute_dtype="float32")
+    critic = Trainer.critic(spec, OptimizerSpec())
+    loss = PpoValueLossSpec()
+    with pytest.raises(ImageInvalidError, match=UNSEEN):
+        update_whole(critic, lost, loss, epochs=1, mini_batch_rows=8, seed=0)
+
+
 def test_images_for_a_model_of_text_are_refused(tmp_path: Path, batch: Experience) -> None:
     text = write_tiny_decoder(tmp_path, "qwen2", vocab_size=512, max_position_embeddings=256)
     with pytest.raises(ImageInvalidError, match="this model takes none"):

@@ -18,10 +18,11 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.specs import TeacherPromptSpec
-from rolemesh.engine.specs.columns import IMAGES, INPUT_COLUMNS, ROUTES
+from rolemesh.engine.specs.columns import ROUTES
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer
+from rolemesh.services.runtime.servicers.model_inputs import model_inputs
 from rolemesh.services.runtime.servicers.routed_rows import RoutedRows
 from rolemesh.v1 import experience_pb2, logprob_pb2, logprob_pb2_grpc
 
@@ -74,9 +75,8 @@ def load_teacher_prompts(
 def _columns(role: PolicyHolder, request: logprob_pb2.ComputeLogprobsRequest) -> tuple[str, ...]:
     """What a policy reads of rows; its base, or as a teacher it, chooses experts by itself."""
     is_other = request.without_adapter or request.as_teacher
-    held = names_of(request.experience)
-    columns = (*INPUT_COLUMNS, IMAGES) if IMAGES in held else INPUT_COLUMNS
-    if role.replays_routes and not is_other and ROUTES in held:
+    columns = model_inputs(request.experience)
+    if role.replays_routes and not is_other and ROUTES in names_of(request.experience):
         return (*columns, ROUTES)
     return columns
 

@@ -17,7 +17,7 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.packing.batching import unit_lengths
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import AdamwStepSpec, LossSpec
-from rolemesh.engine.specs.columns import IMAGES, INPUT_COLUMNS, IS_JUDGED, ROUTES
+from rolemesh.engine.specs.columns import IS_JUDGED, ROUTES
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
@@ -26,6 +26,7 @@ from rolemesh.rpc.limits import MAX_TRAINED_ROWS, exceeded
 from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context
 from rolemesh.services.runtime.servicers.estimates import EstimateServicer, algorithm_part
+from rolemesh.services.runtime.servicers.model_inputs import model_inputs
 from rolemesh.v1 import (
     experience_pb2,
     trainer_pb2,
@@ -197,9 +198,7 @@ class TrainerServicer(EstimateServicer):
             optional = ()
         if self._role.replays_routes and ROUTES in names_of(ref):
             optional = (*optional, ROUTES)
-        if IMAGES in names_of(ref):
-            optional = (*optional, IMAGES)
-        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns(), *optional))
+        columns = dict.fromkeys((*model_inputs(ref), *loss.columns(), *optional))
         return await self._runtime.pull(ref, list(columns), call, rows=plan.rows)
 
 
