@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity, IdentityError
+from rolemesh.rpc.members.identity import CHANNEL_OPTIONS, Identity, IdentityError
 
 DEADLINE_S = 5.0
 """Below the time-out of the container's health check, so that the reason gets out."""

@@ -51,13 +51,13 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "Trackers": ("rolemesh.coordinator.trackers.tracker",),
     "Handles of an algorithm": ("rolemesh.coordinator.dataflow.roles",),
     "Estimators": (
-        "rolemesh.engine.algorithms.estimation",
-        "rolemesh.engine.algorithms.own_estimators",
+        "rolemesh.engine.algorithms.estimators.estimation",
+        "rolemesh.engine.algorithms.estimators.own_estimators",
     ),
     "Losses": (
-        "rolemesh.engine.algorithms.losses",
-        "rolemesh.engine.algorithms.policy_losses",
-        "rolemesh.engine.algorithms.own_losses",
+        "rolemesh.engine.algorithms.losses.base",
+        "rolemesh.engine.algorithms.losses.policy_losses",
+        "rolemesh.engine.algorithms.losses.own_losses",
     ),
     "Experience": ("rolemesh.engine.experience", "rolemesh.engine.specs.columns"),
     "Samplers": ("rolemesh.engine.rollout.base",),

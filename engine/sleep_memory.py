@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rolemesh.engine.hardware.pinned_memory import CopyStream, PinnedMemory
 from rolemesh.engine.parallel.data_parallel import gather_no_longer, local_part
-from rolemesh.engine.pinned_memory import CopyStream, PinnedMemory
 
 
 class SleepMemory:

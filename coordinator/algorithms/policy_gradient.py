@@ -1,7 +1,8 @@
 """The family of GRPO (arXiv 2402.03300), as one step over the mesh.
 
 GRPO, Dr. GRPO, GSPO, CISPO, RLOO and REINFORCE++ are these statements. Each has its own estimator
-of advantages, loss and number of samples: a row of `coordinator/recipe/policy_gradients.py`.
+of advantages, loss and number of samples: a row of
+`coordinator/recipe/algorithm/policy_gradients.py`.
 """
 
 from rolemesh.coordinator.dataflow.roles import (

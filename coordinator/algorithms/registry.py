@@ -22,11 +22,15 @@ from rolemesh.coordinator.algorithms.sft import sft
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import ColumnMissingError
 from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES, PromptBatch, StepContext
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, CustomSpec, ExternalSpec
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
+from rolemesh.coordinator.recipe.algorithm.algorithms import (
+    AlgorithmSection,
+    CustomSpec,
+    ExternalSpec,
+)
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.granted.user_code import load_offered
 from rolemesh.engine.specs import PartSpec, Spec
-from rolemesh.engine.user_code import load_offered
 
 Algorithm = Callable[..., None]
 

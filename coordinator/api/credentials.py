@@ -18,11 +18,11 @@ from typing import ClassVar
 
 import grpc
 
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
 from rolemesh.coordinator.state.files import checked_secret, read_secret, write_atomically
 from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.errors import ForbiddenError, RolemeshError
-from rolemesh.rpc.identity import Scope
+from rolemesh.rpc.members.identity import Scope
 from rolemesh.rpc.policy import method_policy
 
 SERVICE = "rolemesh.v1.CoordinatorService"

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from rolemesh.coordinator.api.credentials import CLIENT_FILE, check_caller_may
-from rolemesh.coordinator.api.logged_steps import check_step
 from rolemesh.coordinator.api.messages import to_run
-from rolemesh.coordinator.api.run_reads import RunReads
+from rolemesh.coordinator.api.reads.logged_steps import check_step
+from rolemesh.coordinator.api.reads.run_reads import RunReads
 from rolemesh.coordinator.api.store_errors import translated
-from rolemesh.coordinator.recipe.algorithms import EXTERNAL
+from rolemesh.coordinator.recipe.algorithm.algorithms import EXTERNAL
 from rolemesh.coordinator.state.store import RunRecord, RunState, RunStream, StateStore
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.v1 import coordinator_pb2

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.coordinator.commands.processes import PreviewError, told_by
 from rolemesh.coordinator.commands.terminal.console import say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json
+from rolemesh.coordinator.commands.terminal.processes import PreviewError, told_by
 from rolemesh.coordinator.mapping.calibration.calibration import (
     Calibration,
     CalibrationError,

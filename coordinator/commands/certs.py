@@ -15,8 +15,8 @@ from rich.table import Table
 
 from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.rpc.authority import Authority
-from rolemesh.rpc.identity import SERVER_NAME, URI_PREFIX, Identity, IdentityError
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import SERVER_NAME, URI_PREFIX, Identity, IdentityError
 
 AUTHORITY_FILE = "authority.pem"
 """The key that signs. No service needs it: keep it away from the hosts of the mesh."""

@@ -1,6 +1,6 @@
 """`rolemesh check`: shows what coordinator/commands/findings/recipe_checks.py finds.
 
-Of the folder of a model: what engine/model_abilities.py knows of it.
+Of the folder of a model: what engine/model_folders/model_abilities.py knows of it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rolemesh.coordinator.commands.terminal.ending import (
 )
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.services.host_gpus import HostGpus, host_gpus
-from rolemesh.engine.model_abilities import abilities_of, as_markdown
-from rolemesh.engine.model_files import check_model_files, read_config_file
+from rolemesh.engine.model_folders.model_abilities import abilities_of, as_markdown
+from rolemesh.engine.model_folders.model_files import check_model_files, read_config_file
 
 app = typer.Typer(add_completion=False)
 

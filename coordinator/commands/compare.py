@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rolemesh.coordinator.commands.compare_page import page
+from rolemesh.coordinator.commands.policies.compare_page import page
 from rolemesh.coordinator.commands.policies.table import show_differences
 from rolemesh.coordinator.commands.terminal.console import COLUMNS, JsonConsole
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail

@@ -18,7 +18,7 @@ import typer
 from pydantic import ValidationError
 
 from rolemesh.coordinator.api.credentials import read_tokens
-from rolemesh.coordinator.api.doors import check_doors, open_doors
+from rolemesh.coordinator.api.doors.doors import check_doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.hub.hub import Hub
 from rolemesh.coordinator.commands.terminal.console import JsonConsole, log_to
@@ -32,12 +32,12 @@ from rolemesh.coordinator.commands.terminal.options import (
     OpenToEveryLocalUser,
     TokenFile,
 )
-from rolemesh.coordinator.recipe.api_section import ApiSpec, TokenFiles
-from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec, TokenFiles
+from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.opening import open_store
-from rolemesh.engine.grants import Grant
+from rolemesh.engine.granted.grants import Grant
 from rolemesh.engine.specs.urls import masked_url
 
 DATA_FOLDER = Path("rolemesh-data")

@@ -13,7 +13,7 @@ from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_F
 from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.run.checks.footprint import gib
 from rolemesh.coordinator.run.folders.kept_cuts import CutsInUseError, KeptCuts, ago, kept_cuts
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 
 app = typer.Typer(add_completion=False)
 

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.api.credentials import read_token
-from rolemesh.coordinator.api.doors import open_doors
-from rolemesh.coordinator.api.known_doors import private_folder
+from rolemesh.coordinator.api.doors.doors import open_doors
+from rolemesh.coordinator.api.doors.known_doors import private_folder
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.commands.terminal.options import (
@@ -24,7 +24,7 @@ from rolemesh.coordinator.commands.terminal.options import (
     OpenToEveryLocalUser,
     TokenFile,
 )
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
 from rolemesh.coordinator.run.folders.ended_runs import read_runs
 from rolemesh.coordinator.run.folders.folder import RUNS_FOLDER
 

@@ -15,7 +15,7 @@ from rolemesh.coordinator.commands.findings.placing import load_placed
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.run.services.host_gpus import host_gpus
 
 app = typer.Typer(add_completion=False)

@@ -32,7 +32,6 @@ from rolemesh.coordinator.commands.policies.serving import (
 )
 from rolemesh.coordinator.commands.policies.table import show_differences, show_evaluation
 from rolemesh.coordinator.commands.policies.tasks import HELD_OUT, run_recipe, tasks_of
-from rolemesh.coordinator.commands.processes import PreviewError
 from rolemesh.coordinator.commands.terminal.console import JsonConsole
 from rolemesh.coordinator.commands.terminal.ending import (
     EXIT_BAD_INPUT,
@@ -42,6 +41,7 @@ from rolemesh.coordinator.commands.terminal.ending import (
     fail,
 )
 from rolemesh.coordinator.commands.terminal.options import Json
+from rolemesh.coordinator.commands.terminal.processes import PreviewError
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.folders.evaluations import (

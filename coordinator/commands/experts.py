@@ -14,7 +14,7 @@ from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.commands.terminal.options import Json, RunArgument
 from rolemesh.coordinator.run.folders import folder as run_files
 from rolemesh.coordinator.run.results.expert_loads import read_expert_loads
-from rolemesh.coordinator.sdk.experts import LayerLoads
+from rolemesh.coordinator.sdk.values.experts import LayerLoads
 from rolemesh.v1 import coordinator_pb2
 
 HEADINGS = ("layer", "most", "its expert", "least", "its expert")

@@ -12,9 +12,9 @@ from typing import Annotated, get_args
 
 import typer
 
-from rolemesh.coordinator.commands.model_card import has_adapter, model_card
 from rolemesh.coordinator.commands.policies.exporting import export_command, step_of
-from rolemesh.coordinator.commands.publishing import PushError, check_can_push, push
+from rolemesh.coordinator.commands.policies.model_card import has_adapter, model_card
+from rolemesh.coordinator.commands.policies.publishing import PushError, check_can_push, push
 from rolemesh.coordinator.commands.terminal.ending import EXIT_FAILED, fail, refuse
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.run.folders.folder import NoRunError, read_config, read_json

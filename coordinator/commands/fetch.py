@@ -13,8 +13,8 @@ import typer
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_client import Found
-from rolemesh.coordinator.recipe.hf_files import found_files
+from rolemesh.coordinator.recipe.hub.hf_client import Found
+from rolemesh.coordinator.recipe.hub.hf_files import found_files
 from rolemesh.coordinator.recipe.loading import load_recipe
 
 app = typer.Typer(add_completion=False)

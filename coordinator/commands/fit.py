@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rolemesh.coordinator.commands.findings.placing import load_placed
-from rolemesh.coordinator.commands.memory_question import add_answer, question_of
-from rolemesh.coordinator.commands.processes import PreviewError, told_by
+from rolemesh.coordinator.commands.recipes.memory_question import add_answer, question_of
 from rolemesh.coordinator.commands.terminal.console import say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
+from rolemesh.coordinator.commands.terminal.processes import PreviewError, told_by
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.run.checks.pool_memory import PoolFound, RoleFound, pool_memory
 from rolemesh.coordinator.run.services.host_gpus import GPU_BYTES, HostGpus, host_gpus
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.findings.diagnosis import QUICKSTART_MODEL
-from rolemesh.coordinator.commands.given_inputs import GivenInput, given_data, given_model
-from rolemesh.coordinator.commands.new_recipe import (
+from rolemesh.coordinator.commands.recipes.given_inputs import GivenInput, given_data, given_model
+from rolemesh.coordinator.commands.recipes.new_recipe import (
     OWN_REWARD,
     InitError,
     known_data,
@@ -22,7 +22,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.installation import check_roles_run
 from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.engine.model_files import CONFIG_FILE, check_model_files
+from rolemesh.engine.model_folders.model_files import CONFIG_FILE, check_model_files
 
 TINY_MODEL = Path(".models/tiny")
 

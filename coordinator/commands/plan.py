@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.coordinator.commands.cluster_options import (
+from rolemesh.coordinator.commands.recipes.cluster_options import (
     Calibrations,
     CompletionTokens,
     Gpu,
@@ -45,7 +45,7 @@ from rolemesh.coordinator.mapping.report.settings import plan_section, settings_
 from rolemesh.coordinator.mapping.search.search import Search
 from rolemesh.coordinator.mapping.search.shortage import shortage
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.run.folders.folder import NoRunError
 from rolemesh.coordinator.run.folders.recorded_steps import last_settings, recorded_run

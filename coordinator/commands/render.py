@@ -12,8 +12,8 @@ import typer
 from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.commands.terminal.options import Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
-from rolemesh.coordinator.recipe.hf_names import hf_places
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_names import hf_places
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose import compose_file

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.processes import become
 from rolemesh.coordinator.commands.terminal.ending import refuse
 from rolemesh.coordinator.commands.terminal.options import Json
+from rolemesh.coordinator.commands.terminal.processes import become
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import OutsideRewardSpec, named_sources

@@ -16,7 +16,7 @@ from rolemesh.coordinator.commands.terminal.options import Json, RunArgument
 from rolemesh.coordinator.run.folders import folder as run_files
 from rolemesh.coordinator.run.results.samples_file import KeptSample, read_samples
 from rolemesh.engine.messages import harmless
-from rolemesh.rpc.sampled_sessions import session_message
+from rolemesh.rpc.samples.sessions import session_message
 from rolemesh.v1 import coordinator_pb2
 
 app = typer.Typer(add_completion=False)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.processes import become
 from rolemesh.coordinator.commands.terminal.ending import refuse
+from rolemesh.coordinator.commands.terminal.processes import become
 from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.coordinator.run.checks.installation import check_roles_run
 

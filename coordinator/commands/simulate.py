@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh.coordinator.commands.cluster_options import (
+from rolemesh.coordinator.commands.recipes.cluster_options import (
     Calibrations,
     CompletionTokens,
     Gpu,
@@ -35,7 +35,7 @@ from rolemesh.coordinator.mapping.report.report import plan_of
 from rolemesh.coordinator.mapping.search.search import Search
 from rolemesh.coordinator.mapping.search.shortage import shortage
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.model_sizes import models_of
 from rolemesh.coordinator.recipe.schema import Recipe

@@ -18,14 +18,14 @@ from rich.console import Console
 
 from rolemesh.coordinator import sdk
 from rolemesh.coordinator.api.credentials import read_token
-from rolemesh.coordinator.api.doors import Doors
+from rolemesh.coordinator.api.doors.doors import Doors
 from rolemesh.coordinator.commands.findings.cpu import cpu_here
 from rolemesh.coordinator.commands.findings.placing import (
     load_placed,
     pools_on_cpu,
     start_cautions,
 )
-from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
+from rolemesh.coordinator.commands.hub.remote_run import LeftError, facts_of, make_there
 from rolemesh.coordinator.commands.terminal.console import (
     JsonConsole,
     LiveConsole,
@@ -46,7 +46,7 @@ from rolemesh.coordinator.commands.terminal.summary import print_summary
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.start_checks import services_in
 from rolemesh.coordinator.run.folders import folder as run_files

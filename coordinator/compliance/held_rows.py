@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 
-from rolemesh.rpc.columns import Columns, encode
 from rolemesh.rpc.errors import InvalidRequestError, NotFoundError, OutOfRangeError
+from rolemesh.rpc.experience.columns import Columns, encode
 from rolemesh.v1 import experience_pb2
 
 

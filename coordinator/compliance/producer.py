@@ -12,11 +12,11 @@ import numpy as np
 from rolemesh.coordinator.compliance.held_rows import HeldRows
 from rolemesh.coordinator.compliance.publisher import Publisher
 from rolemesh.coordinator.compliance.samples import Sample
-from rolemesh.rpc.awaited import refuse
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
-from rolemesh.rpc.columns import ColumnData, Columns
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.identity import Identity, server_credentials
+from rolemesh.rpc.experience.columns import ColumnData, Columns
+from rolemesh.rpc.http.awaited import refuse
+from rolemesh.rpc.members.identity import Identity, server_credentials
 from rolemesh.v1 import experience_pb2
 
 ROLE = "compliance"

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rolemesh.rpc.channel import CHUNK_BYTES
-from rolemesh.rpc.tensors import ITEM_BYTES
+from rolemesh.rpc.experience.tensors import ITEM_BYTES
 from rolemesh.v1 import tensor_pb2, weights_pb2
 
 SERVICE_NAME = "rolemesh.v1.WeightsService"

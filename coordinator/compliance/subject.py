@@ -19,12 +19,12 @@ from rolemesh.coordinator.compliance.contract import (
 )
 from rolemesh.coordinator.compliance.producer import Producer
 from rolemesh.coordinator.compliance.samples import Sample, ordinary_samples
+from rolemesh.rpc.calls.result_call import ResultCall
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import open_channel
-from rolemesh.rpc.column_fetch import fetch_columns
-from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.result_call import ResultCall
-from rolemesh.rpc.service_client import ServiceClient
+from rolemesh.rpc.experience.column_fetch import fetch_columns
+from rolemesh.rpc.experience.columns import Columns
 from rolemesh.v1 import experience_pb2, logprob_pb2, operation_pb2, rollout_pb2, worker_pb2
 
 EPOCH = 2

@@ -11,20 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.compliance import (
-    call_checks,
-    consumer_checks,
-    likeliest_checks,
-    producer_checks,
-    reward_checks,
-    rollout_checks,
-    route_checks,
-    scoring_checks,
-    trainer_checks,
-    transport_checks,
-    worker_checks,
-)
 from rolemesh.coordinator.compliance.check import CHECKS, Check, Finding
+from rolemesh.coordinator.compliance.checks import calls as call_checks
+from rolemesh.coordinator.compliance.checks import consumer as consumer_checks
+from rolemesh.coordinator.compliance.checks import likeliest as likeliest_checks
+from rolemesh.coordinator.compliance.checks import producer as producer_checks
+from rolemesh.coordinator.compliance.checks import reward as reward_checks
+from rolemesh.coordinator.compliance.checks import rollout as rollout_checks
+from rolemesh.coordinator.compliance.checks import routes as route_checks
+from rolemesh.coordinator.compliance.checks import scoring as scoring_checks
+from rolemesh.coordinator.compliance.checks import trainer as trainer_checks
+from rolemesh.coordinator.compliance.checks import transport as transport_checks
+from rolemesh.coordinator.compliance.checks import worker as worker_checks
 from rolemesh.coordinator.compliance.contract import (
     BrokenContractError,
     NotApplicableError,
@@ -34,7 +32,7 @@ from rolemesh.coordinator.compliance.contract import (
 )
 from rolemesh.coordinator.compliance.producer import Producer
 from rolemesh.coordinator.compliance.subject import EPOCH, Subject, describe_error
-from rolemesh.coordinator.recipe.placement import plain_address
+from rolemesh.coordinator.recipe.roles.placement import plain_address
 from rolemesh.rpc.errors import (
     DeadlineError,
     RolemeshError,

@@ -10,14 +10,14 @@ from typing import Any, Protocol, Self
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.role_names import role_of
-from rolemesh.rpc.expert_loads import Loads
-from rolemesh.rpc.notes import bounded
-from rolemesh.rpc.references import (
+from rolemesh.rpc.calls.expert_loads import Loads
+from rolemesh.rpc.experience.references import (
     by_column,
     concat_references,
     join_parts,
     join_references,
 )
+from rolemesh.rpc.notes import bounded
 from rolemesh.v1 import experience_pb2
 
 

@@ -7,18 +7,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Literal
 
-from rolemesh.coordinator.dataflow.connection import (
+from rolemesh.coordinator.dataflow.calls.connection import (
     OnPhase,
     OpenChannel,
     RoleConnection,
     open_watched,
     unbroken,
 )
-from rolemesh.coordinator.dataflow.endpoints import base_url
+from rolemesh.coordinator.dataflow.calls.endpoints import base_url
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.rpc.calls.result_call import ProgressCallback
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import (
     PreconditionError,
@@ -26,9 +28,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from rolemesh.rpc.identity import Identity
-from rolemesh.rpc.result_call import ProgressCallback
-from rolemesh.rpc.service_client import ServiceClient
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.rpc.together import together
 from rolemesh.v1 import operation_pb2, worker_pb2
 

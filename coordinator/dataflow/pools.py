@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rolemesh.coordinator.dataflow.clock import now
-from rolemesh.coordinator.recipe.placement import PoolSpec
 from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.roles.placement import PoolSpec
 
 MOVES = ("sleep", "wake")
 """Phases before a node starts: other roles leave its devices, then its own role comes back."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rolemesh.coordinator.dataflow.calls.role_calls import PromptBatch, RoleHandle, StepContext
+from rolemesh.coordinator.dataflow.calls.scoring import compute_logprobs, dropping
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import (
     CallFuture,
     ExperienceFuture,
     NodeKind,
 )
-from rolemesh.coordinator.dataflow.role_calls import PromptBatch, RoleHandle, StepContext
-from rolemesh.coordinator.dataflow.scoring import compute_logprobs, dropping
 from rolemesh.engine.specs import (
     DistillationLossSpec,
     LossSpec,
@@ -34,9 +34,9 @@ from rolemesh.engine.specs.columns import (
     TEACHER_LOGPROBS,
     TRAJECTORY_COLUMNS,
 )
-from rolemesh.rpc.references import concat_references
-from rolemesh.rpc.result_call import ProgressCallback
-from rolemesh.rpc.service_client import ServiceClient, to_algorithm_part
+from rolemesh.rpc.calls.result_call import ProgressCallback
+from rolemesh.rpc.calls.service_client import ServiceClient, to_algorithm_part
+from rolemesh.rpc.experience.references import concat_references
 from rolemesh.v1 import (
     data_pb2,
     experience_pb2,

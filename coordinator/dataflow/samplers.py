@@ -11,24 +11,29 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
-from rolemesh.coordinator.dataflow.exchanges import OnEvent, Pairing, WeightExchanges
+from rolemesh.coordinator.dataflow.calls.connection import OnPhase, RoleConnection
+from rolemesh.coordinator.dataflow.calls.exchanges import OnEvent, Pairing, WeightExchanges
+from rolemesh.coordinator.dataflow.calls.generation import Generation, GenerationCalls
+from rolemesh.coordinator.dataflow.calls.role_calls import (
+    PromptBatch,
+    Sampler,
+    ServiceNodes,
+    StepContext,
+)
 from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind, all_of
-from rolemesh.coordinator.dataflow.generation import Generation, GenerationCalls
-from rolemesh.coordinator.dataflow.role_calls import PromptBatch, Sampler, ServiceNodes, StepContext
-from rolemesh.coordinator.recipe.schedule import (
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.schedule import (
     AsyncSamplerSpec,
     OneStepAheadSpec,
     SamplerSpec,
     SyncSamplerSpec,
 )
-from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import AgentSpec, SamplingSpec
 from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS
+from rolemesh.rpc.calls.result_call import ProgressCallback
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.result_call import ProgressCallback
-from rolemesh.rpc.service_client import ServiceClient
-from rolemesh.rpc.tensors import data_type_of
+from rolemesh.rpc.experience.tensors import data_type_of
 from rolemesh.v1 import exchange_pb2, experience_pb2, operation_pb2, rollout_pb2, weights_pb2
 
 

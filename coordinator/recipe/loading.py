@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from rolemesh.coordinator.recipe.errors import RecipeError, describe
-from rolemesh.coordinator.recipe.hf_names import named_values
+from rolemesh.coordinator.recipe.hub.hf_names import named_values
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs.urls import masked_url
 

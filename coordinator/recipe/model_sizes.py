@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.adapter_config import adapted_shape, num_trained
 from rolemesh.engine.layout.matrices import num_matrix_parameters
-from rolemesh.engine.model_files import read_header
+from rolemesh.engine.model_folders.adapter_config import adapted_shape, num_trained
+from rolemesh.engine.model_folders.model_files import read_header
 from rolemesh.engine.specs import (
     ClassifierRewardSpec,
     ModelSpec,

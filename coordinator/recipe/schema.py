@@ -13,40 +13,40 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from rolemesh.coordinator.recipe.algorithms import (
+from rolemesh.coordinator.recipe.algorithm.algorithms import (
     EXTERNAL,
     AlgorithmSection,
     AlgorithmSpec,
     SampledSpec,
 )
-from rolemesh.coordinator.recipe.api_section import ApiSpec
-from rolemesh.coordinator.recipe.group_estimators import with_group_estimator
-from rolemesh.coordinator.recipe.off_policy import with_off_policy
-from rolemesh.coordinator.recipe.placement import REGISTERED, PoolSpec, ServiceSpec
-from rolemesh.coordinator.recipe.places import check_places
-from rolemesh.coordinator.recipe.plan_section import PlanSpec
-from rolemesh.coordinator.recipe.replicas import check_replicas
+from rolemesh.coordinator.recipe.algorithm.group_estimators import with_group_estimator
+from rolemesh.coordinator.recipe.algorithm.off_policy import with_off_policy
+from rolemesh.coordinator.recipe.algorithm.stops import check_stops
+from rolemesh.coordinator.recipe.algorithm.teachers import (
+    check_teachers,
+    named_in_data,
+    with_teachers,
+)
 from rolemesh.coordinator.recipe.role_names import (
     ROLES,
     role_of,
     service_names,
     teacher_role,
 )
-from rolemesh.coordinator.recipe.run_section import RunSpec
-from rolemesh.coordinator.recipe.schedule import ScheduleSpec, check_schedule
-from rolemesh.coordinator.recipe.sent_sections import sent_section, to_sent
-from rolemesh.coordinator.recipe.served_by_actor import check_served_by_actor, served_by_actor
-from rolemesh.coordinator.recipe.server_samplers import check_server_samplers
-from rolemesh.coordinator.recipe.shown_images import check_images
-from rolemesh.coordinator.recipe.stops import check_stops
-from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
-from rolemesh.coordinator.recipe.teachers import (
-    check_teachers,
-    named_in_data,
-    with_teachers,
-)
-from rolemesh.coordinator.recipe.trackers import TrackerSpec
-from rolemesh.coordinator.recipe.tuning import check_tuning
+from rolemesh.coordinator.recipe.roles.placement import REGISTERED, PoolSpec, ServiceSpec
+from rolemesh.coordinator.recipe.roles.places import check_places
+from rolemesh.coordinator.recipe.roles.replicas import check_replicas
+from rolemesh.coordinator.recipe.roles.sent_sections import sent_section, to_sent
+from rolemesh.coordinator.recipe.roles.served_by_actor import check_served_by_actor, served_by_actor
+from rolemesh.coordinator.recipe.roles.server_samplers import check_server_samplers
+from rolemesh.coordinator.recipe.roles.shown_images import check_images
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.plan_section import PlanSpec
+from rolemesh.coordinator.recipe.sections.run_section import RunSpec
+from rolemesh.coordinator.recipe.sections.schedule import ScheduleSpec, check_schedule
+from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec, StoreSpec
+from rolemesh.coordinator.recipe.sections.trackers import TrackerSpec
+from rolemesh.coordinator.recipe.sections.tuning import check_tuning
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import (
     ActorSpec,

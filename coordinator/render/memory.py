@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import num_trained_parameters, trained_models
-from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.schedule import AsyncSamplerSpec, OneStepAheadSpec
 from rolemesh.engine.specs import ModelSpec
 
 BYTES_PER_TOKEN = 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rolemesh.coordinator.api.plans import usual
+from rolemesh.coordinator.api.reads.plans import usual
 from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
@@ -25,8 +25,8 @@ from rolemesh.coordinator.run.saving.best import BestOfRun
 from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
-from rolemesh.engine.transport.slot_files import KEPT_UNHELD_S, memory_of_slots
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.slot_files import KEPT_UNHELD_S, memory_of_slots
 
 TRACKER_DEADLINE_S = 15.0
 """Longest wait at the end of a run for its trackers to send what they have."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolemesh.coordinator.algorithms.registry import Algorithm
-from rolemesh.coordinator.dataflow.connection import OpenChannel, open_watched
+from rolemesh.coordinator.dataflow.calls.connection import OpenChannel, open_watched
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.reporting.events import EventLog
@@ -19,7 +19,7 @@ from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.tuning.tuning import RunTuning
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.rpc.channel import ChannelTraffic
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.identity import Identity
 
 
 @dataclass(frozen=True, kw_only=True)

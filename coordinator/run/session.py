@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.api.credentials import CLIENT_FILE
-from rolemesh.coordinator.api.doors import Doors, open_doors
+from rolemesh.coordinator.api.doors.doors import Doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.algorithms import ExternalSpec
-from rolemesh.coordinator.recipe.placement import REGISTERED
+from rolemesh.coordinator.recipe.algorithm.algorithms import ExternalSpec
+from rolemesh.coordinator.recipe.roles.placement import REGISTERED
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.footprint import footprint_of, free_bytes, gib
 from rolemesh.coordinator.run.checks.planning import plan_step

@@ -15,16 +15,16 @@ from pathlib import Path
 import yaml
 
 from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in, unused_roles
-from rolemesh.coordinator.dataflow.connection import OpenChannel, open_watched
+from rolemesh.coordinator.dataflow.calls.connection import OpenChannel, open_watched
 from rolemesh.coordinator.dataflow.errors import (
     NodeFailedError,
     RunAbortedError,
     ServiceLostError,
 )
 from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
-from rolemesh.coordinator.recipe.algorithms import ExternalSpec
-from rolemesh.coordinator.recipe.hf_names import named_values
-from rolemesh.coordinator.recipe.rates import schedule_length
+from rolemesh.coordinator.recipe.algorithm.algorithms import ExternalSpec
+from rolemesh.coordinator.recipe.algorithm.rates import schedule_length
+from rolemesh.coordinator.recipe.hub.hf_names import named_values
 from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.attempts.attempt import Attempt
@@ -63,7 +63,7 @@ from rolemesh.engine.specs.urls import without_passwords
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import DeadlineError
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.identity import Identity
 
 LOSS_GRACE_S = 6.0
 """When a service does not answer a call, the launcher has this long to report the cause.

@@ -11,7 +11,10 @@ from rolemesh.coordinator.sdk.async_client import AsyncClient
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
 from rolemesh.coordinator.sdk.async_role import AsyncRole
 from rolemesh.coordinator.sdk.client import Client
-from rolemesh.coordinator.sdk.events import (
+from rolemesh.coordinator.sdk.mesh import Mesh
+from rolemesh.coordinator.sdk.retrying import RetryPolicy
+from rolemesh.coordinator.sdk.role import Role
+from rolemesh.coordinator.sdk.values.events import (
     CheckpointSaved,
     Evaluated,
     Event,
@@ -21,7 +24,7 @@ from rolemesh.coordinator.sdk.events import (
     StateChanged,
     StepMade,
 )
-from rolemesh.coordinator.sdk.experience import (
+from rolemesh.coordinator.sdk.values.experience import (
     Auxiliary,
     Experience,
     Gradient,
@@ -33,11 +36,8 @@ from rolemesh.coordinator.sdk.experience import (
     Trajectory,
     Update,
 )
-from rolemesh.coordinator.sdk.experts import ExpertLoads, LayerLoads
-from rolemesh.coordinator.sdk.mesh import Mesh
-from rolemesh.coordinator.sdk.retrying import RetryPolicy
-from rolemesh.coordinator.sdk.role import Role
-from rolemesh.coordinator.sdk.runs import (
+from rolemesh.coordinator.sdk.values.experts import ExpertLoads, LayerLoads
+from rolemesh.coordinator.sdk.values.runs import (
     Alert,
     AlertLevel,
     Dataflow,
@@ -52,15 +52,15 @@ from rolemesh.coordinator.sdk.runs import (
     RunPlan,
     RunState,
 )
-from rolemesh.coordinator.sdk.samples import (
+from rolemesh.coordinator.sdk.values.samples import (
     Sample,
     SampledCall,
     SampledImage,
     SampledSession,
     Samples,
 )
-from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status, WorkerState
-from rolemesh.coordinator.sdk.weights import (
+from rolemesh.coordinator.sdk.values.services import Capabilities, Initialized, Status, WorkerState
+from rolemesh.coordinator.sdk.values.weights import (
     Checkpoint,
     Checksums,
     Cut,
@@ -68,9 +68,9 @@ from rolemesh.coordinator.sdk.weights import (
     Parameter,
     Weights,
 )
-from rolemesh.rpc.columns import ColumnData, ColumnKind, Columns
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.experience.columns import ColumnData, ColumnKind, Columns
+from rolemesh.rpc.members.identity import Identity
 
 __all__ = [
     "Alert",

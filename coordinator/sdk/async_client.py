@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
 from rolemesh.coordinator.sdk.connection import Connection
-from rolemesh.coordinator.sdk.events import Event, StateChanged
-from rolemesh.coordinator.sdk.experts import ExpertLoads
-from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.retrying import Contact, Retries, RetryPolicy, repeated
-from rolemesh.coordinator.sdk.runs import (
+from rolemesh.coordinator.sdk.values.events import Event, StateChanged
+from rolemesh.coordinator.sdk.values.experts import ExpertLoads
+from rolemesh.coordinator.sdk.values.messages import from_message
+from rolemesh.coordinator.sdk.values.runs import (
     Alert,
     Dataflow,
     DeviceUse,
@@ -27,10 +27,10 @@ from rolemesh.coordinator.sdk.runs import (
     RunList,
     RunPlan,
 )
-from rolemesh.coordinator.sdk.samples import Samples
+from rolemesh.coordinator.sdk.values.samples import Samples
 from rolemesh.rpc.channel import MeshCall, open_channel
 from rolemesh.rpc.errors import CallCancelledError, DeadlineError, UnavailableError
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.v1 import coordinator_pb2 as pb
 from rolemesh.v1 import coordinator_pb2_grpc
 

@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from typing import Final, SupportsFloat, TypeAlias
 
 from rolemesh.coordinator.sdk.async_role import AsyncRole
-from rolemesh.coordinator.sdk.experience import Experience
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
-from rolemesh.coordinator.sdk.samples import Sample
 from rolemesh.coordinator.sdk.service_calls import RunCalls
+from rolemesh.coordinator.sdk.values.experience import Experience
+from rolemesh.coordinator.sdk.values.samples import Sample
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns
-from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import UnsupportedError
-from rolemesh.rpc.identity import Identity
-from rolemesh.rpc.sampled_rows import fetch_samples
+from rolemesh.rpc.experience.column_fetch import MAX_FETCH_BYTES, fetch_columns
+from rolemesh.rpc.experience.columns import Columns
+from rolemesh.rpc.members.identity import Identity
+from rolemesh.rpc.samples.rows import fetch_samples
 from rolemesh.v1 import coordinator_pb2
 
 LogStep: TypeAlias = Callable[[coordinator_pb2.LogStepRequest], Awaitable[object]]

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rolemesh.coordinator.sdk.experience import (
+from rolemesh.coordinator.sdk.values.experience import (
     Auxiliary,
     Experience,
     Gradient,
@@ -21,9 +21,9 @@ from rolemesh.coordinator.sdk.experience import (
     Update,
 )
 from rolemesh.coordinator.sdk.weight_calls import WeightCalls
-from rolemesh.rpc.columns import Columns
+from rolemesh.rpc.calls.service_client import to_algorithm_part
 from rolemesh.rpc.errors import DataLossError
-from rolemesh.rpc.service_client import to_algorithm_part
+from rolemesh.rpc.experience.columns import Columns
 from rolemesh.v1 import data_pb2, experience_pb2, rollout_pb2, trainer_pb2
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.sdk.async_client import FIRST_LOG_BYTES, AsyncClient
-from rolemesh.coordinator.sdk.events import Event
-from rolemesh.coordinator.sdk.experts import ExpertLoads
 from rolemesh.coordinator.sdk.mesh import Mesh
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
-from rolemesh.coordinator.sdk.runs import (
+from rolemesh.coordinator.sdk.values.events import Event
+from rolemesh.coordinator.sdk.values.experts import ExpertLoads
+from rolemesh.coordinator.sdk.values.runs import (
     Alert,
     Dataflow,
     DeviceUse,
@@ -23,9 +23,9 @@ from rolemesh.coordinator.sdk.runs import (
     RunList,
     RunPlan,
 )
-from rolemesh.coordinator.sdk.samples import Samples
-from rolemesh.rpc.identity import Identity
+from rolemesh.coordinator.sdk.values.samples import Samples
 from rolemesh.rpc.loop_thread import LoopThread
+from rolemesh.rpc.members.identity import Identity
 
 
 class Client:

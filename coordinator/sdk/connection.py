@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rolemesh.coordinator.api.known_doors import known_door
+from rolemesh.coordinator.api.doors.known_doors import known_door
 from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.address import host_of
-from rolemesh.rpc.identity import Identity, Trust
+from rolemesh.rpc.members.identity import Identity, Trust
 
 _TLS = "https://"
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import SupportsFloat
 
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
-from rolemesh.coordinator.sdk.experience import Experience
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
 from rolemesh.coordinator.sdk.role import Role
-from rolemesh.coordinator.sdk.samples import Sample
-from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES
-from rolemesh.rpc.columns import Columns
-from rolemesh.rpc.identity import Identity
+from rolemesh.coordinator.sdk.values.experience import Experience
+from rolemesh.coordinator.sdk.values.samples import Sample
+from rolemesh.rpc.experience.column_fetch import MAX_FETCH_BYTES
+from rolemesh.rpc.experience.columns import Columns
 from rolemesh.rpc.loop_thread import LoopThread
+from rolemesh.rpc.members.identity import Identity
 
 
 class Mesh(Mapping[str, Role]):

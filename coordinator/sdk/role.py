@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolemesh.coordinator.sdk.async_role import AsyncRole
-from rolemesh.coordinator.sdk.experience import (
+from rolemesh.coordinator.sdk.values.experience import (
     Auxiliary,
     Experience,
     Gradient,
@@ -18,9 +18,9 @@ from rolemesh.coordinator.sdk.experience import (
     Trajectory,
     Update,
 )
-from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status
-from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Cut, Manifest, Weights
-from rolemesh.rpc.columns import Array, Columns
+from rolemesh.coordinator.sdk.values.services import Capabilities, Initialized, Status
+from rolemesh.coordinator.sdk.values.weights import Checkpoint, Checksums, Cut, Manifest, Weights
+from rolemesh.rpc.experience.columns import Array, Columns
 from rolemesh.rpc.loop_thread import LoopThread
 
 

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
-from rolemesh.coordinator.sdk.experience import Report, Update
-from rolemesh.coordinator.sdk.experts import LayerLoads
-from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
-from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status
+from rolemesh.coordinator.sdk.values.experience import Report, Update
+from rolemesh.coordinator.sdk.values.experts import LayerLoads
+from rolemesh.coordinator.sdk.values.messages import from_message
+from rolemesh.coordinator.sdk.values.services import Capabilities, Initialized, Status
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.errors import CallCancelledError
-from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import operation_pb2
 
 Answer = TypeVar("Answer")

@@ -6,18 +6,18 @@ import math
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from rolemesh.coordinator.sdk.experience import Report, Update
-from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.service_calls import ServiceCalls
-from rolemesh.coordinator.sdk.weights import (
+from rolemesh.coordinator.sdk.values.experience import Report, Update
+from rolemesh.coordinator.sdk.values.messages import from_message
+from rolemesh.coordinator.sdk.values.weights import (
     Checkpoint,
     Checksums,
     Cut,
     Manifest,
     Weights,
 )
-from rolemesh.rpc.columns import Array, read_values
-from rolemesh.rpc.tensors import ITEM_BYTES, data_type_of
+from rolemesh.rpc.experience.columns import Array, read_values
+from rolemesh.rpc.experience.tensors import ITEM_BYTES, data_type_of
 from rolemesh.v1 import weights_pb2
 
 

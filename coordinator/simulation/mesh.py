@@ -12,7 +12,7 @@ from rolemesh.coordinator.simulation.kept import CallRecord
 from rolemesh.coordinator.simulation.service import SimulatedService
 from rolemesh.coordinator.simulation.timing import Settings
 from rolemesh.rpc.channel import ChannelTraffic
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)

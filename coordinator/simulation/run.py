@@ -15,7 +15,7 @@ from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
 from rolemesh.coordinator.dataflow.observer import QuietObserver
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
+from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.reporting.events import Recovered

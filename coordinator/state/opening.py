@@ -8,7 +8,7 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec, StoreSpec
+from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec, RedisStoreSpec, StoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.errors import StoreRefusedError
 from rolemesh.coordinator.state.files import read_secret

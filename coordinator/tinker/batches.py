@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from rolemesh.coordinator.tinker.forms import Datum, Floats, GradientCall, Ints, WireError
+from rolemesh.coordinator.tinker.forms.forms import Datum, Floats, GradientCall, Ints, WireError
 from rolemesh.coordinator.tinker.own_losses import OwnLoss, own_columns
 from rolemesh.engine.specs import TokenSumLossSpec
 from rolemesh.engine.specs.columns import MAX_WIDTH, RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS
-from rolemesh.rpc.columns import ColumnData, Columns
+from rolemesh.rpc.experience.columns import ColumnData, Columns
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro")
 """Names of losses that are served."""

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
-from rolemesh.coordinator.tinker.forms import WireError
+from rolemesh.coordinator.tinker.forms.forms import WireError
 from rolemesh.coordinator.tinker.shapes import ModelShape
 from rolemesh.coordinator.tinker.store import Kind
-from rolemesh.engine.specs.traced_losses import MOST_INPUTS, MOST_NODES
+from rolemesh.engine.specs.losses.traced_losses import MOST_INPUTS, MOST_NODES
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")

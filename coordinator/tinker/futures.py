@@ -11,8 +11,8 @@ from collections.abc import Coroutine, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from rolemesh.coordinator.tinker.forms import WireError
-from rolemesh.coordinator.tinker.held_models import NoPlaceError
+from rolemesh.coordinator.tinker.forms.forms import WireError
+from rolemesh.coordinator.tinker.models.held_models import NoPlaceError
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from rolemesh.coordinator.tinker.bodies import CreateCustomLoss
-from rolemesh.coordinator.tinker.forms import Datum, GradientCall, Ints, WireError
+from rolemesh.coordinator.tinker.forms.forms import Datum, GradientCall, Ints, WireError
 from rolemesh.engine.specs import TracedLossSpec
 from rolemesh.engine.specs.columns import MAX_WIDTH
-from rolemesh.engine.specs.traced_losses import input_column
-from rolemesh.rpc.columns import ColumnData
+from rolemesh.engine.specs.losses.traced_losses import input_column
+from rolemesh.rpc.experience.columns import ColumnData
 
 MOST_LOSSES = 256
 """Of a session."""

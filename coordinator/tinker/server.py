@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.tinker.actor_place import ActorPlace
 from rolemesh.coordinator.tinker.batches import batch_of
 from rolemesh.coordinator.tinker.bodies import (
     AdamParams,
@@ -20,16 +19,17 @@ from rolemesh.coordinator.tinker.bodies import (
     SaveWeights,
 )
 from rolemesh.coordinator.tinker.downloads import Downloads
-from rolemesh.coordinator.tinker.fair_turns import Client
-from rolemesh.coordinator.tinker.forms import GradientCall, SampleCall, WireError
+from rolemesh.coordinator.tinker.forms.forms import GradientCall, SampleCall, WireError
 from rolemesh.coordinator.tinker.futures import Promises
-from rolemesh.coordinator.tinker.held_models import (
+from rolemesh.coordinator.tinker.models.actor_place import ActorPlace
+from rolemesh.coordinator.tinker.models.fair_turns import Client
+from rolemesh.coordinator.tinker.models.held_models import (
     HeldModel,
     HeldModels,
     Snapshot,
 )
+from rolemesh.coordinator.tinker.models.sampling import check_sample_call
 from rolemesh.coordinator.tinker.own_losses import MOST_LOSSES, loss_of
-from rolemesh.coordinator.tinker.sampling import check_sample_call
 from rolemesh.coordinator.tinker.sessions import Sessions, UnknownError
 from rolemesh.coordinator.tinker.store import Saved, WeightStore
 from rolemesh.coordinator.tinker.tenants import SESSION_S, Tenants

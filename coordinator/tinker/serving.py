@@ -14,9 +14,9 @@ from pathlib import Path
 import uvicorn
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.tinker.actor_place import ActorPlace
-from rolemesh.coordinator.tinker.app import make_app
-from rolemesh.coordinator.tinker.keys import Keys
+from rolemesh.coordinator.tinker.models.actor_place import ActorPlace
+from rolemesh.coordinator.tinker.routes.app import make_app
+from rolemesh.coordinator.tinker.routes.keys import Keys
 from rolemesh.coordinator.tinker.server import TinkerServer
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.tinker.held_models import Snapshot
+from rolemesh.coordinator.tinker.models.held_models import Snapshot
 from rolemesh.coordinator.tinker.own_losses import OwnLoss
 from rolemesh.coordinator.tinker.store import quoted
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rolemesh.coordinator.tinker.forms import WireError
+from rolemesh.coordinator.tinker.forms.forms import WireError
 from rolemesh.coordinator.tinker.shapes import ModelShape
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]

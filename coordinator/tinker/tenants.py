@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from rolemesh.coordinator.tinker.fair_turns import Client
-from rolemesh.coordinator.tinker.forms import SampleCall, SampleResult, WireError
-from rolemesh.coordinator.tinker.held_models import (
+from rolemesh.coordinator.tinker.forms.forms import SampleCall, SampleResult, WireError
+from rolemesh.coordinator.tinker.models.fair_turns import Client
+from rolemesh.coordinator.tinker.models.held_models import (
     HeldModel,
     HeldModels,
     NoPlaceError,

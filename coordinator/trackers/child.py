@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rolemesh.coordinator.recipe.trackers import TrackerSpec
+from rolemesh.coordinator.recipe.sections.trackers import TrackerSpec
 from rolemesh.coordinator.trackers.registry import make_tracker
 from rolemesh.coordinator.trackers.tracker import RunFacts, Tracker
 from rolemesh.engine.specs.urls import masked_text

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.recipe.trackers import TrackerSpec
+from rolemesh.coordinator.recipe.sections.trackers import TrackerSpec
 from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.child_environment import without_own_secrets
 from rolemesh.coordinator.trackers.tracker import RunFacts

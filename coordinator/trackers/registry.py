@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec, TrackerSpec
+from rolemesh.coordinator.recipe.sections.trackers import CustomTrackerSpec, TrackerSpec
 from rolemesh.coordinator.trackers.to_mlflow import MlflowTracker
 from rolemesh.coordinator.trackers.to_packages import (
     SwanlabTracker,
@@ -14,7 +14,7 @@ from rolemesh.coordinator.trackers.to_packages import (
     WandbTracker,
 )
 from rolemesh.coordinator.trackers.tracker import Tracker
-from rolemesh.engine.user_code import load_offered
+from rolemesh.engine.granted.user_code import load_offered
 
 ENTRY_POINTS = "rolemesh.trackers"
 """Group of entry points under which other packages offer trackers."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rolemesh.coordinator.recipe.trackers import MlflowSpec
+from rolemesh.coordinator.recipe.sections.trackers import MlflowSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 _NOT_ALLOWED = re.compile(r"[^\w\-. :/]", re.ASCII)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.recipe.trackers import SwanlabSpec, TrackioSpec, WandbSpec
+from rolemesh.coordinator.recipe.sections.trackers import SwanlabSpec, TrackioSpec, WandbSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 _SWANLAB_STATES = {"succeeded": "success", "stopped": "aborted", "failed": "crashed"}

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from rolemesh.engine.algorithms.ragged import loss_mask_of, unmasked_per_row
-from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.hardware.devices import sent
 from rolemesh.engine.specs import Aggregation
 
 

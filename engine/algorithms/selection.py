@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from rolemesh.engine.algorithms.estimators.token_rewards import BatchTokens, finite_rows
 from rolemesh.engine.algorithms.groups import Groups
 from rolemesh.engine.algorithms.judged import judged_rows
-from rolemesh.engine.algorithms.pairs import Pairs
-from rolemesh.engine.algorithms.token_rewards import BatchTokens, finite_rows
+from rolemesh.engine.algorithms.preferences.pairs import Pairs
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import PairedSpec, SelectionSpec
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from rolemesh.engine.data.curriculum import epoch_order
-from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.image_rows import DataImages
-from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
-from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
+from rolemesh.engine.data.orders.by_seed import Epochs, Mixture, Order, shuffled
+from rolemesh.engine.data.orders.curriculum import epoch_order
+from rolemesh.engine.data.reading.filtering import long_prompts
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.row_store import Rows
 from rolemesh.engine.data.rows import DataInvalidError, Message, PromptTooLongError
 from rolemesh.engine.data.rows import EmptyDataError as EmptyDataError

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolemesh.engine.data import index
-from rolemesh.engine.data.curriculum import sorting_values
-from rolemesh.engine.data.filtering import Bounds
+from rolemesh.engine.data.files.jsonl import Lines
 from rolemesh.engine.data.image_rows import DataImages
-from rolemesh.engine.data.jsonl import Lines
-from rolemesh.engine.data.parts import PartSpec, read_in_parts
-from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
+from rolemesh.engine.data.orders.curriculum import sorting_values
+from rolemesh.engine.data.reading import index
+from rolemesh.engine.data.reading.filtering import Bounds
+from rolemesh.engine.data.reading.parts import PartSpec, read_in_parts
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.row_store import (
     ROWS_AT_ONCE,
     ROWS_WITH_IMAGES_AT_ONCE,

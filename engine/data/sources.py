@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy
 
-from rolemesh.engine.data import jsonl
-from rolemesh.engine.data.jsonl import Lines
+from rolemesh.engine.data.files import jsonl
+from rolemesh.engine.data.files.jsonl import Lines
 from rolemesh.engine.data.row_store import (
     ROWS_AT_ONCE,
     ROWS_WITH_IMAGES_AT_ONCE,
@@ -242,7 +242,7 @@ def _file(spec: JsonlSpec | ParquetSpec, field: str, *, held_out: bool) -> tuple
 def _records(
     spec: StoredRowsSpec, field: str, reader: RowReader, *, held_out: bool
 ) -> Iterable[tuple[Any, str]]:
-    from rolemesh.engine.data import tables
+    from rolemesh.engine.data.files import tables
 
     rows_at_once = tables.ROWS_AT_ONCE if spec.images is None else ROWS_WITH_IMAGES_AT_ONCE
     # Held-out ones are asked for only where the spec names some.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rolemesh.engine.data.prompts import PromptSet, Split
-from rolemesh.engine.data.rendering import CompletionTokens
+from rolemesh.engine.data.rendering.rendering import CompletionTokens
 from rolemesh.engine.data.rows import Completion, DataInvalidError, PromptRow, PromptTooLongError
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.images.prompt_images import PromptImage, images_text

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.loop import finished
-from rolemesh.engine.user_code import raised_at
+from rolemesh.engine.granted.user_code import raised_at
 
 TurnEnd = Literal["end_token", "stop_text", "length"]
 """Why a turn of the policy ended: it drew an end token, it completed one of the environment's stop

@@ -19,10 +19,10 @@ from rolemesh.engine.environments.base import (
 )
 from rolemesh.engine.environments.line import Line
 from rolemesh.engine.environments.threads import num_threads
+from rolemesh.engine.granted.user_code import UserCodeError
 from rolemesh.engine.sandbox.bounds import LOAD_TIMEOUT_S
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import PythonEnvironmentSpec
-from rolemesh.engine.user_code import UserCodeError
 
 _MODULE = "rolemesh.engine.environments.worker"
 _ASKS = ("reset", "step")

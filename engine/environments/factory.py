@@ -8,13 +8,13 @@ from rolemesh.engine.environments.base import Environment
 from rolemesh.engine.environments.calculator import CalculatorEnvironment
 from rolemesh.engine.environments.confined import EnvironmentProcess
 from rolemesh.engine.environments.reasoning_gym import ReasoningGymEnvironment
+from rolemesh.engine.granted.user_code import UserCodeError, load_named
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import (
     CalculatorEnvironmentSpec,
     ReasoningGymEnvironmentSpec,
     TurnEnvironmentSpec,
 )
-from rolemesh.engine.user_code import UserCodeError, load_named
 
 EnvironmentMaker = Callable[[], Environment]
 """Makes a new environment for each trajectory."""

@@ -30,10 +30,10 @@ from rolemesh.engine.environments.base import (
 from rolemesh.engine.environments.factory import EnvironmentMaker, environment_maker
 from rolemesh.engine.environments.loop import shared_loop
 from rolemesh.engine.environments.threads import Threads, num_threads, spare_address_space
+from rolemesh.engine.granted.user_code import UserCodeError
 from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.inside import is_of_system
 from rolemesh.engine.specs import PythonEnvironmentSpec
-from rolemesh.engine.user_code import UserCodeError
 
 
 def serve(connection: socket.socket, order: Mapping[str, Any]) -> int:

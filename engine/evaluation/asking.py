@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.evaluation.tasks import EvaluatedRow
+from rolemesh.engine.granted.outgoing_http import outgoing_client
 from rolemesh.engine.images.turns import MARKER
 from rolemesh.engine.messages import on_one_line
-from rolemesh.engine.outgoing_http import outgoing_client
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs.evaluation import AskedSpec, DrawingSpec
 from rolemesh.engine.specs.urls import check_token_is_safe, check_url, masked_text, masked_url

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.evaluation.asking import Answered, Completion, EndpointGoneError, seed_of
 from rolemesh.engine.evaluation.tasks import EvaluatedRow
-from rolemesh.engine.rollout.episode import Episode
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episode import Episode
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.servers.client import SamplersUnavailableError, ServerError
 from rolemesh.engine.rollout.servers.requests import Served
-from rolemesh.engine.rollout.vllm_server import VllmServerBackend
+from rolemesh.engine.rollout.servers.sampler import VllmServerBackend
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import VllmServerSpec
 from rolemesh.engine.specs.evaluation import AskedSpec, DrawingSpec, EvaluatedTaskSpec

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer
 from rolemesh.engine.evaluation.asking import (
     Completion,
     EndpointGoneError,
@@ -21,8 +21,8 @@ from rolemesh.engine.evaluation.asking import (
     seed_of,
 )
 from rolemesh.engine.evaluation.tasks import EvaluatedRow
+from rolemesh.engine.granted.outgoing_http import outgoing_client
 from rolemesh.engine.messages import on_one_line
-from rolemesh.engine.outgoing_http import outgoing_client
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.sessions.agents import make_agent
 from rolemesh.engine.sessions.logs import AgentLog

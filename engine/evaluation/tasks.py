@@ -11,7 +11,7 @@ from typing import Any
 
 from rolemesh.engine.data import reasoning_gym
 from rolemesh.engine.data.prompts import Prompt, load_prompts, load_rows
-from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow
 from rolemesh.engine.images.decoding import ImageReader
 from rolemesh.engine.images.openai_parts import with_urls

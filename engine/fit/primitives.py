@@ -23,10 +23,10 @@ from torch.multiprocessing.spawn import start_processes
 
 from rolemesh.engine.fit.rank_memory import RankWork, work_rows
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import HfSpec, ModelSpec, OptimizerSpec, SamplingSpec
-from rolemesh.engine.specs.losses import PpoPolicyLossSpec
+from rolemesh.engine.specs.losses.sampled import PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
 
 _TRY_S = 0.6

@@ -10,24 +10,24 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from rolemesh.engine.algorithms.losses import make_loss
-from rolemesh.engine.devices import assuming
+from rolemesh.engine.algorithms.losses.base import make_loss
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.fit.alone import alone
 from rolemesh.engine.fit.routing import evenly_spread
 from rolemesh.engine.fit.tally import Purpose, Tally
 from rolemesh.engine.fit.valueless import Valueless
+from rolemesh.engine.hardware.devices import assuming
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.folder import without_values
-from rolemesh.engine.models.image_tower import tower_bytes
+from rolemesh.engine.models.images.image_tower import tower_bytes
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import AnyOptimizerSpec, LossSpec, ModelSpec, Numerics
 from rolemesh.engine.specs.columns import COLUMNS, INPUT_COLUMNS
-from rolemesh.engine.train.optimizer import OFFLOAD_BYTES
+from rolemesh.engine.train.optimizers.optimizer import OFFLOAD_BYTES
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.trainer import Trainer
 

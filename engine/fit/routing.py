@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import torch
 
 from rolemesh.engine.fit.alone import replaced
-from rolemesh.engine.models import experts
-from rolemesh.engine.models.experts import Dealt
+from rolemesh.engine.models.layers import experts
+from rolemesh.engine.models.layers.experts import Dealt
 from rolemesh.engine.parallel import expert_exchange
 from rolemesh.engine.parallel.mesh import RankGroup
 

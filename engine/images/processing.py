@@ -19,7 +19,7 @@ import numpy as np
 
 from rolemesh.engine.images.prompt_images import Grid, ImageInvalidError
 from rolemesh.engine.layout.family_records import TEXT_PARTS
-from rolemesh.engine.model_files import ModelFolderError, read_whole_config
+from rolemesh.engine.model_folders.model_files import ModelFolderError, read_whole_config
 
 PROCESSOR_FILE = "preprocessor_config.json"
 """Holds the settings of a folder's processor."""

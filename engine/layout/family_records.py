@@ -105,7 +105,7 @@ class FamilyRecord:
     within: str = ""
     """model_type of the model of images and text whose text part it is. A folder holds that: its
     config.json has the sizes in text_config or beside vision_config, and its files have the tower
-    too, which is frozen (`engine/models/image_tower.py`)."""
+    too, which is frozen (`engine/models/images/image_tower.py`)."""
     is_nested: bool = False
     """Whether transformers writes that model's files with names that begin with
     `model.language_model.` and `model.visual.`; else with `model.` and `visual.`."""

@@ -1,6 +1,6 @@
 """Which parameters of a decoder are matrices of its layers, and which matrices lie in each.
 
-Pure: no torch. Optimizers that orthogonalise ask it (`engine/train/muon.py`).
+Pure: no torch. Optimizers that orthogonalise ask it (`engine/train/optimizers/muon.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rolemesh.engine.layout.manifest import Manifest
 from rolemesh.engine.llama_cpp.architecture import ROPE_FACTORS, Decoder, UnwritableModelError
 from rolemesh.engine.llama_cpp.vocabulary import read_vocabulary
 from rolemesh.engine.specs import GgufType
-from rolemesh.engine.weights.folders import FolderExistsError, whole_file
+from rolemesh.engine.weights.checkpoints.folders import FolderExistsError, whole_file
 
 _TYPES: Mapping[GgufType, gguf.GGMLQuantizationType] = {
     "f32": gguf.GGMLQuantizationType.F32,

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.devices import kind_of
+from rolemesh.engine.hardware.devices import kind_of
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
-from rolemesh.engine.models.logprobs import token_logprobs
-from rolemesh.engine.models.rounding import rounded
-from rolemesh.engine.models.top_logprobs import top_logprobs
+from rolemesh.engine.models.layers.rounding import rounded
+from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
+from rolemesh.engine.models.vocabulary.top_logprobs import top_logprobs
 from rolemesh.engine.packing.packed_rows import PackedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import first_vocabulary_row

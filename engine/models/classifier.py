@@ -13,6 +13,7 @@ import torch
 
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.images.prompt_images import ImageInvalidError, images_of
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
     RankModel,
@@ -24,7 +25,6 @@ from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.packing.packed_rows import whole_rows
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.specs import ModelSpec
 from rolemesh.engine.specs.columns import IMAGES
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rolemesh.engine.devices import device_of, kind_of, memory_left
+from rolemesh.engine.hardware.devices import device_of, kind_of, memory_left
 from rolemesh.engine.images.processing import image_tokens_of
 from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.layout.adapters import is_factor, split_factor
@@ -26,26 +26,26 @@ from rolemesh.engine.layout.families import (
     UnsupportedFamilyError,
 )
 from rolemesh.engine.layout.slices import check_layout
-from rolemesh.engine.models.adapters import attach, module_in_layer, with_adapter
+from rolemesh.engine.models.adapters.adapters import attach, module_in_layer, with_adapter
+from rolemesh.engine.models.adapters.shared_base import share_base
 from rolemesh.engine.models.buffers import saved_buffers
-from rolemesh.engine.models.experts import group_experts
 from rolemesh.engine.models.folder import load_model, maker_without_values
-from rolemesh.engine.models.fused_layers import fuse_layers
-from rolemesh.engine.models.image_tower import Tower, tower_of
-from rolemesh.engine.models.recompute import apply_recompute
-from rolemesh.engine.models.rounding import narrow_layers, round_for_good, round_weights
-from rolemesh.engine.models.routing import Routed, Routers, routes_of
-from rolemesh.engine.models.row_gradients import spare_dense_gradient
-from rolemesh.engine.models.scaled_ends import divide_states, unscaled
-from rolemesh.engine.models.sharded_loading import load_shard, read_parts
-from rolemesh.engine.models.shared_attention import (
+from rolemesh.engine.models.images.image_tower import Tower, tower_of
+from rolemesh.engine.models.images.shown_images import Features, Shown, show_images
+from rolemesh.engine.models.layers.experts import group_experts
+from rolemesh.engine.models.layers.fused_layers import fuse_layers
+from rolemesh.engine.models.layers.recompute import apply_recompute
+from rolemesh.engine.models.layers.rounding import narrow_layers, round_for_good, round_weights
+from rolemesh.engine.models.layers.routing import Routed, Routers, routes_of
+from rolemesh.engine.models.layers.scaled_ends import divide_states, unscaled
+from rolemesh.engine.models.layers.shared_attention import (
     SHARING_ATTENTION,
     check_cut_rows,
     inputs_of,
     takes_packed_rows,
 )
-from rolemesh.engine.models.shared_base import share_base
-from rolemesh.engine.models.shown_images import Features, Shown, show_images
+from rolemesh.engine.models.sharded_loading import load_shard, read_parts
+from rolemesh.engine.models.vocabulary.row_gradients import spare_dense_gradient
 from rolemesh.engine.packing.packed_rows import PackedRows
 from rolemesh.engine.packing.pass_cost import PassCost
 from rolemesh.engine.parallel.agreement import Peers
@@ -56,8 +56,8 @@ from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.tensor_parallel import partial_gradients
 from rolemesh.engine.parallel.token_shares import gather_shares, share_range
 from rolemesh.engine.specs import ModelSpec, Numerics
-from rolemesh.engine.specs.activations import LayerWidths
 from rolemesh.engine.specs.by_device import ModelSizes, described, model_choices
+from rolemesh.engine.specs.models.activations import LayerWidths
 
 logger = logging.getLogger(__name__)
 

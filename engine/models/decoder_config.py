@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.engine.layout.family_records import TEXT_PARTS
-from rolemesh.engine.pretrained import load_config
+from rolemesh.engine.model_folders.pretrained import load_config
 
 
 def load_decoder_config(folder: Path) -> Any:
@@ -14,7 +14,7 @@ def load_decoder_config(folder: Path) -> Any:
     config = load_config(folder)
     if config.model_type in TEXT_PARTS.values():
         # Here: other families need none of it.
-        from rolemesh.engine.models.text_parts import register_text_parts
+        from rolemesh.engine.models.images.text_parts import register_text_parts
 
         register_text_parts()
     return config

@@ -12,7 +12,7 @@ import torch
 
 from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.messages import on_one_line
-from rolemesh.engine.model_files import ModelFolderError, check_model_files
+from rolemesh.engine.model_folders.model_files import ModelFolderError, check_model_files
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.decoder_config import load_decoder_config
 from rolemesh.engine.parallel.stages import keep_layers

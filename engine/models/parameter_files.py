@@ -14,7 +14,7 @@ from safetensors import safe_open
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape
 from rolemesh.engine.layout.file_names import FilePart, file_parts, held_parts, place_in_stack
 from rolemesh.engine.layout.manifest import Box
-from rolemesh.engine.model_files import (
+from rolemesh.engine.model_folders.model_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
     ModelFolderError,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rolemesh.engine.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.hardware.cpu_threads import largest_product, threads_worth
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.packing.batching import rectangles

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import maker_without_values, read_config
+from rolemesh.engine.models.images.whole_models import has_tower
 from rolemesh.engine.models.parameter_files import FolderTensors
-from rolemesh.engine.models.whole_models import has_tower
 from rolemesh.engine.packing.packed_rows import PackedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec, Numerics

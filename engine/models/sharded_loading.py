@@ -12,7 +12,7 @@ from rolemesh.engine.layout.boxes import train_layout
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
 from rolemesh.engine.layout.manifest import Box, ranges
 from rolemesh.engine.layout.slices import slice_boxes, slice_sizes, stacked_dimension
-from rolemesh.engine.models.adapters import AdapterValues, attach_empty
+from rolemesh.engine.models.adapters.adapters import AdapterValues, attach_empty
 from rolemesh.engine.models.buffers import saved_buffers, set_buffer
 from rolemesh.engine.models.folder import (
     MakeEmpty,

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.hardware.devices import sent
 from rolemesh.engine.packing.pass_cost import APART, PassCost
 from rolemesh.engine.packing.row_cut import RowCut
 from rolemesh.engine.packing.row_images import PackedImages, RowImages

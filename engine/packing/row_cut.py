@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch.nn import functional
 
-from rolemesh.engine.devices import sent
+from rolemesh.engine.hardware.devices import sent
 from rolemesh.engine.packing.tree_layout import RowGather, TreeLayout
 from rolemesh.engine.parallel.context_parallel import gather_results, tokens_each
 from rolemesh.engine.parallel.mesh import RankGroup

@@ -13,8 +13,8 @@ from typing import Self
 import numpy as np
 import torch
 
-from rolemesh.engine.devices import sent
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.hardware.devices import sent
 from rolemesh.engine.images.places import image_starts
 from rolemesh.engine.images.positions import mrope_positions
 from rolemesh.engine.images.processing import ImageTokens

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.nn import functional
 
-from rolemesh.engine.devices import sent
+from rolemesh.engine.hardware.devices import sent
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -136,7 +136,7 @@ class TreeLayout:
     """int64 [3, 1, S]: of rows with images, time, height and width, by which tokens are rotated;
     None: by their places."""
     block_mask: BlockMask | None = None
-    """For attention over S at once (`engine/models/shared_flex.py`); None: by blocks."""
+    """For attention over S at once (`engine/models/layers/shared_flex.py`); None: by blocks."""
 
     @property
     def rotations(self) -> torch.Tensor:

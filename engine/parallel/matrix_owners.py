@@ -1,7 +1,8 @@
 """Brings matrices whole to one rank each, and what that makes of them back to all that hold parts.
 
-What reads a whole matrix (`engine/train/muon.py`) is so computed once, by one of the ranks that
-share a stage, as in "Distributed Muon" (arXiv 2502.16982, section 2.3) for slices and replicas too.
+What reads a whole matrix (`engine/train/optimizers/muon.py`) is so computed once, by one of the
+ranks that share a stage, as in "Distributed Muon" (arXiv 2502.16982, section 2.3) for slices and
+replicas too.
 """
 
 from __future__ import annotations

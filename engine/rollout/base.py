@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.rollout.checksums import tensor_checksum
-from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
+from rolemesh.engine.rollout.endpoint.calls import EndpointCalls
 from rolemesh.engine.rollout.model_folder import (
     WeightsStaleError,
     expected_factors,

@@ -51,7 +51,7 @@ def make_backend(
         ValueError: The folder is missing or does not fit the spec.
     """
     if isinstance(spec, VllmSpec):
-        from rolemesh.engine.rollout.vllm import VllmBackend
+        from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 
         return VllmBackend(
             spec,
@@ -73,7 +73,7 @@ def make_backend(
             "in the service's own process; give rollout.type vllm"
         )
     if isinstance(spec, VllmServerSpec):
-        from rolemesh.engine.rollout.vllm_server import VllmServerBackend
+        from rolemesh.engine.rollout.servers.sampler import VllmServerBackend
 
         return VllmServerBackend(
             spec,
@@ -83,6 +83,6 @@ def make_backend(
             updates_between_steps=updates_between_steps,
             adapter=adapter,
         )
-    from rolemesh.engine.rollout.hf import HfBackend
+    from rolemesh.engine.rollout.hf.sampler import HfBackend
 
     return HfBackend(spec, model_path, mesh, device=device, adapter=adapter)

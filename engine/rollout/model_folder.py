@@ -14,10 +14,10 @@ import torch
 
 from rolemesh.engine.images.processing import ImageTokens, image_tokens_of
 from rolemesh.engine.layout.families import DecoderShape, known_shape
-from rolemesh.engine.models.adapters import adapted_parameters, factor_shapes
+from rolemesh.engine.model_folders.pretrained import stop_tokens_of
+from rolemesh.engine.models.adapters.adapters import adapted_parameters, factor_shapes
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.decoder_config import load_decoder_config
-from rolemesh.engine.pretrained import stop_tokens_of
 from rolemesh.engine.specs import AdapterSpec
 
 

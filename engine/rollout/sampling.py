@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.images.prompt_images import images_text
 from rolemesh.engine.rollout.base import RolloutBackend, generated
-from rolemesh.engine.rollout.episode import Episode, as_episode
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episode import Episode, as_episode
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.stops import stop_check
 from rolemesh.engine.seeds import derive_seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer
 from rolemesh.engine.specs import SamplingSpec
 
 _WINDOW_TOKENS = 8

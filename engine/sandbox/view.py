@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import rolemesh
-from rolemesh.engine.user_code import ENTRY_POINTS, INSTALLED, files_of
+from rolemesh.engine.granted.user_code import ENTRY_POINTS, INSTALLED, files_of
 
 PASSED_VARIABLES = (
     *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),

@@ -21,7 +21,8 @@ from rolemesh.engine.environments.base import (
 )
 from rolemesh.engine.environments.confined import EnvironmentProcess
 from rolemesh.engine.environments.loop import shared_loop
-from rolemesh.engine.outgoing_http import outgoing_client
+from rolemesh.engine.granted.outgoing_http import outgoing_client
+from rolemesh.engine.granted.user_code import UserCodeError
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.sessions.logs import AgentLog
 from rolemesh.engine.sessions.programs import run_program
@@ -34,7 +35,6 @@ from rolemesh.engine.specs import (
     PythonAgentSpec,
     PythonEnvironmentSpec,
 )
-from rolemesh.engine.user_code import UserCodeError
 
 MAX_ANSWER_BYTES = 1 << 20
 """Longest answer of a server of agents."""

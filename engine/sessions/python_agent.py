@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, Observation
+from rolemesh.engine.granted.user_code import UserCodeError, load_named
 from rolemesh.engine.sessions.logs import AgentLog
-from rolemesh.engine.user_code import UserCodeError, load_named
 
 LOG_QUESTION = json.dumps({"log": True})
 """A step that asks what the function has written, after it has ended or failed."""

@@ -15,7 +15,7 @@ from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import EnvironmentFailedError
 from rolemesh.engine.messages import harmless, on_one_line
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.episode import Episode
+from rolemesh.engine.rollout.episodes.episode import Episode
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.sessions.agents import Agent, make_agent

@@ -10,14 +10,14 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rolemesh.engine.specs.activations import (
+from rolemesh.engine.specs.models.activations import (
     Arithmetic,
     LayerWidths,
     adapted_layer_bytes,
     layer_bytes,
 )
-from rolemesh.engine.specs.models import ModelSpec, Numerics
-from rolemesh.engine.specs.rollout import VllmSpec
+from rolemesh.engine.specs.models.sections import ModelSpec, Numerics
+from rolemesh.engine.specs.sampling.rollout import VllmSpec
 
 DeviceType = Literal["cpu", "cuda"]
 

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.engine.specs.agents import AgentSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec, ReasoningGymSpec
-from rolemesh.engine.specs.environments import TurnEnvironmentSpec
-from rolemesh.engine.specs.rewards import (
+from rolemesh.engine.specs.sampling.agents import AgentSpec
+from rolemesh.engine.specs.sampling.environments import TurnEnvironmentSpec
+from rolemesh.engine.specs.sampling.rollout import MOST_STOPS, SamplingSpec, StopText
+from rolemesh.engine.specs.scores.rewards import (
     ClassifierRewardSpec,
     EnvironmentRewardSpec,
     ReasoningGymRewardSpec,
@@ -19,7 +20,6 @@ from rolemesh.engine.specs.rewards import (
     SingleRewardSpec,
     named_sources,
 )
-from rolemesh.engine.specs.rollout import MOST_STOPS, SamplingSpec, StopText
 
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 """A name stands in metrics and in names of files."""

@@ -9,13 +9,10 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.specs.adapters import AdapterSpec
-from rolemesh.engine.specs.agents import AgentSpec
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
-from rolemesh.engine.specs.endpoint import EndpointSpec
-from rolemesh.engine.specs.environments import EnvironmentSpec
-from rolemesh.engine.specs.models import (
+from rolemesh.engine.specs.models.adapters import AdapterSpec
+from rolemesh.engine.specs.models.sections import (
     AnyOptimizerSpec,
     GenerateSpec,
     LayoutSpec,
@@ -25,9 +22,12 @@ from rolemesh.engine.specs.models import (
     check_optimizer,
 )
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
-from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
-from rolemesh.engine.specs.rollout import RolloutSpec
-from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec
+from rolemesh.engine.specs.sampling.agents import AgentSpec
+from rolemesh.engine.specs.sampling.endpoint import EndpointSpec
+from rolemesh.engine.specs.sampling.environments import EnvironmentSpec
+from rolemesh.engine.specs.sampling.rollout import RolloutSpec
+from rolemesh.engine.specs.scores.rewards import ClassifierRewardSpec, RewardSourceSpec
+from rolemesh.engine.specs.scores.teacher_prompts import SelfTeacherSpec
 
 
 class RoleSpec(Spec):

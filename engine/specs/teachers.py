@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.layout.ranks import HybridLayout
-from rolemesh.engine.specs.models import LayoutSpec, ModelSpec
-from rolemesh.engine.specs.outside_rewards import DropGroupSpec, FailSpec
+from rolemesh.engine.specs.models.sections import LayoutSpec, ModelSpec
 from rolemesh.engine.specs.roles import RoleSpec
-from rolemesh.engine.specs.servers import ServersSpec
-from rolemesh.engine.specs.teacher_prompts import SelfTeacherSpec, TeacherPromptSpec
-from rolemesh.engine.specs.teacher_routes import TeacherName, TeacherRouteSpec
+from rolemesh.engine.specs.sampling.servers import ServersSpec
+from rolemesh.engine.specs.scores.outside_rewards import DropGroupSpec, FailSpec
+from rolemesh.engine.specs.scores.teacher_prompts import SelfTeacherSpec, TeacherPromptSpec
+from rolemesh.engine.specs.scores.teacher_routes import TeacherName, TeacherRouteSpec
 
 
 class TeacherServerSpec(ServersSpec):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rolemesh.engine.models.decoder import Decoder
-from rolemesh.engine.models.routing import load_metrics
+from rolemesh.engine.models.layers.routing import load_metrics
 from rolemesh.engine.parallel.agreement import gather_facts
 
 

@@ -28,22 +28,26 @@ from rolemesh.engine.layout.adapters import (
 )
 from rolemesh.engine.layout.families import known_shape
 from rolemesh.engine.layout.manifest import Manifest, Parameter
-from rolemesh.engine.models.adapter_files import adapter_config
-from rolemesh.engine.models.adapters import adapted_parameters, factor_shapes, module_in_layer
-from rolemesh.engine.models.base_identity import BaseIdentity
+from rolemesh.engine.model_folders.pretrained import stop_tokens_of
+from rolemesh.engine.models.adapters.adapter_files import adapter_config
+from rolemesh.engine.models.adapters.adapters import (
+    adapted_parameters,
+    factor_shapes,
+    module_in_layer,
+)
+from rolemesh.engine.models.adapters.base_identity import BaseIdentity
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.parameter_files import ParameterFiles
-from rolemesh.engine.pretrained import stop_tokens_of
 from rolemesh.engine.specs import AdapterSpec, ComputeDtype, GgufType, ModelSpec
 from rolemesh.engine.train.state import check_base, check_fits
-from rolemesh.engine.weights.checkpoint import (
+from rolemesh.engine.weights.checkpoints.checkpoint import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointReader,
     open_checkpoint,
 )
-from rolemesh.engine.weights.export import write_adapter_folder, write_model_folder
+from rolemesh.engine.weights.checkpoints.export import write_adapter_folder, write_model_folder
 
 
 def export_policy(

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale
-from rolemesh.engine.algorithms.losses import Loss, MetricShares, ModelOutputs, add_metrics
-from rolemesh.engine.algorithms.pairs import Pairs
-from rolemesh.engine.devices import sent
+from rolemesh.engine.algorithms.losses.base import Loss, MetricShares, ModelOutputs, add_metrics
+from rolemesh.engine.algorithms.preferences.pairs import Pairs
 from rolemesh.engine.experience import ColumnKind, Experience
+from rolemesh.engine.granted.user_code import UserCodeError
+from rolemesh.engine.hardware.devices import sent
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import TokenScores
 from rolemesh.engine.models.rank_model import (
@@ -28,8 +29,7 @@ from rolemesh.engine.models.scoring import Progress, columns_read
 from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
-from rolemesh.engine.train.optimizer import LossNotFiniteError
-from rolemesh.engine.user_code import UserCodeError
+from rolemesh.engine.train.optimizers.optimizer import LossNotFiniteError
 
 
 def accumulate(

@@ -12,8 +12,8 @@ import torch
 
 from rolemesh.engine.layout.boxes import train_layout, whole_layout
 from rolemesh.engine.layout.manifest import WeightLayout
-from rolemesh.engine.models.adapter_files import TaskType, adapter_config
-from rolemesh.engine.models.base_identity import BaseIdentity
+from rolemesh.engine.models.adapters.adapter_files import TaskType, adapter_config
+from rolemesh.engine.models.adapters.base_identity import BaseIdentity
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.folder import maker_without_values
 from rolemesh.engine.models.rank_model import RankModel
@@ -23,18 +23,22 @@ from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import AnyOptimizerSpec, ComputeDtype
-from rolemesh.engine.train import cut_slots
 from rolemesh.engine.train import state as trainer_state
-from rolemesh.engine.train.average import WeightAverage
-from rolemesh.engine.train.cut_reader import HeldCut, hold_cut
-from rolemesh.engine.train.cut_slots import CutSlots, RestoredCut
+from rolemesh.engine.train.cuts import slots as cut_slots
+from rolemesh.engine.train.cuts.reader import HeldCut, hold_cut
+from rolemesh.engine.train.cuts.slots import CutSlots, RestoredCut
 from rolemesh.engine.train.expert_loads import ExpertLoads
-from rolemesh.engine.train.gradients import Gradients
-from rolemesh.engine.train.host_moments import STATE_NAMES
-from rolemesh.engine.train.optimizer import Optimizer
+from rolemesh.engine.train.optimizers.average import WeightAverage
+from rolemesh.engine.train.optimizers.gradients import Gradients
+from rolemesh.engine.train.optimizers.host_moments import STATE_NAMES
+from rolemesh.engine.train.optimizers.optimizer import Optimizer
 from rolemesh.engine.train.randomness import capture_random_state
 from rolemesh.engine.train.state import TrainedWeights, TrainerState
-from rolemesh.engine.weights.export import gathered, write_adapter_folder, write_model_folder
+from rolemesh.engine.weights.checkpoints.export import (
+    gathered,
+    write_adapter_folder,
+    write_model_folder,
+)
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors, tensors_manifest
 
 TrainerKind = Literal["policy", "critic", "reward"]

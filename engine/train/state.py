@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
-from rolemesh.engine.models.base_identity import BaseIdentity
+from rolemesh.engine.models.adapters.base_identity import BaseIdentity
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.specs import AdapterSpec, AnyOptimizerSpec
-from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES, keeps
+from rolemesh.engine.train.optimizers.host_moments import MOMENTS, STATE_NAMES, keeps
 from rolemesh.engine.train.randomness import restore_random_state, seed_random_state
-from rolemesh.engine.weights.checkpoint import (
+from rolemesh.engine.weights.checkpoints.checkpoint import (
     SHARED_ERRORS,
     CheckpointMismatchError,
     CheckpointReader,
     RandomState,
     open_checkpoint,
 )
-from rolemesh.engine.weights.checkpoint_writing import (
+from rolemesh.engine.weights.checkpoints.disk_layout import (
+    scalar_layout,
+    scalar_shard,
+    tensor_parameters,
+)
+from rolemesh.engine.weights.checkpoints.writing import (
     OtherParts,
     Progress,
     silent,
     write_checkpoint,
 )
 from rolemesh.engine.weights.copies import Copy
-from rolemesh.engine.weights.disk_layout import (
-    scalar_layout,
-    scalar_shard,
-    tensor_parameters,
-)
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 if TYPE_CHECKING:
-    from rolemesh.engine.train.optimizer import Optimizer
+    from rolemesh.engine.train.optimizers.optimizer import Optimizer
 
 AVERAGE = "average"
 """Group of a checkpoint, and of a cut: the moving average of the weights, where one is kept."""

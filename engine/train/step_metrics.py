@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from rolemesh.engine.algorithms.losses import add_metrics
-from rolemesh.engine.algorithms.off_policy import GAP_METRICS
+from rolemesh.engine.algorithms.losses.base import add_metrics
+from rolemesh.engine.algorithms.losses.off_policy import GAP_METRICS
 
 FIRST_METRICS = frozenset(
     {*GAP_METRICS, "sampler_logprob_diff_mean", "sampler_logprob_diff_max", "entropy"}

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.algorithms.losses import Loss, make_loss
+from rolemesh.engine.algorithms.losses.base import Loss, make_loss
 from rolemesh.engine.experience import Column, Experience
+from rolemesh.engine.granted.own_functions import OwnFunctions
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
-from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import (
@@ -31,7 +31,7 @@ from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
 from rolemesh.engine.train.expert_loads import LayerLoads
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.model_in_training import ModelInTraining, TrainerKind
-from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError
+from rolemesh.engine.train.optimizers.optimizer import LossNotFiniteError, NoGradientError
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.step_metrics import StepMetrics
 

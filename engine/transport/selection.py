@@ -20,15 +20,15 @@ import torch
 from rolemesh.engine.parallel.agreement import gather_facts, try_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.base import Deadline, Transport
-from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.cuda_queue import CudaQueue
-from rolemesh.engine.transport.gloo import GlooTransport
-from rolemesh.engine.transport.nccl import NcclTransport
-from rolemesh.engine.transport.process_memory import process_memory_transport
-from rolemesh.engine.transport.ring import RingTransport
-from rolemesh.engine.transport.shm import host_identity
-from rolemesh.engine.transport.shm_ring import SLOT_BYTES, shm_ring_transport
-from rolemesh.engine.transport.torch_pairs import HostMemoryTransport, TorchPairsTransport
+from rolemesh.engine.transport.groups.gloo import GlooTransport
+from rolemesh.engine.transport.groups.nccl import NcclTransport
+from rolemesh.engine.transport.groups.torch_pairs import HostMemoryTransport, TorchPairsTransport
+from rolemesh.engine.transport.rings.cuda_ipc import cuda_ipc_transport
+from rolemesh.engine.transport.rings.process_memory import process_memory_transport
+from rolemesh.engine.transport.rings.ring import RingTransport
+from rolemesh.engine.transport.rings.shm_ring import SLOT_BYTES, shm_ring_transport
+from rolemesh.engine.transport.slots.shm import host_identity
 
 CONNECT_TIMEOUT_S = 120.0
 """Longest wait for all ranks to connect."""

@@ -11,20 +11,20 @@ from torch.utils.hooks import RemovableHandle
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.granted.own_functions import OwnFunctions
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.model_files import check_sampled
+from rolemesh.engine.model_folders.model_files import check_sampled
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
-from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.rollout.agreement.probe import ProbeScores, SamplerCheck, check_sampler
+from rolemesh.engine.rollout.agreement.trainer_probe import TrainerProbe
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.hf import HfBackend
-from rolemesh.engine.rollout.probe import ProbeScores, SamplerCheck, check_sampler
-from rolemesh.engine.rollout.trainer_probe import TrainerProbe
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.specs import ActorSpec, Numerics, RolloutSpec, SelfTeacherSpec
-from rolemesh.engine.weights.exchange import exchange_plan
+from rolemesh.engine.weights.exchanges.exchange import exchange_plan
 from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights, before_each_pass
@@ -34,10 +34,7 @@ from rolemesh.services.endpoint.servicer import EndpointServicer
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
-from rolemesh.services.runtime.servicers.exchange import GivingExchangeServicer
-from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.services.runtime.servicers.logprobs import (
     STUDENT,
     LogprobServicer,
@@ -47,7 +44,13 @@ from rolemesh.services.runtime.servicers.logprobs import (
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.rollout import PromptSource, RolloutServicer
-from rolemesh.services.runtime.servicers.weights import WeightsServicer, checksums_of_sampler
+from rolemesh.services.runtime.servicers.weights.cuts import CutServicer
+from rolemesh.services.runtime.servicers.weights.exchange import GivingExchangeServicer
+from rolemesh.services.runtime.servicers.weights.exchange_ends import Exchanges
+from rolemesh.services.runtime.servicers.weights.weights import (
+    WeightsServicer,
+    checksums_of_sampler,
+)
 from rolemesh.v1 import weights_pb2
 
 

@@ -11,15 +11,15 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import CriticSpec
-from rolemesh.rpc.references import row_tokens
+from rolemesh.rpc.experience.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.model_inputs import model_inputs
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
-from rolemesh.services.runtime.servicers.weights import WeightsServicer
+from rolemesh.services.runtime.servicers.weights.cuts import CutServicer
+from rolemesh.services.runtime.servicers.weights.weights import WeightsServicer
 from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc
 
 

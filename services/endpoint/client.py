@@ -15,7 +15,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
-from rolemesh.engine.rollout.endpoint_calls import EndpointCall
+from rolemesh.engine.rollout.endpoint.calls import EndpointCall
 from rolemesh.engine.rollout.requests import drawing_arguments
 from rolemesh.engine.sessions.store import CallRules, Sessions
 from rolemesh.services.endpoint.asked import ASKED, Asked

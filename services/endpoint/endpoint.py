@@ -13,12 +13,12 @@ from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.sessions.store import Sessions
 from rolemesh.engine.specs import ImagesSpec
-from rolemesh.engine.specs.endpoint import EndpointSpec
+from rolemesh.engine.specs.sampling.endpoint import EndpointSpec
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.http_server import HttpServer, serve_app
+from rolemesh.rpc.http.server import HttpServer, serve_app
 from rolemesh.rpc.loop_thread import LoopThread
-from rolemesh.services.endpoint.client_images import ClientImages
 from rolemesh.services.endpoint.replicas import Calls
+from rolemesh.services.endpoint.routes.client_images import ClientImages
 from rolemesh.services.endpoint.turns import RankTurns, Turns
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Endpoint:
         logger.info("the policy answers at %s/v1", self.url)
 
     async def _start(self) -> None:
-        from rolemesh.services.endpoint.app import make_app
+        from rolemesh.services.endpoint.routes.app import make_app
 
         spec = self.spec
         app = make_app(

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
-from rolemesh.engine.rollout.endpoint_wire import pack_call, unpack_output
+from rolemesh.engine.rollout.endpoint.calls import EndpointCall, EndpointCalls
+from rolemesh.engine.rollout.endpoint.wire import pack_call, unpack_output
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.v1 import endpoint_pb2, endpoint_pb2_grpc
 

@@ -12,7 +12,7 @@ from rolemesh.engine.environments.base import EnvironmentFailedError
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
-from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
+from rolemesh.engine.rollout.endpoint.calls import EndpointCalls
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.sampling import OnBlock, without_rows
 from rolemesh.engine.sandbox.host import Sandbox

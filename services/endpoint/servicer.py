@@ -7,8 +7,8 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
-from rolemesh.engine.rollout.endpoint_wire import pack_output, unpack_call
+from rolemesh.engine.rollout.endpoint.calls import EndpointCall, EndpointCalls
+from rolemesh.engine.rollout.endpoint.wire import pack_output, unpack_call
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.endpoint.role import EndpointRole
 from rolemesh.services.endpoint.turns import RankTurns

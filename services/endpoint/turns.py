@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
+from rolemesh.engine.rollout.endpoint.calls import EndpointCalls
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.services.runtime.calls.compute import ComputeThread
 from rolemesh.services.runtime.ranks.face import Face

@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolemesh.engine.data.rendering import ChatTokenizer
-from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer
+from rolemesh.engine.data.rendering.tokenizers import load_light_tokenizer
 from rolemesh.engine.evaluation.asking import Asker, EndpointGoneError
 from rolemesh.engine.evaluation.playing import Player
 from rolemesh.engine.evaluation.tasks import rows_of
+from rolemesh.engine.granted.user_code import UserCodeError
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import images_of_data
 from rolemesh.engine.specs.evaluation import EvaluatedTaskSpec, EvaluationQuestion
-from rolemesh.engine.user_code import UserCodeError
 from rolemesh.services.evaluation.judging import Judge
 from rolemesh.services.evaluation.scoring import Answering, ByEpisodes, RowByRow, Task, score_task
 from rolemesh.services.reward.outside.base import OutsideRewardError

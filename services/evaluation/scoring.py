@@ -18,9 +18,9 @@ from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError
 from rolemesh.engine.evaluation.asking import Answered, Asker, EndpointGoneError, UnansweredError
 from rolemesh.engine.evaluation.playing import Player
 from rolemesh.engine.evaluation.tasks import EvaluatedRow
+from rolemesh.engine.granted.user_code import UserCodeError
 from rolemesh.engine.images.prompt_images import ImageInvalidError
 from rolemesh.engine.specs.evaluation import DrawingSpec, EvaluatedTaskSpec
-from rolemesh.engine.user_code import UserCodeError
 from rolemesh.services.evaluation.answers import UnscoredError
 from rolemesh.services.evaluation.judging import Judge, Judged
 from rolemesh.services.reward.outside.base import OutsideRewardError

@@ -24,8 +24,8 @@ _READING_EVERY_S = 0.5
 def main() -> int:
     """Reads the spec, looks, and prints."""
     try:
-        from rolemesh.engine.own_functions import OwnFunctions
-        from rolemesh.engine.user_code import UserCodeError
+        from rolemesh.engine.granted.own_functions import OwnFunctions
+        from rolemesh.engine.granted.user_code import UserCodeError
         from rolemesh.services.preview.looking import Preview, PreviewSpec, families_of
     except ModuleNotFoundError as error:
         _tell("error", what="packages", text=f"{error.name} is not installed here")

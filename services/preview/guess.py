@@ -20,14 +20,14 @@ import numpy
 from pydantic import TypeAdapter
 
 from rolemesh.engine import nested
-from rolemesh.engine.data import jsonl
-from rolemesh.engine.data.filtering import long_prompts
-from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.files import jsonl
+from rolemesh.engine.data.reading.filtering import long_prompts
+from rolemesh.engine.data.rendering.rendering import Renderer
+from rolemesh.engine.data.rendering.tokenizers import load_light_tokenizer
 from rolemesh.engine.data.row_store import UNMEASURED, Rows, RowStore
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow
 from rolemesh.engine.data.sections import LARGE_BYTES, check_not_empty
 from rolemesh.engine.data.sources import Intake, draw_held_out, files_of, load_sources
-from rolemesh.engine.data.tokenizers import load_light_tokenizer
 from rolemesh.engine.specs import (
     HELD_OUT_SPLITS,
     DataSpec,
@@ -239,7 +239,7 @@ def _some_records(source: Mapping[str, Any]) -> list[_Record]:
     if source["type"] == "jsonl":
         found = jsonl.records(path, "--from")
     else:
-        from rolemesh.engine.data import tables
+        from rolemesh.engine.data.files import tables
 
         if source["type"] == "parquet":
             found = tables.parquet_records(path, "--from", every)

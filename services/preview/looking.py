@@ -11,15 +11,19 @@ from typing import Any, Literal
 import numpy
 from pydantic import Field
 
-from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
-from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.reading.filtering import long_prompts
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer
+from rolemesh.engine.data.rendering.tokenizers import (
+    import_light_transformers,
+    load_light_tokenizer,
+)
 from rolemesh.engine.data.row_store import Rows
 from rolemesh.engine.data.sections import Progress
-from rolemesh.engine.data.tokenizers import import_light_transformers, load_light_tokenizer
 from rolemesh.engine.environments.base import opening_of, raised
 from rolemesh.engine.environments.factory import environment_maker
-from rolemesh.engine.pretrained import load_config, load_tokenizer
+from rolemesh.engine.granted.user_code import UserCodeError
+from rolemesh.engine.model_folders.pretrained import load_config, load_tokenizer
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.sessions.python_agent import RunEnvironment
 from rolemesh.engine.specs import (
@@ -36,7 +40,6 @@ from rolemesh.engine.specs import (
     WeightedRewardSpec,
     routed_value,
 )
-from rolemesh.engine.user_code import UserCodeError
 from rolemesh.services.reward.outside.base import OutsideRewardError
 from rolemesh.services.reward.outside.check.recipe_rows import rows_of_prompt
 from rolemesh.services.reward.outside.make import make_outside_reward

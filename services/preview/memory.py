@@ -18,9 +18,9 @@ from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, estimated
 from rolemesh.engine.fit.sampler import sampler_memory
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout
-from rolemesh.engine.model_files import ModelFolderError
-from rolemesh.engine.models.adapters import with_adapter
-from rolemesh.engine.pretrained import load_config
+from rolemesh.engine.model_folders.model_files import ModelFolderError
+from rolemesh.engine.model_folders.pretrained import load_config
+from rolemesh.engine.models.adapters.adapters import with_adapter
 from rolemesh.engine.specs import (
     AdapterSpec,
     AnyOptimizerSpec,

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from rolemesh.engine.devices import device_of
+from rolemesh.engine.hardware.devices import device_of
 
 _ROWS = 512
 """Tokens of a pass, about those of an optimizer step of the quickstart."""

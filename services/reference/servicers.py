@@ -5,11 +5,11 @@ from __future__ import annotations
 import grpc
 import torch
 
-from rolemesh.engine.data.teacher_prompts import TeacherPrompts
+from rolemesh.engine.data.teachers.prompts import TeacherPrompts
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.pretrained import load_tokenizer
 from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import ReferenceSpec, TeacherSpec
 from rolemesh.rpc.errors import InvalidRequestError

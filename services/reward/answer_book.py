@@ -6,8 +6,13 @@ import dataclasses
 import functools
 import logging
 
-from rolemesh.engine.transport.slot_files import NUM_LOGS, PAGE_BYTES, SlotOwner
-from rolemesh.engine.transport.slots import LogHeldError, LogUnavailableError, open_log, read_log
+from rolemesh.engine.transport.slots.slot_files import NUM_LOGS, PAGE_BYTES, SlotOwner
+from rolemesh.engine.transport.slots.slots import (
+    LogHeldError,
+    LogUnavailableError,
+    open_log,
+    read_log,
+)
 from rolemesh.services.reward.outside.answers import AnswerLog, Answers
 from rolemesh.v1 import operation_pb2
 

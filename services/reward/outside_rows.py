@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.images.prompt_images import ImageInvalidError, data_url, images_of
-from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 from rolemesh.engine.rewards.sources import RewardInvalidError
 from rolemesh.engine.specs.columns import IMAGES
 from rolemesh.rpc.limits import check_json

@@ -25,10 +25,10 @@ from rolemesh.engine.specs import (
     named_sources,
 )
 from rolemesh.engine.specs.columns import IS_JUDGED
-from rolemesh.engine.transport.slot_files import SlotOwner
+from rolemesh.engine.transport.slots.slot_files import SlotOwner
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.experience.references import names_of, row_tokens
 from rolemesh.rpc.notes import bounded
-from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.reward.answer_book import AnswerBook
 from rolemesh.services.reward.judging import Judged, OwnSource, RewardSources
 from rolemesh.services.reward.outcome import (
@@ -42,13 +42,13 @@ from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime, Share
 from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.servicers.cut_checkpoints import owner_of_cuts
-from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.rollout import PromptSource
-from rolemesh.services.runtime.servicers.weights import WeightsServicer
+from rolemesh.services.runtime.servicers.weights.cut_checkpoints import owner_of_cuts
+from rolemesh.services.runtime.servicers.weights.cuts import CutServicer
+from rolemesh.services.runtime.servicers.weights.weights import WeightsServicer
 from rolemesh.v1 import experience_pb2, operation_pb2, reward_pb2, reward_pb2_grpc
 
 if TYPE_CHECKING:

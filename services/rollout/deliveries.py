@@ -16,10 +16,10 @@ import torch
 
 from rolemesh.engine.parallel.agreement import gather_facts, have_same_number
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
+from rolemesh.engine.rollout.agreement.probe import ProbeScores, SamplerCheck, check_sampler
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
-from rolemesh.engine.rollout.probe import ProbeScores, SamplerCheck, check_sampler
-from rolemesh.engine.weights.published import Taking
+from rolemesh.engine.weights.exchanges.published import Taking
 from rolemesh.rpc.errors import AbortedError
 from rolemesh.services.runtime.experience.published_weights import FetchedBoxes
 

@@ -11,7 +11,7 @@ import grpc
 from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
 from rolemesh.engine.layout.manifest import DtypeName, Manifest, Parameter
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.models.adapters import with_adapter
+from rolemesh.engine.models.adapters.adapters import with_adapter
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
@@ -21,15 +21,15 @@ from rolemesh.engine.rollout.model_folder import (
     read_model_folder,
 )
 from rolemesh.engine.specs import RolloutRoleSpec
-from rolemesh.engine.weights.exchange import exchange_plan
-from rolemesh.engine.weights.plan import Plan
-from rolemesh.engine.weights.published import (
+from rolemesh.engine.weights.exchanges.exchange import exchange_plan
+from rolemesh.engine.weights.exchanges.published import (
     Taking,
     check_manifest,
     plan_taking,
     source_layout,
     target_layout,
 )
+from rolemesh.engine.weights.plan import Plan
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, UnsupportedError
 from rolemesh.services.endpoint.role import EndpointRole
 from rolemesh.services.endpoint.servicer import EndpointServicer
@@ -44,10 +44,10 @@ from rolemesh.services.runtime.calls.role import (
 from rolemesh.services.runtime.calls.runtime import Context, RoleServicer, Runtime
 from rolemesh.services.runtime.experience.published_weights import parameter_specs
 from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.servicers.exchange import ExchangeServicer
-from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.services.runtime.servicers.rollout import PromptSource, RolloutServicer
-from rolemesh.services.runtime.servicers.weights import checksums_of_sampler
+from rolemesh.services.runtime.servicers.weights.exchange import ExchangeServicer
+from rolemesh.services.runtime.servicers.weights.exchange_ends import Exchanges
+from rolemesh.services.runtime.servicers.weights.weights import checksums_of_sampler
 from rolemesh.v1 import rollout_pb2, weights_pb2, weights_pb2_grpc
 
 T = TypeVar("T")

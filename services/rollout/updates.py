@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rolemesh.engine.layout.manifest import DtypeName, Manifest, ManifestError
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.base import TransferFailedError
-from rolemesh.engine.weights.published import Taking
+from rolemesh.engine.weights.exchanges.published import Taking
 from rolemesh.engine.weights.transfer import TransferMismatchError
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.together import together
@@ -33,7 +33,7 @@ from rolemesh.services.runtime.experience.published_weights import (
 )
 from rolemesh.services.runtime.ranks.face import Face, join_answers
 from rolemesh.services.runtime.server.operations import Identity, identity_of
-from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
+from rolemesh.services.runtime.servicers.weights.exchange_ends import Exchanges
 from rolemesh.v1 import rollout_pb2, weights_pb2
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.engine.specs.urls import without_passwords
-from rolemesh.engine.transport.shm import remove_leftovers
-from rolemesh.engine.transport.slot_files import KEPT_UNHELD_S
-from rolemesh.engine.transport.slots import remove_old_slots
+from rolemesh.engine.transport.slots.shm import remove_leftovers
+from rolemesh.engine.transport.slots.slot_files import KEPT_UNHELD_S
+from rolemesh.engine.transport.slots.slots import remove_old_slots
 from rolemesh.rpc import tracing
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.hosts.interfaces import keep_to_interface, of_this_host

@@ -19,8 +19,8 @@ from rolemesh.engine.kernels.choice import unserved
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
-from rolemesh.rpc.identity import Identity, server_credentials
 from rolemesh.rpc.limits import MAX_CALLS, REQUEST_S
+from rolemesh.rpc.members.identity import Identity, server_credentials
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.calls.service_process import ServiceProcess
 from rolemesh.services.runtime.ranks.device import select_device

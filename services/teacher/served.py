@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from rolemesh.engine.algorithms.judged import LOSS_MASK, left_out, whole_groups
-from rolemesh.engine.data.teacher_prompts import TeacherPrompts
+from rolemesh.engine.data.teachers.prompts import TeacherPrompts
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
-from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 from rolemesh.engine.rollout.servers.admission import ServerUnfitError
 from rolemesh.engine.rollout.servers.client import SamplersUnavailableError, ServerError
 from rolemesh.engine.rollout.servers.teacher import ServedTeacher, policy_tokens

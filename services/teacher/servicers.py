@@ -15,8 +15,8 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ReferenceSpec, TeacherSpec
 from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.experience.references import names_of
 from rolemesh.rpc.notes import bounded
-from rolemesh.rpc.references import names_of
 from rolemesh.services.reference.servicers import FrozenPolicyRole
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, add_servicers
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share

@@ -40,11 +40,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.token_batches import token_batch
 
-from rolemesh.engine.algorithms.advantages import gae
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.estimators.advantages import gae
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.hardware.memory import PhaseMemory
 from rolemesh.engine.kernels.choice import KERNELS_VARIABLE
-from rolemesh.engine.memory import PhaseMemory
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.specs import ModelSpec, PpoPolicyLossSpec
@@ -135,7 +135,7 @@ class Step:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.has_head:
             from rolemesh.engine.models.causal_lm import COMPUTE_DTYPES
-            from rolemesh.engine.models.logprobs import token_logprobs
+            from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
 
             return token_logprobs(
                 states_ND.to(self.model.vocabulary_VD.dtype),

@@ -47,12 +47,12 @@ from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import Parameter
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.weights.copies import Copy
-from rolemesh.engine.weights.publication_memory import PublicationMemory
-from rolemesh.engine.weights.published import Publication
-from rolemesh.rpc import pull
-from rolemesh.rpc.authority import Authority
+from rolemesh.engine.weights.exchanges.publication_memory import PublicationMemory
+from rolemesh.engine.weights.exchanges.published import Publication
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
-from rolemesh.rpc.identity import Identity, server_credentials
+from rolemesh.rpc.experience import pull
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import Identity, server_credentials
 from rolemesh.services.runtime.experience.fetch import ExperienceServicer, fetch_rows
 from rolemesh.services.runtime.experience.published_weights import (
     answer_fetch,

@@ -38,11 +38,11 @@ from support.token_batches import token_batch
 from support.updates import update_whole
 
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SftLossSpec
-from rolemesh.engine.train.cut_slots import CutSlots
-from rolemesh.engine.train.host_moments import STATE_NAMES
+from rolemesh.engine.train.cuts.slots import CutSlots
+from rolemesh.engine.train.optimizers.host_moments import STATE_NAMES
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport.slot_files import SlotOwner
-from rolemesh.engine.transport.slots import remove_slots
+from rolemesh.engine.transport.slots.slot_files import SlotOwner
+from rolemesh.engine.transport.slots.slots import remove_slots
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -43,18 +43,18 @@ from typing import Any, NamedTuple
 import grpc
 import psutil
 
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.role_calls import ServiceNodes, StepContext
 from rolemesh.coordinator.dataflow.collector import collect_seldom
-from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture, NodeKind
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
-from rolemesh.coordinator.dataflow.role_calls import ServiceNodes, StepContext
-from rolemesh.coordinator.recipe.placement import PoolSpec
+from rolemesh.coordinator.recipe.roles.placement import PoolSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.rpc.calls.result_call import ResultCall
 from rolemesh.rpc.channel import ChannelTraffic, open_channel
-from rolemesh.rpc.result_call import ResultCall
 from rolemesh.v1 import value_pb2, worker_pb2, worker_pb2_grpc
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -31,7 +31,7 @@ from support.tiny_models import write_tiny_llama
 from transformers import AutoTokenizer
 
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
+from rolemesh.engine.rollout.endpoint.calls import EndpointCall, EndpointCalls
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sessions.store import Sessions

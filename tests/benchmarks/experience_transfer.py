@@ -40,10 +40,10 @@ from rolemesh.engine.experience import (
     payload_layout,
     read_payload,
 )
-from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
-from rolemesh.rpc.identity import Identity, server_credentials
-from rolemesh.rpc.payload import header_of, layout_of, payload_chunks
+from rolemesh.rpc.experience.payload import header_of, layout_of, payload_chunks
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import Identity, server_credentials
 from rolemesh.services.runtime.experience.fetch import (
     ExperienceServicer,
     arrays_of,

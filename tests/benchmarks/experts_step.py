@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.tiny_families import write_tiny_decoder
 
-from rolemesh.engine.devices import device_of
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.hardware.devices import device_of
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SftLossSpec
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.trainer import Trainer

@@ -22,8 +22,8 @@ import torch
 from support.allocations import allocator_peak
 
 from rolemesh.engine.fit.rank_memory import RankWork, estimated, work_rows
+from rolemesh.engine.hardware.memory import PhaseMemory
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.memory import PhaseMemory
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer

@@ -3,7 +3,7 @@
     python tests/benchmarks/gae.py [--rows 64] [--tokens 32768] [--repetitions 7] [--threads 1]
 
 Three ways over the same float32 batch, with lengths equal ("full") or spread ("ragged"):
-    engine       rolemesh.engine.algorithms.advantages.gae
+    engine       rolemesh.engine.algorithms.estimators.advantages.gae
     python_loop  one Python step a token, over lists of floats
     step_loop    one Python step a position, all rows at once, over a padded [B, T] tensor
 Repetitions are interleaved, so that a slow moment of the machine meets all three. All must agree
@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import torch
 
-from rolemesh.engine.algorithms.advantages import gae
+from rolemesh.engine.algorithms.estimators.advantages import gae
 from rolemesh.engine.experience import offsets_of
 
 GAMMA, LAM = 0.999, 0.95

@@ -29,9 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from rolemesh.engine.data.prompts import load_prompts  # noqa: E402
-from rolemesh.engine.data.rendering import Renderer  # noqa: E402
+from rolemesh.engine.data.rendering.rendering import Renderer  # noqa: E402
+from rolemesh.engine.data.rendering.tokenizers import load_light_tokenizer  # noqa: E402
 from rolemesh.engine.data.row_store import ROWS_AT_ONCE  # noqa: E402
-from rolemesh.engine.data.tokenizers import load_light_tokenizer  # noqa: E402
 from rolemesh.engine.specs import JsonlSpec  # noqa: E402
 
 WIDE, TIGHT = 1024, 80

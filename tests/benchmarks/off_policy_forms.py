@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rolemesh.engine.devices import device_of
+from rolemesh.engine.hardware.devices import device_of
 
 RECIPE = "recipes/async-grpo.yaml"
 FORMS = {

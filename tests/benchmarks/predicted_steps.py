@@ -34,7 +34,7 @@ from support.mesh_runs import CliRun, tiny_recipe
 from support.tiny_models import write_tiny_llama
 from support.undisturbed import Undisturbed, Waits
 
-from rolemesh.coordinator.api.plans import WARMUP_STEPS
+from rolemesh.coordinator.api.reads.plans import WARMUP_STEPS
 from rolemesh.coordinator.mapping.calibration.calibration import (
     Calibration,
     Machine,

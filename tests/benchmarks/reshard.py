@@ -52,7 +52,7 @@ from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_la
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Transport
-from rolemesh.engine.transport.gloo import GlooTransport
+from rolemesh.engine.transport.groups.gloo import GlooTransport
 from rolemesh.engine.weights.plan import make_plan
 from rolemesh.engine.weights.transfer import WeightTransfer
 

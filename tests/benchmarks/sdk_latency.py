@@ -31,7 +31,7 @@ from support.learning_tasks import model_of, write_task
 from support.updates import forward_backward
 
 from rolemesh.coordinator.sdk import AsyncMesh, ColumnData, Columns
-from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
+from rolemesh.engine.algorithms.estimators.estimation import Controllers, estimate_advantages
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.parallel.mesh import RankMesh

@@ -23,7 +23,7 @@ import yaml
 from google.protobuf import json_format, struct_pb2
 from support.learning_runs import ServiceOfRole
 
-from rolemesh.engine.devices import device_of
+from rolemesh.engine.hardware.devices import device_of
 from rolemesh.rpc.channel import open_channel
 from rolemesh.v1 import operation_pb2, worker_pb2, worker_pb2_grpc
 

@@ -23,7 +23,7 @@ from support.tiny_models import tiny_tokenizer, write_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import HfSpec, PythonEnvironmentSpec, SamplingSpec, VllmSpec

@@ -5,7 +5,8 @@
 Threads wait passively, as in a service. Each model has five layers; a pass is the trainer's forward
 and backward pass over rows without a shared prompt, or one token of the hf sampler for each row.
 Both sides take turns in one process. Prints one JSON line: for each pass the multiply-adds of its
-largest matrix product (`engine/cpu_threads.py`), milliseconds of both sides, and their ratio.
+largest matrix product (`engine/hardware/cpu_threads.py`), milliseconds of both sides, and their
+ratio.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from support.token_batches import token_batch
 from support.updates import forward_backward
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine import cpu_threads
-from rolemesh.engine.cpu_threads import largest_product
+from rolemesh.engine.hardware import cpu_threads
+from rolemesh.engine.hardware.cpu_threads import largest_product
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SftLossSpec
 from rolemesh.engine.train.trainer import Trainer
 

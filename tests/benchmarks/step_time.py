@@ -41,7 +41,7 @@ from transformers import AutoConfig
 
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.devices import device_of
+from rolemesh.engine.hardware.devices import device_of
 from rolemesh.engine.specs import ModelSpec
 
 NUM_WARMUP_STEPS = 1

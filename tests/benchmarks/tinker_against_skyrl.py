@@ -32,7 +32,7 @@ from typing import Any
 from peers.side_by_side import FOLDER, REPOSITORY, environment, rounded
 from peers.tinker_servers import Served, our_server, skyrl_server, write_model
 
-from rolemesh.engine.devices import device_of
+from rolemesh.engine.hardware.devices import device_of
 
 KINDS = {"forward_backward": "passes", "sample": "samples"}
 

@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.token_batches import token_batch, with_shared_prompts
 from support.updates import forward_backward
 
-from rolemesh.engine.devices import current_device
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.hardware.devices import current_device
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer

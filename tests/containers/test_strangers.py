@@ -31,8 +31,8 @@ OTHERS = tuple(role for role in ROLES if role != "reward")
 _STRANGER = """
 import json, os, pathlib, socket, ssl, sys, tempfile
 import grpc
-from rolemesh.rpc.authority import Authority
-from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import CHANNEL_OPTIONS, Identity
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
 own = os.environ.get("ROLEMESH_SERVICE__IDENTITY")
@@ -86,8 +86,8 @@ print(json.dumps(found))
 _REWARD = """
 import json, os, pathlib, socket, sys
 import grpc
-from rolemesh.engine.grants import Grant, NotGrantedError
-from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
+from rolemesh.engine.granted.grants import Grant, NotGrantedError
+from rolemesh.rpc.members.identity import CHANNEL_OPTIONS, Identity
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
 def can(action):

@@ -14,7 +14,7 @@ from support.fake_recipes import fake_recipe
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS, roles_of
 from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES
-from rolemesh.coordinator.recipe import algorithms as algorithm_specs
+from rolemesh.coordinator.recipe.algorithm import algorithms as algorithm_specs
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.engine.specs import EstimatorSpec, LossSpec, OwnFunctionSpec, PolicyTermsSpec

@@ -25,14 +25,14 @@ from rolemesh.engine.experience import (
     read_payload,
     write_payload,
 )
-from rolemesh.rpc import columns as light
 from rolemesh.rpc.channel import CHUNK_BYTES, ChannelTraffic, MeshChannel, open_channel
-from rolemesh.rpc.column_fetch import fetch_columns
-from rolemesh.rpc.columns import ColumnData, Columns, decode, encode
 from rolemesh.rpc.errors import CapacityError, DeadlineError, InvalidRequestError, NotFoundError
-from rolemesh.rpc.payload import header_of, layout_of
-from rolemesh.rpc.payload_stream import PayloadMalformedError
-from rolemesh.rpc.references import join_parts
+from rolemesh.rpc.experience import columns as light
+from rolemesh.rpc.experience.column_fetch import fetch_columns
+from rolemesh.rpc.experience.columns import ColumnData, Columns, decode, encode
+from rolemesh.rpc.experience.payload import header_of, layout_of
+from rolemesh.rpc.experience.payload_stream import PayloadMalformedError
+from rolemesh.rpc.experience.references import join_parts
 from rolemesh.services.runtime.calls.runtime import Share
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc
 
@@ -320,7 +320,7 @@ async def test_a_mesh_waits_for_a_fetch_no_longer_than_its_deadline() -> None:
 
 def test_columns_import_no_torch() -> None:
     program = (
-        "import sys; import rolemesh.rpc.column_fetch; "
+        "import sys; import rolemesh.rpc.experience.column_fetch; "
         "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     ended = subprocess.run(

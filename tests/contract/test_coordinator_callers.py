@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 from support.fake_run import fill_store
 from support.rest_servers import client_of, refused, tokens_of
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.credentials import Tokens
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.guard import SCOPE_HEADER
 from rolemesh.coordinator.api.store_operations import StoreOperations

@@ -14,7 +14,7 @@ from support.tiny_models import tiny_tokenizer
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import (

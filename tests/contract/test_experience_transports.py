@@ -13,8 +13,7 @@ from support.service_calls import RecordingCall
 from support.services import assert_same, make_experience, operation_key, serving
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience, payload_layout
-from rolemesh.engine.transport.shm import Segment
-from rolemesh.rpc import pull
+from rolemesh.engine.transport.slots.shm import Segment
 from rolemesh.rpc.channel import CHUNK_BYTES, open_channel
 from rolemesh.rpc.errors import (
     InvalidRequestError,
@@ -22,7 +21,8 @@ from rolemesh.rpc.errors import (
     OutOfRangeError,
     RolemeshError,
 )
-from rolemesh.rpc.references import join_parts, row_tokens
+from rolemesh.rpc.experience import pull
+from rolemesh.rpc.experience.references import join_parts, row_tokens
 from rolemesh.services.runtime.calls.runtime import Share
 from rolemesh.services.runtime.experience.fetch import ExperienceServicer, Fetched, fetch_rows
 from rolemesh.services.runtime.experience.store import ExperienceStore

@@ -9,10 +9,14 @@ import pytest
 from support.services import assert_same, make_experience
 
 from rolemesh.engine.experience import Experience, payload_layout
-from rolemesh.engine.transport.shm import Segment
+from rolemesh.engine.transport.slots.shm import Segment
 from rolemesh.rpc.channel import CHUNK_BYTES, open_channel
-from rolemesh.rpc.payload import header_of, payload_chunks
-from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, encode_header
+from rolemesh.rpc.experience.payload import header_of, payload_chunks
+from rolemesh.rpc.experience.payload_stream import (
+    PayloadMalformedError,
+    encode_chunk,
+    encode_header,
+)
 from rolemesh.services.runtime.experience.fetch import Fetched, arrays_of, fetch_rows
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc, tensor_pb2
 

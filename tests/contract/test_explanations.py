@@ -90,7 +90,7 @@ def test_every_reason_is_explained_and_no_other() -> None:
 
 # Keys of metrics that the engine and the services give: `metrics["..."] = ` and tables of them.
 MAKERS = (
-    "engine/algorithms/*.py", "engine/rollout/sampling.py", "services/reward/outside/counts.py",
+    "engine/algorithms/**/*.py", "engine/rollout/sampling.py", "services/reward/outside/counts.py",
     "engine/rewards/sources.py", "coordinator/run/results/metrics.py",
     "coordinator/run/steps/training.py", "coordinator/run/steps/health.py",
     "coordinator/run/steps/health_rules.py", "coordinator/run/results/evaluation.py",

@@ -18,8 +18,8 @@ from support.rest_servers import client_of
 from support.services import ToyRole
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.api_section import TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.sections.api_section import TokenFiles
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.services.runtime.service_server import ServiceServer

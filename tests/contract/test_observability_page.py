@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
+from rolemesh.coordinator.recipe.sections.trackers import CustomTrackerSpec
 from rolemesh.coordinator.trackers.outside import OutsideTracker
 from rolemesh.coordinator.trackers.tracker import RunFacts
 

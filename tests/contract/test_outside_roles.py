@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 from support.scripted_outsider import outsider
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
-from rolemesh.coordinator.recipe.placement import ServiceSpec
+from rolemesh.coordinator.recipe.roles.placement import ServiceSpec
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import UnsupportedError
 
@@ -48,7 +48,7 @@ async def refusal(role: str, *faults: str, server_role: str = "", inline: bool =
 
 
 async def test_a_server_that_stops_while_it_is_met_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolemesh.coordinator.dataflow.connection._HEALTH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rolemesh.coordinator.dataflow.calls.connection._HEALTH_TIMEOUT_S", 0.5)
     async with outsider("reward") as server:
         connection = RoleConnection("reward", server.address, ChannelTraffic())
         await connection.wait_healthy(HEALTHY_S)

@@ -13,14 +13,14 @@ import yaml
 from pydantic import TypeAdapter
 from support.ragged_batches import RaggedBatch, mixed_masks, random_batch
 
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSpec, PolicyGradientSpec
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
-from rolemesh.engine.algorithms.estimation import estimate_advantages
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
-from rolemesh.engine.algorithms.own_estimators import JudgedBatch
-from rolemesh.engine.algorithms.policy_losses import PolicyTokens
+from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSpec, PolicyGradientSpec
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
+from rolemesh.engine.algorithms.estimators.estimation import estimate_advantages
+from rolemesh.engine.algorithms.estimators.own_estimators import JudgedBatch
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.losses.policy_losses import PolicyTokens
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.own_functions import OwnFunctions
+from rolemesh.engine.granted.own_functions import OwnFunctions
 from rolemesh.engine.specs import DrGrpoSpec, Spec
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own-losses.md").read_text()

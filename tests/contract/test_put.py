@@ -10,15 +10,15 @@ import pytest
 from support.services import ToyRole, operation_key, serving
 
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.column_fetch import fetch_columns
-from rolemesh.rpc.columns import ColumnData, Columns, encode
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,
     PreconditionError,
     RolemeshError,
 )
-from rolemesh.rpc.references import row_tokens
+from rolemesh.rpc.experience.column_fetch import fetch_columns
+from rolemesh.rpc.experience.columns import ColumnData, Columns, encode
+from rolemesh.rpc.experience.references import row_tokens
 from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import (
     experience_pb2,

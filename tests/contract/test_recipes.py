@@ -12,8 +12,8 @@ import pytest
 from support.model_files import write_empty_model
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
 from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.engine.specs import JsonlSpec, ModelSpec
 from rolemesh.quickstart.form_judge import PROMPTS

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.services import serving
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.dataflow.connection import REQUIRED_SERVICES
+from rolemesh.coordinator.dataflow.calls.connection import REQUIRED_SERVICES
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.services.actor.servicers import ActorRole

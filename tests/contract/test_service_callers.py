@@ -11,10 +11,9 @@ from google.protobuf.descriptor import MethodDescriptor
 from support.coordinator_doors import written
 from support.services import serving
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import (
     ForbiddenError,
@@ -22,7 +21,8 @@ from rolemesh.rpc.errors import (
     RolemeshError,
     UnsupportedError,
 )
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.cost.servicers import CostRole

@@ -15,7 +15,7 @@ import redis.asyncio
 from support.fake_roles import until
 from support.tcp_proxy import TcpProxy
 
-from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec
+from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.errors import (
     RunExistsError,

@@ -18,7 +18,11 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from support.run_records import entry, record
 
-from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, MemoryStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.stores import (
+    EmbeddedStoreSpec,
+    MemoryStoreSpec,
+    RedisStoreSpec,
+)
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.opening import open_store

@@ -20,7 +20,7 @@ from support.transport_ranks import (
 )
 
 from rolemesh.engine.transport.base import Message, TransferFailedError, Transport
-from rolemesh.engine.transport.process_memory import MemorySlots
+from rolemesh.engine.transport.rings.process_memory import MemorySlots
 
 WAIT_S = 240.0
 """What is right ends long before, also where forty others want the same two cores."""

@@ -86,7 +86,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], Tensors]]:
 
 def head(device: torch.device, compute_dtype: torch.dtype) -> Callable[[], Tensors]:
     """Log-probs and entropy of random states, and their gradients."""
-    from rolemesh.engine.models.logprobs import token_logprobs
+    from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
 
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, SHAPE.hidden, device=device).requires_grad_()

@@ -40,7 +40,7 @@ def memory(found: Found) -> None:
 
 def sleep(found: Found, trainer: Any, device: torch.device) -> None:
     """To host memory and back."""
-    from rolemesh.engine.devices import free_bytes, give_back_memory
+    from rolemesh.engine.hardware.devices import free_bytes, give_back_memory
 
     if IS_REHEARSAL:
         found.unrehearsed("sleep", "on a CPU nothing has to leave")
@@ -72,8 +72,8 @@ def sleep(found: Found, trainer: Any, device: torch.device) -> None:
 
 def publication(found: Found, trainer: Any) -> None:
     """Of the weights in bfloat16, against a copy of as many bytes to locked memory."""
-    from rolemesh.engine.weights.publication_memory import PublicationMemory
-    from rolemesh.engine.weights.published import Publication
+    from rolemesh.engine.weights.exchanges.publication_memory import PublicationMemory
+    from rolemesh.engine.weights.exchanges.published import Publication
 
     weights = dict(trainer.named_weights())
     layout = trainer.weights_layout.in_dtype("bfloat16")
@@ -107,9 +107,9 @@ def publication(found: Found, trainer: Any) -> None:
 
 def cut(found: Found, trainer: Any, device: torch.device) -> None:
     """Until the cut is whole; `call_s` is what the step waits for, before it may change weights."""
-    from rolemesh.engine.train.cut_slots import CutSlots
-    from rolemesh.engine.transport.slot_files import SlotOwner
-    from rolemesh.engine.transport.slots import remove_slots
+    from rolemesh.engine.train.cuts.slots import CutSlots
+    from rolemesh.engine.transport.slots.slot_files import SlotOwner
+    from rolemesh.engine.transport.slots.slots import remove_slots
 
     weights = sum(weight.nbytes for _, weight in trainer.named_weights())
     needed, room = 2 * 3 * weights, shutil.disk_usage("/dev/shm").free

@@ -99,7 +99,7 @@ def both_times(trainer: Any, cudnn: str, way: str, seed: int) -> dict[str, Any]:
 
 def use(trainer: Any, cudnn: str, way: str) -> None:
     """Chooses for the updates that follow, as variable and recipe do for a service."""
-    from rolemesh.engine.devices import CUDNN_VARIABLE, use_device
+    from rolemesh.engine.hardware.devices import CUDNN_VARIABLE, use_device
 
     os.environ[CUDNN_VARIABLE] = cudnn
     use_device(trainer.model.device)

@@ -140,7 +140,7 @@ def given_weights(at: Any, layers: int = 1 if IS_REHEARSAL else 8) -> dict[str, 
 
     from rolemesh.engine.layout.families import DecoderShape
     from rolemesh.engine.layout.ranks import TrainLayout
-    from rolemesh.engine.weights.exchange import ExchangeEnd, exchange_plan
+    from rolemesh.engine.weights.exchanges.exchange import ExchangeEnd, exchange_plan
 
     device = _rank_device(at)
     givers = at.world_size // 2

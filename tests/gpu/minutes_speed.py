@@ -100,7 +100,7 @@ def speed_fixed(found: Found) -> None:
 
 def deterministic(found: Found) -> None:
     """What it costs to have the same bits, and that they are: in a process that began so."""
-    from rolemesh.engine.devices import be_deterministic
+    from rolemesh.engine.hardware.devices import be_deterministic
 
     setting = SETTINGS["exact, recompute none"]
     told = {}

@@ -89,7 +89,7 @@ def needs(*modules: str) -> None:
 
 def use_gpu() -> torch.device:
     """The first GPU, selected as a service does it; in a rehearsal the CPU."""
-    from rolemesh.engine.devices import use_device
+    from rolemesh.engine.hardware.devices import use_device
 
     device = torch.device("cpu") if IS_REHEARSAL else torch.device("cuda", 0)
     use_device(device)
@@ -209,7 +209,7 @@ def update(trainer: Any, batch: Any) -> dict[str, float]:
 
 def drop_memory() -> None:
     """Frees what earlier trainers held, so that the next one's peak is its own."""
-    from rolemesh.engine.devices import give_back_memory
+    from rolemesh.engine.hardware.devices import give_back_memory
 
     give_back_memory(use_gpu())
     if not IS_REHEARSAL:

@@ -21,7 +21,7 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch, with_shared_prompts
 from support.updates import update_whole
 
-from rolemesh.engine.devices import be_deterministic
+from rolemesh.engine.hardware.devices import be_deterministic
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SftLossSpec
 from rolemesh.engine.train.trainer import Trainer

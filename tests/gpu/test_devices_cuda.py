@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.rank_processes import RankContext, run_ranks
 
-from rolemesh.engine.devices import free_bytes, give_back_memory
-from rolemesh.engine.memory import PhaseMemory
+from rolemesh.engine.hardware.devices import free_bytes, give_back_memory
+from rolemesh.engine.hardware.memory import PhaseMemory
 from rolemesh.services.runtime.ranks.device import rank_device, select_device
 
 pytestmark = pytest.mark.gpu

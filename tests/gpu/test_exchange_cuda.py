@@ -19,7 +19,7 @@ from support.weight_ranks import assert_equal, cut, decoder, random_weights
 
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.base import TransferFailedError
-from rolemesh.engine.weights.exchange import ExchangeEnd, exchange_plan
+from rolemesh.engine.weights.exchanges.exchange import ExchangeEnd, exchange_plan
 
 pytestmark = pytest.mark.gpu
 

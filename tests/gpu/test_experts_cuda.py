@@ -17,7 +17,7 @@ from support.family_cases import case_config
 from support.tiny_families import write_tiny_decoder
 from support.token_batches import token_batch
 
-from rolemesh.engine.models.experts import grouped_linear
+from rolemesh.engine.models.layers.experts import grouped_linear
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec
 from rolemesh.engine.train.trainer import Trainer
 

@@ -27,7 +27,7 @@ from support.kernel_cases import (
     scored,
 )
 
-from rolemesh.engine.models.shared_flex import flex_serves
+from rolemesh.engine.models.layers.shared_flex import flex_serves
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rolemesh.engine.memory import PhaseMemory
+from rolemesh.engine.hardware.memory import PhaseMemory
 
 pytestmark = pytest.mark.gpu
 

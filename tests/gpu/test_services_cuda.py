@@ -30,7 +30,7 @@ from support.rollout_services import Caller
 from support.services import operation_key, serving
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.devices import free_bytes, give_back_memory
+from rolemesh.engine.hardware.devices import free_bytes, give_back_memory
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.services.reference.servicers import ReferenceRole

@@ -18,9 +18,9 @@ from support.token_batches import token_batch
 from support.updates import update_whole
 
 from rolemesh.engine.algorithms.ragged import decayed_sums
-from rolemesh.engine.devices import free_bytes, give_back_memory
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.models.logprobs import token_logprobs
+from rolemesh.engine.hardware.devices import free_bytes, give_back_memory
+from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
 

@@ -26,7 +26,7 @@ from support.token_batches import token_batch
 from support.updates import update_whole
 from support.weight_ranks import assert_equal, cut
 
-from rolemesh.engine.devices import give_back_memory, use_device
+from rolemesh.engine.hardware.devices import give_back_memory, use_device
 from rolemesh.engine.layout.boxes import generate_layout
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm

@@ -20,14 +20,14 @@ from support.planned_bytes import planned_received
 from support.rank_processes import RankContext, RankPool, run_ranks
 from support.weight_ranks import assert_equal, cut, decoder, random_weights
 
+from rolemesh.engine.hardware.memory import PhaseMemory
 from rolemesh.engine.layout.boxes import generate_layout, train_layout
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.memory import PhaseMemory
 from rolemesh.engine.transport.base import Message, TransferFailedError
-from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.cuda_queue import CudaQueue
-from rolemesh.engine.transport.nccl import NcclTransport
-from rolemesh.engine.transport.ring import RingTransport
+from rolemesh.engine.transport.groups.nccl import NcclTransport
+from rolemesh.engine.transport.rings.cuda_ipc import cuda_ipc_transport
+from rolemesh.engine.transport.rings.ring import RingTransport
 from rolemesh.engine.transport.selection import make_transport
 from rolemesh.engine.weights.plan import make_plan
 from rolemesh.engine.weights.transfer import WeightTransfer

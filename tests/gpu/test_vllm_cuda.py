@@ -25,9 +25,9 @@ from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.devices import free_bytes, give_back_memory
+from rolemesh.engine.hardware.devices import free_bytes, give_back_memory
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
 pytestmark = pytest.mark.gpu

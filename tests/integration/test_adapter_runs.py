@@ -27,8 +27,8 @@ from support.run_results import learnt, written
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
-from rolemesh.engine.weights.checkpoint import open_checkpoint
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
+from rolemesh.engine.weights.checkpoints.checkpoint import open_checkpoint
 
 STEPS = 2
 ROWS = {"sft": demonstrations, "dpo": pairs, "kto": judgements, "reward_model": pairs}

@@ -19,14 +19,14 @@ from support.mesh_runs import tiny_model
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.environments.base import EnvironmentFailedError
-from rolemesh.engine.rollout.episode import Episode
+from rolemesh.engine.granted.user_code import load_named
+from rolemesh.engine.rollout.episodes.episode import Episode
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
 from rolemesh.engine.specs import (
     HttpAgentSpec,
     ProgramAgentSpec,
     PythonAgentSpec,
 )
-from rolemesh.engine.user_code import load_named
 
 LOGPROB = 5e-4
 """What is promised of sampler and trainer in float32; seen here: 1e-6."""

@@ -14,7 +14,7 @@ from support.fake_recipes import TRAINED_REWARD, fake_recipe, split_pools
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
 
 SAMPLED = {"sampling": {"samples_per_prompt": 2}, "mini_batch_rows": 4}
 KL = {"advantages": {"kl_in_reward": {"type": "fixed"}}}

@@ -36,7 +36,7 @@ from support.learning_tasks import (
 from support.tiny_models import tiny_tokenizer
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward

@@ -22,8 +22,8 @@ from support.learning_runs import learn, service_processes
 from support.mesh_runs import tiny_model, tiny_recipe
 from support.services import operation_key
 
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import open_channel
-from rolemesh.rpc.service_client import ServiceClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -11,13 +11,13 @@ from support.service_calls import until
 from support.services import ToyRole, operation_key, serving
 from support.tcp_proxy import TcpProxy
 
-from rolemesh.coordinator.dataflow import connection as connection_module
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls import connection as connection_module
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.rpc.calls.result_call import ProgressCallback, ResultCall
 from rolemesh.rpc.channel import ChannelTraffic, open_channel
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
-from rolemesh.rpc.result_call import ProgressCallback, ResultCall
 from rolemesh.v1 import value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 

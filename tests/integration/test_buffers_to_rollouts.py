@@ -12,7 +12,7 @@ from support.lasting_services import lasting_services
 from support.mesh_runs import tiny_model
 from support.tiny_families import write_tiny_decoder
 
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.rollout.servicers import RolloutRole

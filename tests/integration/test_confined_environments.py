@@ -17,11 +17,11 @@ from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError
 from rolemesh.engine.environments.confined import EnvironmentProcess
 from rolemesh.engine.environments.factory import environment_maker
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.granted.user_code import UserCodeError
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
 from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec
-from rolemesh.engine.user_code import UserCodeError
 
 SANDBOX = find_sandbox("auto")
 NONE = Sandbox(kind="none", lacks="the control of these tests")

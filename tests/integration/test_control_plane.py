@@ -16,10 +16,10 @@ from support.learning_runs import service_processes
 from support.mesh_runs import tiny_model
 
 from rolemesh.coordinator import sdk
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.run_section import EvaluationSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.run_section import EvaluationSpec
 from rolemesh.coordinator.run.results.samples_file import read_samples
 from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.training_run import TrainingRun
@@ -27,7 +27,7 @@ from rolemesh.coordinator.sdk import AsyncClient, AsyncMesh
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
-from rolemesh.rpc.sampled_rows import MAX_TEXT_BYTES
+from rolemesh.rpc.samples.rows import MAX_TEXT_BYTES
 from rolemesh.v1 import coordinator_pb2
 
 STEPS = 3

@@ -25,7 +25,7 @@ from support import warm_processes
 from support.coordinator_doors import GIVEN, QUICK, TOKEN, asked, bearer, doors, made_token
 
 from rolemesh.coordinator.api.credentials import TOKEN_FILE
-from rolemesh.coordinator.api.known_doors import known_door
+from rolemesh.coordinator.api.doors.known_doors import known_door
 from rolemesh.coordinator.commands import train
 from rolemesh.coordinator.commands.terminal.console import LiveConsole, LoggingObserver
 from rolemesh.coordinator.sdk import AsyncClient, Client, RetryPolicy

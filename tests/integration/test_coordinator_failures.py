@@ -118,7 +118,7 @@ async def test_a_service_that_holds_its_connection_but_is_silent_is_lost(tmp_pat
 async def test_a_broken_connection_alone_names_role_and_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolemesh.coordinator.dataflow.connection.OUTAGE_S", 0.3)
+    monkeypatch.setattr("rolemesh.coordinator.dataflow.calls.connection.OUTAGE_S", 0.3)
     async with fake_mesh() as mesh:
         mesh.roles["actor"].gates["Update"] = asyncio.Event()
         run = TrainingRun(

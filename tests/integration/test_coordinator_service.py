@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore

@@ -16,13 +16,13 @@ from support.coordinator_doors import GIVEN, QUICK, TOKEN, asked, bearer, doors,
 from support.fake_roles import fake_recipe
 from typer.testing import CliRunner
 
-from rolemesh.coordinator.api.doors import Doors
+from rolemesh.coordinator.api.doors.doors import Doors
 from rolemesh.coordinator.commands.train import app
 from rolemesh.coordinator.sdk import AsyncClient, Client
-from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import ForbiddenError, RolemeshError, UnavailableError
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 AUTHORITY = Authority.make()

@@ -23,9 +23,9 @@ from support.tiny_models import write_tiny_llama
 from support.warm_processes import forked
 
 from rolemesh.coordinator.sdk import AsyncMesh
-from rolemesh.engine.transport.slot_files import SlotOwner
-from rolemesh.engine.transport.slots import Slot, remove_slots
-from rolemesh.engine.weights import checkpoint_writing
+from rolemesh.engine.transport.slots.slot_files import SlotOwner
+from rolemesh.engine.transport.slots.slots import Slot, remove_slots
+from rolemesh.engine.weights.checkpoints import writing as checkpoint_writing
 from rolemesh.rpc.errors import (
     CapacityError,
     NotFoundError,

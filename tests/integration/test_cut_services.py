@@ -27,8 +27,8 @@ from rolemesh.coordinator.sdk import (
     Status,
     WorkerState,
 )
-from rolemesh.engine.transport.slot_files import SlotRoomError
-from rolemesh.engine.transport.slots import Slot, remove_slots
+from rolemesh.engine.transport.slots.slot_files import SlotRoomError
+from rolemesh.engine.transport.slots.slots import Slot, remove_slots
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,

@@ -15,7 +15,7 @@ from google.protobuf import struct_pb2
 from support.service_calls import last
 from support.services import ToySpec, assert_same, operation_key, serving
 
-from rolemesh.engine.algorithms.estimation import (
+from rolemesh.engine.algorithms.estimators.estimation import (
     KL_CONTROLLER,
     LAGRANGE_MULTIPLIER,
     RUNNING_BASELINE,
@@ -26,7 +26,7 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import GrpoSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, NotFoundError
-from rolemesh.rpc.references import TOKENS, by_group, row_tokens
+from rolemesh.rpc.experience.references import TOKENS, by_group, row_tokens
 from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.services.runtime.service_server import ServiceServer

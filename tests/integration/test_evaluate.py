@@ -26,14 +26,14 @@ from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.sum_server import sum_server
 from support.tiny_models import write_tiny_classifier
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.run.folders.evaluations import read_evaluation
 from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunState
-from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 
 RUN_S = 240
 ROUNDING = 1e-5

@@ -20,9 +20,8 @@ from support.rollout_services import Caller, process_of, rows_of
 from support.services import operation_key, serving
 from support.warm_processes import forked
 
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
-from rolemesh.engine.weights import exchange
-from rolemesh.rpc.authority import Authority
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.weights.exchanges import exchange
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import (
     DeadlineError,
@@ -32,6 +31,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from rolemesh.rpc.members.authority import Authority
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.rollout.servicers import RolloutRole
 from rolemesh.v1 import exchange_pb2, exchange_pb2_grpc, worker_pb2, worker_pb2_grpc

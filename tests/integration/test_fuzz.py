@@ -31,18 +31,18 @@ from support.raw_http import RawHttp
 from support.services import operation_key
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
-from rolemesh.coordinator.api.doors import open_doors
+from rolemesh.coordinator.api.doors.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
-from rolemesh.rpc.authority import Authority
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import open_channel
+from rolemesh.rpc.experience.references import join_references, shards_of
+from rolemesh.rpc.experience.tensors import data_type_of
+from rolemesh.rpc.members.authority import Authority
 from rolemesh.rpc.policy import rolemesh_methods
-from rolemesh.rpc.references import join_references, shards_of
-from rolemesh.rpc.service_client import ServiceClient
-from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.runtime.hosts.door import AgentDoor
 from rolemesh.services.runtime.hosts.meeting import HostMeeting
 from rolemesh.services.runtime.server.config import ServiceConfig

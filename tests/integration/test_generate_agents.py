@@ -10,14 +10,14 @@ from support.service_calls import initialize, last, pulled
 from support.services import operation_key, serving
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.rollout.episode import Episode
+from rolemesh.engine.rollout.episodes.episode import Episode
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sessions.rows import told_rows
 from rolemesh.engine.sessions.session import Session
 from rolemesh.engine.specs.columns import ROLLOUT_COLUMNS
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.notes import MAX_CHARACTERS, MAX_NOTES
-from rolemesh.rpc.sampled_rows import fetch_samples
+from rolemesh.rpc.samples.rows import fetch_samples
 from rolemesh.v1 import coordinator_pb2, rollout_pb2, rollout_pb2_grpc
 
 

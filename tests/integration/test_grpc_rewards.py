@@ -32,8 +32,8 @@ from rolemesh.services.reward.outside.base import (
     current_step,
 )
 from rolemesh.services.reward.outside.endpoints import EndpointReward
-from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
 from rolemesh.services.reward.outside.make import make_outside_reward
+from rolemesh.services.reward.outside.protocols.grpc_reward import GrpcRewardClient
 
 NO_SANDBOX = find_sandbox("off")
 """For rewards that run no function."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.coordinator_doors import written
 
-from rolemesh.rpc.authority import Authority
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.services.runtime.hosts import link as links
 from rolemesh.services.runtime.hosts import meeting
 from rolemesh.services.runtime.hosts.door import AgentDoor

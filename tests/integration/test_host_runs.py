@@ -20,7 +20,7 @@ from support.hosts import HostNetwork, HostProcess
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.rollout_services import process_of
 
-from rolemesh.rpc.authority import Authority
+from rolemesh.rpc.members.authority import Authority
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

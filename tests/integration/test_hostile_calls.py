@@ -17,8 +17,6 @@ from support.services import ToyRole, operation_key, serving
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.rpc import limits
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.column_fetch import fetch_columns
-from rolemesh.rpc.columns import ColumnData, Columns, encode
 from rolemesh.rpc.errors import (
     CapacityError,
     DeadlineError,
@@ -26,6 +24,8 @@ from rolemesh.rpc.errors import (
     PreconditionError,
     RolemeshError,
 )
+from rolemesh.rpc.experience.column_fetch import fetch_columns
+from rolemesh.rpc.experience.columns import ColumnData, Columns, encode
 from rolemesh.services.runtime.calls import service_process
 from rolemesh.services.runtime.server import operations
 from rolemesh.services.runtime.service_server import ServiceServer

@@ -25,9 +25,9 @@ from support.services import (
     wait_for_announcement,
 )
 
-from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import UnavailableError
+from rolemesh.rpc.members.authority import Authority
 from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc
 
 AUTHORITY = Authority.make()

@@ -22,9 +22,9 @@ from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 from typer.testing import CliRunner
 
-from rolemesh.coordinator.commands import new_recipe
 from rolemesh.coordinator.commands.cli import app
-from rolemesh.coordinator.commands.new_recipe import KnownData, Lengths
+from rolemesh.coordinator.commands.recipes import new_recipe
+from rolemesh.coordinator.commands.recipes.new_recipe import KnownData, Lengths
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.footprint import footprint_of

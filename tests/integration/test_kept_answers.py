@@ -29,12 +29,12 @@ from support.services import operation_key, serving
 from support.warm_processes import forked
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
-from rolemesh.engine.transport.slot_files import NUM_LOGS, SlotOwner
-from rolemesh.engine.transport.slots import remove_slots
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.slot_files import NUM_LOGS, SlotOwner
+from rolemesh.engine.transport.slots.slots import remove_slots
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import UnavailableError
-from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import experience_pb2

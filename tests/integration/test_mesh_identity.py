@@ -12,10 +12,10 @@ from support.services import operation_key, serving
 
 from rolemesh.coordinator.compliance.contract import Outcome
 from rolemesh.coordinator.compliance.suite import SuiteInputError, run_suite
-from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import ForbiddenError, PreconditionError, UnavailableError
-from rolemesh.rpc.identity import Identity, IdentityError
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import Identity, IdentityError
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.runtime.service_server import ServiceServer, ServiceStartError
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc

@@ -18,8 +18,8 @@ from rolemesh.services.reward.outside.base import (
     RewardTimeoutError,
     RewardUnavailableError,
 )
-from rolemesh.services.reward.outside.judge import score_in
 from rolemesh.services.reward.outside.make import make_outside_reward
+from rolemesh.services.reward.outside.protocols.judge import score_in
 
 NO_SANDBOX = find_sandbox("off")
 """For rewards that run no function."""

@@ -17,9 +17,9 @@ from support.tiny_models import write_tiny_llama
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.planning import plan_step
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.rpc.calls.service_client import to_algorithm_part
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.service_client import to_algorithm_part
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.v1 import trainer_pb2, trainer_pb2_grpc
 

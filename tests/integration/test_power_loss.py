@@ -19,8 +19,8 @@ from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.run.saving.checkpoints import COMMITTED, Checkpoints, committed_steps
 from rolemesh.coordinator.run.saving.kept_checkpoints import kept_checkpoints, prune
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.engine.weights.checkpoint import open_checkpoint
-from rolemesh.engine.weights.checkpoint_writing import write_checkpoint
+from rolemesh.engine.weights.checkpoints.checkpoint import open_checkpoint
+from rolemesh.engine.weights.checkpoints.writing import write_checkpoint
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 from rolemesh.v1 import weights_pb2
 

@@ -27,7 +27,7 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.packing.balance import balanced_partition
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
-from rolemesh.rpc.references import rows_of
+from rolemesh.rpc.experience.references import rows_of
 from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 LAYOUT = {"tp": 2, "dp": 2}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from support.coordinator_doors import written as write_identity
 
-from rolemesh.coordinator.api.doors import open_doors
+from rolemesh.coordinator.api.doors.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.rpc.authority import Authority
+from rolemesh.rpc.members.authority import Authority
 from rolemesh.services.runtime.server import registering as registering_module
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.services.runtime.server.registering import Registering

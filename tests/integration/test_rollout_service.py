@@ -27,8 +27,8 @@ from rolemesh.engine.layout.boxes import generate_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import num_elements
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.transport.shm import Segment
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.shm import Segment
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,

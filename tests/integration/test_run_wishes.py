@@ -13,10 +13,10 @@ from support.fake_recipes import PPO_ROLES
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 from support.fake_runs import make_run, read_lines
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
+from rolemesh.coordinator.recipe.sections.trackers import CustomTrackerSpec
 from rolemesh.coordinator.run.reporting.records import enter_again
 from rolemesh.coordinator.run.results.samples_file import read_samples
 from rolemesh.coordinator.run.saving.resume import reached

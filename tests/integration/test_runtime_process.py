@@ -27,9 +27,9 @@ from support.services import (
     wait_for_announcement,
 )
 
-from rolemesh.rpc import payload_stream
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InternalError, UnavailableError
+from rolemesh.rpc.experience import payload_stream
 from rolemesh.services.runtime.experience.fetch import fetch_rows
 from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 

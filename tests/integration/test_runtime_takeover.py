@@ -11,7 +11,7 @@ from google.protobuf import json_format, struct_pb2
 from support.service_calls import initialize, last, until, values
 from support.services import ToyRole, operation_key, serving
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.run.services.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel

@@ -21,8 +21,8 @@ from support.fake_in_process import InProcessRun, run_jumping
 from support.fake_models import expected_weight
 from support.fake_recipes import GRPO, PPO, PPO_ROLES, fake_recipe, split_pools
 
+from rolemesh.coordinator.dataflow.calls.role_calls import PromptBatch
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
-from rolemesh.coordinator.dataflow.role_calls import PromptBatch
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.errors import PreconditionError
 

@@ -17,7 +17,7 @@ from support.planned_runs import EXPECTED, write_planned_run
 from support.rest_servers import tokens_of
 from support.tcp_proxy import TcpProxy
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.sdk import (
     AsyncClient,

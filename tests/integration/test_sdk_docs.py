@@ -19,7 +19,7 @@ from support import warm_processes
 from support.coordinator_doors import written
 from support.mesh_runs import tiny_model, tiny_recipe
 
-from rolemesh.rpc.authority import Authority
+from rolemesh.rpc.members.authority import Authority
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "sdk.md"

@@ -15,7 +15,7 @@ from support.learning_runs import service_processes
 from support.learning_tasks import model_of, write_task
 from support.tcp_proxy import TcpProxy
 
-from rolemesh.coordinator.api.logged_steps import check_step
+from rolemesh.coordinator.api.reads.logged_steps import check_step
 from rolemesh.coordinator.sdk import (
     AsyncMesh,
     Auxiliary,

@@ -15,9 +15,9 @@ from support.tiny_models import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rolemesh.coordinator.sdk import AsyncMesh, PromptSlice
-from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.rendering.rendering import Renderer
 from rolemesh.engine.data.rows import PromptRow
-from rolemesh.engine.weights.checkpoint import open_checkpoint
+from rolemesh.engine.weights.checkpoints.checkpoint import open_checkpoint
 from rolemesh.rpc.errors import InvalidRequestError
 
 HINT = {"template": "{prompt} (say {answer}, {metadata.hint})"}

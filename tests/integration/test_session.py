@@ -29,8 +29,8 @@ from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, 
 from rolemesh.coordinator.sdk import AsyncClient, StateChanged
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.engine.transport.slot_files import SlotOwner
-from rolemesh.engine.transport.slots import Slot, remove_slots
+from rolemesh.engine.transport.slots.slot_files import SlotOwner
+from rolemesh.engine.transport.slots.slots import Slot, remove_slots
 
 
 def make_session(mesh: FakeMesh, directory: Path) -> Session:

@@ -19,12 +19,12 @@ from support.fake_run import fill_store
 from support.rest_servers import served, tokens_of
 from support.services import serving
 
-from rolemesh.coordinator.api import coordinator_service
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors import coordinator_service
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.rpc import http_server
 from rolemesh.rpc.errors import from_rpc_error
+from rolemesh.rpc.http import server as http_server
 from rolemesh.services.runtime import service_server
 from rolemesh.services.runtime.server import metrics as metrics_module
 from rolemesh.services.runtime.server.metrics import MetricsPage, ServiceMetrics

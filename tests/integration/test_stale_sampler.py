@@ -11,7 +11,7 @@ import torch
 from support.lasting_services import LastingServices, lasting_services
 from support.mesh_runs import tiny_model
 
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.rollout.servicers import RolloutRole

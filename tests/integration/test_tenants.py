@@ -13,9 +13,9 @@ from support.service_calls import last, pulled, until, values
 from support.services import ToyRole, operation_key, serving
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import PreconditionError, UnsupportedError
-from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.services.runtime.service_server import ServiceServer
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 

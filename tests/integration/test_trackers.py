@@ -8,7 +8,7 @@ from support.fake_recipes import fake_recipe
 from support.fake_roles import fake_mesh
 from support.fake_runs import Recorder, make_run, read_lines
 
-from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
+from rolemesh.coordinator.recipe.sections.trackers import CustomTrackerSpec
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 

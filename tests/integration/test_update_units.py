@@ -21,9 +21,9 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import Trainer
+from rolemesh.rpc.calls.expert_loads import checked_loads
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.expert_loads import checked_loads
 from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.v1 import (
     experience_pb2,

@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.layout.adapters import split_factor
 from rolemesh.engine.layout.manifest import Parameter
-from rolemesh.engine.models.adapter_files import adapter_config
-from rolemesh.engine.models.adapters import module_in_layer
+from rolemesh.engine.models.adapters.adapter_files import adapter_config
+from rolemesh.engine.models.adapters.adapters import module_in_layer
 from rolemesh.engine.rollout.distribution import sampling_logprobs
 from rolemesh.engine.rollout.model_folder import expected_factors, read_model_folder
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.servers.admission import ServerUnfitError
+from rolemesh.engine.rollout.servers.sampler import VllmServerBackend
 from rolemesh.engine.rollout.servers.teacher import ServedTeacher
-from rolemesh.engine.rollout.vllm_server import VllmServerBackend
 from rolemesh.engine.specs import AdapterSpec, SamplingSpec, TeacherServerSpec, VllmServerSpec
-from rolemesh.engine.weights.export import write_adapter_folder
+from rolemesh.engine.weights.checkpoints.export import write_adapter_folder
 
 pytestmark = pytest.mark.slow
 

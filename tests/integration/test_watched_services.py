@@ -15,7 +15,7 @@ from support.service_calls import last, values
 from support.services import ServiceProcess, operation_key, spawn_service
 from support.tcp_proxy import TcpProxy
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.run.services.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.channel import ChannelTraffic

@@ -29,7 +29,7 @@ from support.updates import update_whole
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.kernels.choice import KERNELS_VARIABLE
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.models.logprobs import token_logprobs
+from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
 

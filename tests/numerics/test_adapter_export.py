@@ -24,7 +24,7 @@ from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train import state as trainer_state
 from rolemesh.engine.train.export import export_policy, main
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.checkpoint import CheckpointMismatchError, open_checkpoint
+from rolemesh.engine.weights.checkpoints.checkpoint import CheckpointMismatchError, open_checkpoint
 
 EIGHT = TrainLayout(tp=2, pp=2, dp=2, fsdp=2)
 FILE = "adapter_model.safetensors"

@@ -24,9 +24,9 @@ from support.updates import update_whole
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rolemesh.engine.adapter_config import AdapterFolderError
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.models.adapters import AdapterValues
+from rolemesh.engine.model_folders.adapter_config import AdapterFolderError
+from rolemesh.engine.models.adapters.adapters import AdapterValues
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.packing.packed_rows import PackedRows, pack_rows
 from rolemesh.engine.specs import (
@@ -37,7 +37,7 @@ from rolemesh.engine.specs import (
     PpoValueLossSpec,
 )
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.checkpoint import open_checkpoint
+from rolemesh.engine.weights.checkpoints.checkpoint import open_checkpoint
 
 FLOAT32_TOLERANCE = 3e-6
 """Relative, of the norm of a gradient: float32 products in another order. Both sides are up to

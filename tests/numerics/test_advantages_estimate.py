@@ -11,7 +11,7 @@ import torch
 from support import oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
-from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
+from rolemesh.engine.algorithms.estimators.estimation import Controllers, estimate_advantages
 from rolemesh.engine.algorithms.kl import KlController
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError

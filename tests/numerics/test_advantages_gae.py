@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch, random_masks
 
-from rolemesh.engine.algorithms.advantages import gae, whiten
+from rolemesh.engine.algorithms.estimators.advantages import gae, whiten
 from rolemesh.engine.experience import offsets_of
 
 TOLERANCE = {

@@ -26,16 +26,16 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights import checkpoint as checkpoint_files
-from rolemesh.engine.weights import checkpoint_writing
-from rolemesh.engine.weights.checkpoint import (
+from rolemesh.engine.weights.checkpoints import checkpoint as checkpoint_files
+from rolemesh.engine.weights.checkpoints import writing as checkpoint_writing
+from rolemesh.engine.weights.checkpoints.checkpoint import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     digest_of,
     open_checkpoint,
 )
-from rolemesh.engine.weights.checkpoint_writing import write_checkpoint
-from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+from rolemesh.engine.weights.checkpoints.folders import FolderExistsError, whole_folder
+from rolemesh.engine.weights.checkpoints.writing import write_checkpoint
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 

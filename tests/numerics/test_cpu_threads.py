@@ -18,9 +18,9 @@ from support.updates import forward_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine import cpu_threads
-from rolemesh.engine.cpu_threads import largest_product, threads_worth
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.hardware import cpu_threads
+from rolemesh.engine.hardware.cpu_threads import largest_product, threads_worth
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.specs import (
     HfSpec,
     ModelSpec,
@@ -29,10 +29,10 @@ from rolemesh.engine.specs import (
     SamplingSpec,
     SftLossSpec,
 )
-from rolemesh.engine.train.cut_slots import CutSlots
+from rolemesh.engine.train.cuts.slots import CutSlots
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport.slot_files import SlotOwner
-from rolemesh.engine.transport.slots import remove_slots
+from rolemesh.engine.transport.slots.slot_files import SlotOwner
+from rolemesh.engine.transport.slots.slots import remove_slots
 
 CPU = torch.device("cpu")
 

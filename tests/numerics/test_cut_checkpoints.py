@@ -21,13 +21,13 @@ from support.token_batches import token_batch
 
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
-from rolemesh.engine.train.cut_slots import CutNotFoundError
+from rolemesh.engine.train.cuts.slots import CutNotFoundError
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport.slot_files import SlotHeldError
-from rolemesh.engine.transport.slot_readers import SlotGivenUpError
-from rolemesh.engine.transport.slots import Slot
-from rolemesh.engine.weights import checkpoint_writing
-from rolemesh.engine.weights.checkpoint_writing import CheckpointRoomError
+from rolemesh.engine.transport.slots.slot_files import SlotHeldError
+from rolemesh.engine.transport.slots.slot_readers import SlotGivenUpError
+from rolemesh.engine.transport.slots.slots import Slot
+from rolemesh.engine.weights.checkpoints import writing as checkpoint_writing
+from rolemesh.engine.weights.checkpoints.writing import CheckpointRoomError
 
 LAYOUTS = {"tp": TrainLayout(tp=2), "fsdp": TrainLayout(dp=2, fsdp=2), "dp": TrainLayout(dp=2)}
 OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=4)

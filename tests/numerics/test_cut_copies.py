@@ -19,11 +19,12 @@ from support.updates import forward_backward
 from torch.overrides import TorchFunctionMode
 
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SftLossSpec
-from rolemesh.engine.train import cut_copies, cut_slots
-from rolemesh.engine.train.cut_copies import CutCopyError
-from rolemesh.engine.train.cut_slots import CutSlots, whole_cuts
+from rolemesh.engine.train.cuts import copies as cut_copies
+from rolemesh.engine.train.cuts import slots as cut_slots
+from rolemesh.engine.train.cuts.copies import CutCopyError
+from rolemesh.engine.train.cuts.slots import CutSlots, whole_cuts
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport.slot_files import SlotOwner
+from rolemesh.engine.transport.slots.slot_files import SlotOwner
 
 LATE_S = 0.3
 

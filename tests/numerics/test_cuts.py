@@ -44,16 +44,16 @@ from rolemesh.engine.specs import (
     PpoPolicyLossSpec,
     PpoValueLossSpec,
 )
-from rolemesh.engine.train.cut_format import CutMismatchError
-from rolemesh.engine.train.cut_slots import (
+from rolemesh.engine.train.cuts.format import CutMismatchError
+from rolemesh.engine.train.cuts.slots import (
     CutNotFoundError,
     CutSlots,
     whole_cuts,
 )
 from rolemesh.engine.train.model_in_training import GradientPendingError
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport import slot_files
-from rolemesh.engine.transport.slot_files import SlotHeldError, SlotOwner, SlotRoomError
+from rolemesh.engine.transport.slots import slot_files
+from rolemesh.engine.transport.slots.slot_files import SlotHeldError, SlotOwner, SlotRoomError
 
 TP2, FSDP2 = TrainLayout(tp=2), TrainLayout(dp=2, fsdp=2)
 OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=4)

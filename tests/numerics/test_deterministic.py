@@ -18,7 +18,7 @@ from support.updates import update_whole
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rollout.base import generated
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
     HfSpec,

@@ -17,15 +17,15 @@ from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
-from rolemesh.engine.algorithms.distillation import SMALLEST_TAIL, divergence, with_tail
-from rolemesh.engine.algorithms.estimation import estimate_advantages
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.estimators.estimation import estimate_advantages
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.losses.distillation import SMALLEST_TAIL, divergence, with_tail
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
-from rolemesh.engine.models.top_logprobs import top_logprobs
+from rolemesh.engine.models.vocabulary.top_logprobs import top_logprobs
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import DistillationLossSpec, ModelSpec, ReverseKlSpec
 from rolemesh.engine.specs.columns import (

@@ -14,8 +14,8 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import forward_backward
 
-from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.estimators.estimation import Controllers, estimate_advantages
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.algorithms.selection import select_groups
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import (

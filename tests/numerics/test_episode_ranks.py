@@ -12,7 +12,7 @@ from support.scripted_sampler import AsciiTokenizer, ScriptedBackend, number_pro
 
 from rolemesh.engine.environments.base import EnvironmentFailedError
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec

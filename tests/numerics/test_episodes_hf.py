@@ -15,7 +15,7 @@ from support.rollout_checks import load_trainer_model, set_stop_tokens
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.specs import HfSpec
 
 FLOAT32_LOGPROB = 2e-5

@@ -17,9 +17,9 @@ from support.tiny_models import tiny_tokenizer, write_tiny_llama
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import sample_experience
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec, VllmSpec
 
 LOAD_TIMEOUT_S = 400.0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
+from rolemesh.engine.algorithms.estimators.estimation import Controllers, estimate_advantages
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import (
     EstimatorPartSpec,

@@ -23,9 +23,13 @@ from support.token_batches import token_batch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.adapter_config import AdapterFolderError, read_adapter_config, spec_of
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.model_folders.adapter_config import (
+    AdapterFolderError,
+    read_adapter_config,
+    spec_of,
+)
+from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.packing.packed_rows import PackedRows, pack_rows
 from rolemesh.engine.rollout.factory import make_backend

@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.layout.slices import check_layout
-from rolemesh.engine.models.experts import fits_grouped_kernel, group_experts, grouped_linear
-from rolemesh.engine.models.rounding import round_weights, rounded_product
+from rolemesh.engine.models.layers.experts import fits_grouped_kernel, group_experts, grouped_linear
+from rolemesh.engine.models.layers.rounding import round_weights, rounded_product
 from rolemesh.engine.parallel.expert_exchange import computed_by_owners
 from rolemesh.engine.parallel.expert_modules import experts_of
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, RolloutRoleSpec
@@ -132,7 +132,7 @@ def test_a_gradient_is_asked_of_what_is_trained_alone() -> None:
 def test_numbers_of_bfloat16_are_multiplied_as_the_machine_is_fast(
     monkeypatch: pytest.MonkeyPatch, is_fast: bool
 ) -> None:
-    from rolemesh.engine.models import experts
+    from rolemesh.engine.models.layers import experts
 
     machine = replace(experts.device_of("cpu"), multiplies_bfloat16=is_fast)
     monkeypatch.setattr(experts, "device_of", lambda kind: machine)

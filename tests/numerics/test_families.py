@@ -45,12 +45,12 @@ from rolemesh.engine.layout.families import (
 )
 from rolemesh.engine.layout.family_records import RECORDS
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.models.buffers import saved_buffers
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import (
     HfSpec,
     ModelSpec,
@@ -310,7 +310,7 @@ class Sampled:
 
 def sample_updates(at: RankContext, folder: Path, export: Path) -> Sampled:
     """Trains a step in the process of a sampler, and compares what is sampled."""
-    from rolemesh.engine.rollout.vllm_shards import weight_places
+    from rolemesh.engine.rollout.vllm.weights.shards import weight_places
 
     trainer = Trainer.policy(
         ModelSpec(path=folder, compute_dtype="float32"),

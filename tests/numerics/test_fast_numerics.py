@@ -16,12 +16,12 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from rolemesh.engine.models import decoder
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.layers.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
-from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.packing.packed_rows import PackedRows, pack_rows
 from rolemesh.engine.specs import ModelSpec, Numerics
 from rolemesh.engine.specs.by_device import Device
-from rolemesh.engine.specs.models import ComputeDtype
+from rolemesh.engine.specs.models.sections import ComputeDtype
 
 TOLERANCE = 2e-5
 """float32 sums in another order, through two layers."""

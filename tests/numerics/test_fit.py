@@ -26,7 +26,7 @@ from rolemesh.engine.specs import (
     PpoPolicyLossSpec,
     PpoValueLossSpec,
 )
-from rolemesh.engine.specs.activations import (
+from rolemesh.engine.specs.models.activations import (
     Arithmetic,
     LayerWidths,
     adapted_layer_bytes,

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from support.tiny_models import write_tiny_llama
 
 from rolemesh.engine.experience import Column, Experience
-from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.rewards.sources import make_reward
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
-from rolemesh.engine.weights.folders import FolderExistsError
+from rolemesh.engine.weights.checkpoints.folders import FolderExistsError
 from rolemesh.quickstart import form_judge
 from rolemesh.quickstart.form_examples import KINDS, NUMBER_KINDS, completion
 from rolemesh.quickstart.form_judge import JudgeTraining, write_judge

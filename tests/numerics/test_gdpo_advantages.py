@@ -16,7 +16,7 @@ from support import estimator_oracles
 from support.estimator_oracles import GroupedBatch
 from support.ragged_batches import pack, random_batch, random_masks
 
-from rolemesh.engine.algorithms.estimation import estimate_advantages
+from rolemesh.engine.algorithms.estimators.estimation import estimate_advantages
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import FixedKlSpec, GdpoSpec, GrpoSpec, MaxRlSpec, OverlongSpec

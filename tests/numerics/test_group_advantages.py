@@ -15,7 +15,7 @@ from support import estimator_oracles, oracles
 from support.estimator_oracles import GroupedBatch
 from support.ragged_batches import mixed_masks, pack, random_batch, random_masks
 
-from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
+from rolemesh.engine.algorithms.estimators.estimation import Controllers, estimate_advantages
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import (

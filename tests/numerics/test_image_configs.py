@@ -9,9 +9,9 @@ from support.public_models import config_folder
 
 from rolemesh.engine.images.processing import ImageTokens, image_tokens_of
 from rolemesh.engine.layout.families import DecoderShape
-from rolemesh.engine.model_files import read_config_file
-from rolemesh.engine.models.image_tower import tower_bytes
-from rolemesh.engine.pretrained import load_config
+from rolemesh.engine.model_folders.model_files import read_config_file
+from rolemesh.engine.model_folders.pretrained import load_config
+from rolemesh.engine.models.images.image_tower import tower_bytes
 
 
 def test_a_config_of_the_hubs_older_form_is_read(tmp_path: Path) -> None:

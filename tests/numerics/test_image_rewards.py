@@ -24,7 +24,7 @@ from rolemesh.engine.images.processing import ImageProcessor
 from rolemesh.engine.images.prompt_images import ImageInvalidError, PromptImage, images_text
 from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward
 from rolemesh.engine.specs import (

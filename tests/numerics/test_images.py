@@ -41,13 +41,13 @@ from rolemesh.engine.images.prompt_images import (
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, stage_tensors
 from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.model_files import ModelFolderError, read_config_file
+from rolemesh.engine.model_folders.model_files import ModelFolderError, read_config_file
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.image_tower import tower_of
+from rolemesh.engine.models.images.image_tower import tower_of
+from rolemesh.engine.models.images.whole_models import tower_tensors
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
-from rolemesh.engine.models.whole_models import tower_tensors
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (
     AdapterSpec,

@@ -10,7 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from rolemesh.engine.specs import OptimizerSpec
-from rolemesh.engine.train.optimizer import Optimizer, scheduled_rate
+from rolemesh.engine.train.optimizers.optimizer import Optimizer, scheduled_rate
 
 PEAK, LOW, STEPS = 3e-4, 2e-5, 11
 REL = 1e-12

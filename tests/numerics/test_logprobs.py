@@ -9,8 +9,8 @@ import torch
 from support.largest_tensor import LargestTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rolemesh.engine.models import logprobs as head
-from rolemesh.engine.models.logprobs import token_logprobs
+from rolemesh.engine.models.vocabulary import logprobs as head
+from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
 
 FLOAT64_TOLERANCE = 1e-10
 """Sums in another order, in float64."""

@@ -10,7 +10,7 @@ from support.largest_tensor import LargestTensor
 from support.rank_processes import RankContext, RankPool
 
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.models.logprobs import token_logprobs
+from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
 
 FLOAT64_TOLERANCE = 1e-10
 """Sums in another order, in float64."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
-from rolemesh.engine.algorithms.losses import (
+from rolemesh.engine.algorithms.losses.base import (
     LossScale,
     MetricShares,
     ModelOutputs,

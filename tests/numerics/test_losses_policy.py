@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch, random_masks
 
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.specs import Aggregation, PpoPolicyLossSpec
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

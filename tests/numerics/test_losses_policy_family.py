@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support import oracles, policy_oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch, random_masks
 
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import (

@@ -14,8 +14,8 @@ import torch
 from support import oracles, policy_oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, random_batch
 
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
-from rolemesh.engine.algorithms.soft_policy_losses import binary_kl, binary_tv
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.losses.soft_policy_losses import binary_kl, binary_tv
 from rolemesh.engine.specs import (
     ClipCovPolicyLossSpec,
     CovariancePolicyLossSpec,

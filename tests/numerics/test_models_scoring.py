@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.rank_model import RankModel

@@ -28,8 +28,8 @@ from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.parallel import matrix_owners
 from rolemesh.engine.specs import ModelSpec, MuonSpec, OptimizerSpec, SftLossSpec
 from rolemesh.engine.specs.by_device import Device
-from rolemesh.engine.train import muon
-from rolemesh.engine.train.newton_schulz import orthogonalised
+from rolemesh.engine.train.optimizers import muon
+from rolemesh.engine.train.optimizers.newton_schulz import orthogonalised
 from rolemesh.engine.train.trainer import Trainer
 
 FLOAT32_TOLERANCE = 1e-4

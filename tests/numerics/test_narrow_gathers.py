@@ -16,7 +16,7 @@ from support.token_batches import token_batch
 from support.updates import update_whole
 from torch.distributed.fsdp import FSDPModule
 
-from rolemesh.engine.devices import device_of
+from rolemesh.engine.hardware.devices import device_of
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.parallel.data_parallel import layers_of
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec

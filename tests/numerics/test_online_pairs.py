@@ -14,8 +14,8 @@ from support import estimator_oracles
 from support.estimator_oracles import GroupedBatch
 from support.ragged_batches import random_batch, random_masks
 
-from rolemesh.engine.algorithms.estimation import estimate_advantages
-from rolemesh.engine.algorithms.pairs import Pairs
+from rolemesh.engine.algorithms.estimators.estimation import estimate_advantages
+from rolemesh.engine.algorithms.preferences.pairs import Pairs
 from rolemesh.engine.experience import ColumnKind
 from rolemesh.engine.specs import OnlineDpoSpec
 

@@ -14,10 +14,11 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import update_whole
 
-from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
+from rolemesh.engine.algorithms.estimators.estimation import Controllers, estimate_advantages
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.granted.own_functions import OwnFunctions
+from rolemesh.engine.granted.user_code import UserCodeError
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import (
     AdaptiveKlSpec,
     EstimatorPartSpec,
@@ -32,7 +33,6 @@ from rolemesh.engine.specs import (
     PythonPolicyLossSpec,
 )
 from rolemesh.engine.train.trainer import LossNotFiniteError, Trainer
-from rolemesh.engine.user_code import UserCodeError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_losses.py"
 

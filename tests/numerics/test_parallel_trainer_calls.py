@@ -16,8 +16,8 @@ from support.rank_processes import RankContext, RankPool
 from support.slow_cases import mostly_slow
 from support.updates import for_whole_batch, update_whole
 
-from rolemesh.engine.devices import assuming
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.hardware.devices import assuming
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel

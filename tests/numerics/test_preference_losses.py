@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
-from rolemesh.engine.algorithms.estimation import estimate_advantages
-from rolemesh.engine.algorithms.losses import LossScale, MetricShares, ModelOutputs, make_loss
-from rolemesh.engine.algorithms.pairs import PairIncompleteError, Pairs
+from rolemesh.engine.algorithms.estimators.estimation import estimate_advantages
+from rolemesh.engine.algorithms.losses.base import LossScale, MetricShares, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.preferences.pairs import PairIncompleteError, Pairs
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
 from rolemesh.engine.specs import (
     BradleyTerryLossSpec,

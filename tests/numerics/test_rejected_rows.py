@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
+from rolemesh.engine.algorithms.estimators.estimation import Controllers, estimate_advantages
 from rolemesh.engine.algorithms.selection import select_groups
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import (

@@ -29,12 +29,13 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.model_folder import ExpectedWeights, WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
-from rolemesh.engine.rollout.vllm import VllmBackend
-from rolemesh.engine.rollout.vllm_held_engine import HeldEngine
+from rolemesh.engine.rollout.vllm.engine.held_engine import HeldEngine
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SamplingSpec, VllmSpec
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport import process_memory, selection, shm_ring
+from rolemesh.engine.transport import selection
 from rolemesh.engine.transport.base import Message, TransferFailedError
+from rolemesh.engine.transport.rings import process_memory, shm_ring
 from rolemesh.engine.transport.selection import make_transport
 from rolemesh.engine.weights.resharding import Resharder
 

@@ -26,7 +26,7 @@ from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayo
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import (
     ModelSpec,
     OptimizerSpec,

@@ -14,9 +14,9 @@ from support.updates import forward_backward, plan_whole, update_whole
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
-from rolemesh.engine.algorithms.pairs import PairIncompleteError
+from rolemesh.engine.algorithms.preferences.pairs import PairIncompleteError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.specs import (
     BradleyTerryLossSpec,
@@ -27,7 +27,7 @@ from rolemesh.engine.specs import (
     PpoPolicyLossSpec,
 )
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.checkpoint import CheckpointMismatchError
+from rolemesh.engine.weights.checkpoints.checkpoint import CheckpointMismatchError
 
 GRADIENT_TOLERANCE = 5e-6
 """Relative, of the norm: the same float32 products row by row; see test_trainer."""

@@ -27,10 +27,10 @@ from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
 from rolemesh.engine.data.rows import PromptTooLongError
-from rolemesh.engine.rollout import hf
 from rolemesh.engine.rollout.distribution import sampling_logprobs
 from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf import sampler as hf
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sleep_memory import SleepMemory
@@ -318,7 +318,7 @@ def test_bad_folders_are_named(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_making_a_back_end_imports_no_other(folder: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; import rolemesh.engine.rollout.vllm\n"
+        "import sys; from pathlib import Path; import rolemesh.engine.rollout.vllm.sampler\n"
         "from rolemesh.engine.rollout.factory import make_backend\n"
         "from rolemesh.engine.specs import HfSpec\n"
         f"make_backend(HfSpec(max_model_len=16), Path({str(folder)!r}))\n"

@@ -20,7 +20,7 @@ from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
 from rolemesh.engine.rollout.distribution import sampling_logprobs
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import HfSpec, SamplingSpec

@@ -27,13 +27,13 @@ from support.tiny_models import write_tiny_llama
 from support.toy_sampling import toy_logprob
 
 from rolemesh.engine.parallel.mesh import RankGroup
-from rolemesh.engine.rollout.model_folder import WeightsStaleError
-from rolemesh.engine.rollout.probe import (
+from rolemesh.engine.rollout.agreement.probe import (
     ProbeScores,
     SamplerCheck,
     SamplerStaleError,
     check_sampler,
 )
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.servers.admission import ServerUnfitError
 from rolemesh.engine.rollout.servers.client import (
     AnswerInvalidError,

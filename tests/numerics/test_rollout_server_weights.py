@@ -25,8 +25,8 @@ from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.servers import weights
 from rolemesh.engine.rollout.servers.client import SamplersUnavailableError, ServerRefusedError
+from rolemesh.engine.rollout.servers.sampler import VllmServerBackend
 from rolemesh.engine.rollout.servers.senders import BroadcastFailedError, NcclSender
-from rolemesh.engine.rollout.vllm_server import VllmServerBackend
 from rolemesh.engine.specs import SamplingSpec, VllmServerSpec
 
 SAMPLING = SamplingSpec(max_new_tokens=6)

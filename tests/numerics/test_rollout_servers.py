@@ -36,7 +36,7 @@ from rolemesh.engine.rollout.servers.client import (
     ServerRefusedError,
 )
 from rolemesh.engine.rollout.servers.requests import Served
-from rolemesh.engine.rollout.vllm_server import VllmServerBackend
+from rolemesh.engine.rollout.servers.sampler import VllmServerBackend
 from rolemesh.engine.specs import SamplingSpec, VllmServerSpec
 
 ALONE = RankGroup((0,), 0, None)

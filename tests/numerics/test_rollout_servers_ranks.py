@@ -19,7 +19,7 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.requests import RolloutRequest
-from rolemesh.engine.rollout.vllm_server import VllmServerBackend
+from rolemesh.engine.rollout.servers.sampler import VllmServerBackend
 from rolemesh.engine.specs import (
     AdapterSpec,
     ModelSpec,

@@ -36,13 +36,13 @@ from support.sampler_shards import rank_shard, shard_tensors
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
-from rolemesh.engine import cpu_threads
-from rolemesh.engine.cpu_threads import largest_product
 from rolemesh.engine.data.rows import PromptTooLongError
+from rolemesh.engine.hardware import cpu_threads
+from rolemesh.engine.hardware.cpu_threads import largest_product
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
 
 FLOAT32_LOGPROB = 5e-4
@@ -282,7 +282,7 @@ def test_a_single_missed_linear_layer_shows_in_its_checksum(
 def test_a_tied_head_left_packed_with_old_weights_would_show(
     backend: VllmBackend, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rolemesh.engine.rollout import vllm_weights
+    from rolemesh.engine.rollout.vllm.weights import weights as vllm_weights
 
     monkeypatch.setattr(vllm_weights, "_tied_heads", lambda model: [])
     perturb(model, seed=1)

@@ -36,7 +36,7 @@ from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
 
 NUM_BLOCK_TOKENS = 32

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
 LOGPROB_BOUND = 5e-4

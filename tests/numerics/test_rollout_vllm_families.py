@@ -22,7 +22,7 @@ from support.tiny_families import write_tiny_decoder
 from support.tiny_models import HEAD_DIM
 
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from support.rollout_checks import (
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
 EXACT_BOUND = 1e-4

@@ -29,7 +29,7 @@ from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import AdapterSpec, SamplingSpec, VllmSpec
 
 LOGPROB = 3e-6

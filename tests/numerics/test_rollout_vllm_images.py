@@ -34,7 +34,7 @@ from rolemesh.engine.layout.family_records import TEXT_PARTS
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
 LOGPROB = 3e-6

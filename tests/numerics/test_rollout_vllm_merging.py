@@ -24,9 +24,9 @@ from support.adapted_samplers import (
 from support.rollout_checks import make_requests
 
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.rollout import vllm_adapters
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm import adapters as vllm_adapters
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec
 
 SAMPLING = SamplingSpec(max_new_tokens=20)
@@ -49,7 +49,7 @@ def sampler(
 
 def as_the_kernels_read(backend: VllmBackend) -> dict[str, str]:
     """Checksums of the merged model; those of the back end are of the factors."""
-    from rolemesh.engine.rollout.vllm_weights import model_checksums
+    from rolemesh.engine.rollout.vllm.weights.weights import model_checksums
 
     (checksums,) = backend.engine.apply_model(model_checksums)
     return dict(checksums)

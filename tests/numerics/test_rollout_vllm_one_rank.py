@@ -28,9 +28,9 @@ from support.updates import update_whole
 from transformers import PreTrainedModel
 
 from rolemesh.engine.parallel.mesh import RankGroup
-from rolemesh.engine.rollout.probe import SamplerCheck, SamplerStaleError, check_sampler
-from rolemesh.engine.rollout.trainer_probe import TrainerProbe
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.agreement.probe import SamplerCheck, SamplerStaleError, check_sampler
+from rolemesh.engine.rollout.agreement.trainer_probe import TrainerProbe
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import (
     ComputeDtype,
     ModelSpec,
@@ -188,7 +188,7 @@ def test_the_check_of_samplers_names_experts_that_are_packed_wrongly(
             weights=pair.trainer.named_weights,
         )
 
-    from rolemesh.engine.rollout import vllm_weights
+    from rolemesh.engine.rollout.vllm.weights import weights as vllm_weights
 
     check()
     pair.train()

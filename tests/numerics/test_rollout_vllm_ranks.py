@@ -41,16 +41,16 @@ from support.sampler_in_flight import (
 from support.sampler_shards import folder_weights, rank_shard, shard_tensor, shard_tensors
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.devices import give_back_memory
+from rolemesh.engine.hardware.devices import give_back_memory
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout import vllm
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm import sampler as vllm
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 
 LOGPROB_BOUND = 5e-4
 """Mean abs difference promised between sampler and trainer, for both types. Measured: 1e-6 with two
@@ -488,7 +488,7 @@ def test_modules_that_vllm_has_compiled_too_early_are_named(
 ) -> None:
     (text,) = vllm_pool.run(makes_an_engine_too_late, 1, folder)
     assert "vllm.model_executor.layers.vocab_parallel_embedding was imported before" in text
-    assert "call leave_uncompiled of rolemesh.engine.rollout.vllm_process first" in text
+    assert "call leave_uncompiled of rolemesh.engine.rollout.vllm.engine.process first" in text
 
 
 @pytest.mark.slow

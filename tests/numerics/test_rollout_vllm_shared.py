@@ -10,7 +10,7 @@ from support.adapted_samplers import ALL, SOME, Case, Sampler, factors, made_sam
 from support.rollout_checks import make_requests
 
 from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
 SAMPLING = SamplingSpec(max_new_tokens=12)

@@ -15,9 +15,15 @@ from support.token_batches import score, token_batch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rolemesh.engine.models import decoder, rounding
+from rolemesh.engine.models import decoder
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.rounding import narrow_layers, round_weights, rounded, rounded_product
+from rolemesh.engine.models.layers import rounding
+from rolemesh.engine.models.layers.rounding import (
+    narrow_layers,
+    round_weights,
+    rounded,
+    rounded_product,
+)
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.specs import ModelSpec

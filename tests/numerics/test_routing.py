@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.rollout.episode import routes_so_far
+from rolemesh.engine.rollout.episodes.episode import routes_so_far
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import (

@@ -12,7 +12,7 @@ import torch
 from support import estimator_oracles, oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
-from rolemesh.engine.algorithms.estimation import (
+from rolemesh.engine.algorithms.estimators.estimation import (
     LAGRANGE_MULTIPLIER,
     Controllers,
     estimate_advantages,

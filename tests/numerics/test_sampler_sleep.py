@@ -19,15 +19,15 @@ from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.parallel.data_parallel import cut_over_data
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout import vllm_ranks
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import LaterRequests, RolloutRequest, RolloutTrajectory
-from rolemesh.engine.rollout.vllm import VllmBackend
-from rolemesh.engine.rollout.vllm_held_engine import HeldEngine
-from rolemesh.engine.rollout.vllm_process import has_expandable_segments
-from rolemesh.engine.rollout.vllm_ranks import check_allocator, engine_start, launched_rank
+from rolemesh.engine.rollout.vllm.engine import ranks as vllm_ranks
+from rolemesh.engine.rollout.vllm.engine.held_engine import HeldEngine
+from rolemesh.engine.rollout.vllm.engine.process import has_expandable_segments
+from rolemesh.engine.rollout.vllm.engine.ranks import check_allocator, engine_start, launched_rank
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import ActorSpec, HfSpec, ModelSpec, SamplingSpec, SftLossSpec, VllmSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.services.actor import servicers
@@ -249,7 +249,7 @@ def test_a_sleeping_engine_wakes_to_be_ended(
 ) -> None:
     ended: list[set[str]] = []
     monkeypatch.setattr(
-        "rolemesh.engine.rollout.vllm_held_engine.end_engine",
+        "rolemesh.engine.rollout.vllm.engine.held_engine.end_engine",
         lambda engine, *, world_is_ours: ended.append(set(engine.awake)),
     )
     backend.sleep()
@@ -263,7 +263,7 @@ def test_an_engine_that_had_no_room_to_wake_is_ended_and_no_other_is_made(
 ) -> None:
     monkeypatch.setattr(vllm_ranks, "_spoilt_by", "")
     monkeypatch.setattr(
-        "rolemesh.engine.rollout.vllm_held_engine.end_engine", lambda *_, **__: None
+        "rolemesh.engine.rollout.vllm.engine.held_engine.end_engine", lambda *_, **__: None
     )
     backend.sleep()
     backend.engine.has_room = False

@@ -16,11 +16,11 @@ from support.updates import update_whole
 
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.specs import HfSpec, ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.export import export_policy
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.exchange import exchange_plan
+from rolemesh.engine.weights.exchanges.exchange import exchange_plan
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 

@@ -38,9 +38,9 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
-from rolemesh.engine.train import average
+from rolemesh.engine.train.optimizers import average
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.checkpoint import open_checkpoint
+from rolemesh.engine.weights.checkpoints.checkpoint import open_checkpoint
 
 DECAY = 0.7
 ADAPTER = {"adapter": {"rank": RANK, "alpha": ALPHA}}

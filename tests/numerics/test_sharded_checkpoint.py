@@ -35,9 +35,9 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.export import export_policy
-from rolemesh.engine.train.host_moments import MOMENTS
+from rolemesh.engine.train.optimizers.host_moments import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.checkpoint import CheckpointMismatchError, open_checkpoint
+from rolemesh.engine.weights.checkpoints.checkpoint import CheckpointMismatchError, open_checkpoint
 
 TENSOR_FSDP = TrainLayout(tp=2, dp=2, fsdp=2)
 PIPELINE_TENSOR = TrainLayout(pp=2, tp=2)

@@ -17,7 +17,7 @@ from transformers import AutoModel
 from rolemesh.engine.layout.boxes import train_layout
 from rolemesh.engine.layout.families import stage_tensors
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
-from rolemesh.engine.model_files import ModelFolderError
+from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.devices import Device
+from rolemesh.engine.hardware.devices import Device
 from rolemesh.engine.models import decoder
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
@@ -53,7 +53,7 @@ def test_two_adapters_have_one_base_and_factors_of_their_own(folder: Path) -> No
     # A base that nobody holds any more is not kept.
     del two
     gc.collect()
-    from rolemesh.engine.models import shared_base
+    from rolemesh.engine.models.adapters import shared_base
 
     assert not any(len(held) for held in shared_base._held.values())
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from support.ragged_batches import mixed_masks, random_batch
 
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import TokenSumLossSpec
 from rolemesh.engine.specs.columns import RATIO_MASK, TARGET_IDS, TOKEN_WEIGHTS

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from support.loss_graphs import loss_of
 from support.ragged_batches import mixed_masks, random_batch
 
-from rolemesh.engine.algorithms import traced_losses
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.losses import traced_losses
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.granted.user_code import UserCodeError
 from rolemesh.engine.specs import TracedLossSpec
 from rolemesh.engine.specs.columns import TARGET_IDS
-from rolemesh.engine.specs.traced_losses import FUNCTIONS, METHODS, input_column
-from rolemesh.engine.user_code import UserCodeError
+from rolemesh.engine.specs.losses.traced_losses import FUNCTIONS, METHODS, input_column
 
 WIDTH = 3
 

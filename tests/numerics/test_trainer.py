@@ -27,10 +27,10 @@ from rolemesh.engine.specs import (
     PpoPolicyLossSpec,
     PpoValueLossSpec,
 )
-from rolemesh.engine.train import optimizer
-from rolemesh.engine.train.host_moments import MOMENTS, STATE_NAMES
 from rolemesh.engine.train.model_in_training import GradientPendingError
-from rolemesh.engine.train.optimizer import Optimizer, warmed_up
+from rolemesh.engine.train.optimizers import optimizer
+from rolemesh.engine.train.optimizers.host_moments import MOMENTS, STATE_NAMES
+from rolemesh.engine.train.optimizers.optimizer import Optimizer, warmed_up
 from rolemesh.engine.train.trainer import (
     LossNotFiniteError,
     NoGradientError,

@@ -18,8 +18,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.models import shared_attention, shared_flex
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.layers import shared_attention, shared_flex
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel

@@ -14,11 +14,11 @@ from support.rank_processes import RankContext, RankPool
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout import vllm_shared_memory
-from rolemesh.engine.rollout.vllm_ranks import launched_rank
-from rolemesh.engine.rollout.vllm_shared_memory import remove_dead_files, shared_memory_name
-from rolemesh.engine.transport.shm import Segment
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.rollout.vllm.engine import shared_memory as vllm_shared_memory
+from rolemesh.engine.rollout.vllm.engine.ranks import launched_rank
+from rolemesh.engine.rollout.vllm.engine.shared_memory import remove_dead_files, shared_memory_name
+from rolemesh.engine.transport.slots.shm import Segment
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 
 INTERVALS = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=2))
 """Generation groups (0, 2) and (1, 3)."""
@@ -83,7 +83,7 @@ def test_ranks_that_share_no_memory_get_different_names(rank_pool: RankPool) -> 
 
 
 def restore_host_identity(at: RankContext) -> None:
-    from rolemesh.engine.transport.shm import host_identity
+    from rolemesh.engine.transport.slots.shm import host_identity
 
     vllm_shared_memory.host_identity = host_identity
 

@@ -15,15 +15,15 @@ from support.token_batches import token_batch
 from support.updates import update_whole
 
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
-from rolemesh.engine.rollout.hf import HfBackend
-from rolemesh.engine.rollout.probe import (
+from rolemesh.engine.rollout.agreement.probe import (
     ProbeScores,
     SamplerCheck,
     SamplerStaleError,
     WeightsNotFiniteError,
     check_sampler,
 )
-from rolemesh.engine.rollout.trainer_probe import TrainerProbe
+from rolemesh.engine.rollout.agreement.trainer_probe import TrainerProbe
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.specs import HfSpec, ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.services.rollout.deliveries import Deliveries, Delivery

@@ -25,7 +25,7 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.hf.sampler import HfBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutTrajectory
 from rolemesh.engine.specs import (

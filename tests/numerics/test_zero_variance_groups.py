@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.ragged_batches import random_batch, random_masks
 
-from rolemesh.engine.algorithms.estimation import estimate_advantages
-from rolemesh.engine.algorithms.losses import LossScale, MetricShares, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.estimators.estimation import estimate_advantages
+from rolemesh.engine.algorithms.losses.base import LossScale, MetricShares, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import (
     CispoPolicyLossSpec,

@@ -17,7 +17,7 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import AdapterSpec, ModelSpec, VllmSpec
 
 LOGPROB = 2e-5

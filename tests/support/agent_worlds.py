@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from support.agents import write_agents
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.episode import Episode
+from rolemesh.engine.rollout.episodes.episode import Episode
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox

@@ -71,7 +71,7 @@ _ASK = """
 import os, pathlib, sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
+from rolemesh.rpc.members.identity import CHANNEL_OPTIONS, Identity
 own = Identity.read(pathlib.Path(os.environ["ROLEMESH_SERVICE__IDENTITY"]))
 with grpc.secure_channel(sys.argv[1], own.channel_credentials(), CHANNEL_OPTIONS) as channel:
     try:

@@ -10,13 +10,13 @@ from typing import Any
 from support.fake_run import fill_store
 
 from rolemesh.coordinator.api.credentials import TOKEN_FILE
-from rolemesh.coordinator.api.doors import Doors, open_doors
+from rolemesh.coordinator.api.doors.doors import Doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
 from rolemesh.coordinator.sdk import AsyncClient, RetryPolicy
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.identity import Identity
 
 QUICK = RetryPolicy(budget_s=0)
 TOKEN = "s3cret"

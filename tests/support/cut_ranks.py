@@ -15,11 +15,11 @@ from support.rank_processes import RankContext
 from support.updates import update_whole
 
 from rolemesh.engine.layout.ranks import HybridLayout
-from rolemesh.engine.train.cut_slots import CutSlots, whole_cuts
-from rolemesh.engine.train.host_moments import STATE_NAMES
+from rolemesh.engine.train.cuts.slots import CutSlots, whole_cuts
+from rolemesh.engine.train.optimizers.host_moments import STATE_NAMES
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport.slot_files import SlotOwner
-from rolemesh.engine.transport.slots import Slot
+from rolemesh.engine.transport.slots.slot_files import SlotOwner
+from rolemesh.engine.transport.slots.slots import Slot
 
 RUN = "cut-ranks"
 

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow.parquet
 from msgspec.structs import replace
 
-from rolemesh.engine.data.orders import Epochs, Mixture
-from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.orders.by_seed import Epochs, Mixture
+from rolemesh.engine.data.rendering.rendering import Renderer
 from rolemesh.engine.data.rows import PromptRow, RowReader
 
 

@@ -16,9 +16,9 @@ from support.rollout_checks import load_trainer_model, perturb
 from support.tiny_models import tiny_tokenizer, write_tiny_llama
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from rolemesh.engine.rollout.endpoint_calls import EndpointCalls
+from rolemesh.engine.rollout.endpoint.calls import EndpointCalls
 from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import EndpointSpec, ImagesSpec, VllmSpec
 from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.services.endpoint.endpoint import Endpoint

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from support.fake_roles import FakeMesh, FakeRole
 
 from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
@@ -32,8 +32,8 @@ from rolemesh.coordinator.run.services.watcher import WatchSettings
 from rolemesh.coordinator.run.steps.training import TrainingLoop
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel
-from rolemesh.rpc.service_client import ServiceClient
 
 RUN_ID = "in-process"
 T = TypeVar("T")

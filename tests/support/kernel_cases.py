@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from support.token_batches import token_batch, with_shared_prompts
 
-from rolemesh.engine.algorithms.advantages import gae
-from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
+from rolemesh.engine.algorithms.estimators.advantages import gae
+from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
 from rolemesh.engine.kernels.choice import KERNELS_VARIABLE
-from rolemesh.engine.models.logprobs import token_logprobs
-from rolemesh.engine.models.shared_attention import inputs_of, sharing_attention
+from rolemesh.engine.models.layers.shared_attention import inputs_of, sharing_attention
+from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
 from rolemesh.engine.packing.packed_rows import pack_rows
 from rolemesh.engine.packing.pass_cost import PassCost
 from rolemesh.engine.specs import MaskingSpec, PpoPolicyLossSpec, TokenTruncationSpec

@@ -12,7 +12,7 @@ import torch
 from support.kernel_cases import Tensors
 from transformers import AutoConfig
 
-from rolemesh.engine.models.fused_layers import fuse_layers
+from rolemesh.engine.models.layers.fused_layers import fuse_layers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FLOAT32_TOLERANCE = 2e-6

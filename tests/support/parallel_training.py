@@ -26,7 +26,7 @@ from rolemesh.engine.specs import (
     OptimizerSpec,
 )
 from rolemesh.engine.train.expert_loads import LayerLoads
-from rolemesh.engine.train.host_moments import MOMENTS
+from rolemesh.engine.train.optimizers.host_moments import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
 
 Tensors = dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 
 from support.fake_recipes import fake_recipe
 
-from rolemesh.coordinator.api.plans import kept_plan
+from rolemesh.coordinator.api.reads.plans import kept_plan
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.state.store import RunRecord, RunStream, StateStore

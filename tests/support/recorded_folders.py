@@ -11,7 +11,7 @@ import yaml
 from support.mapping_jobs import LLAMAS
 from support.mesh_runs import tiny_recipe
 
-from rolemesh.coordinator.api.plans import WARMUP_STEPS
+from rolemesh.coordinator.api.reads.plans import WARMUP_STEPS
 from rolemesh.coordinator.dataflow.futures import NodeState
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.planning import plan_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolemesh.rpc.references import is_consecutive
+from rolemesh.rpc.experience.references import is_consecutive
 from rolemesh.v1 import experience_pb2
 
 

@@ -13,7 +13,7 @@ from support import warm_processes
 from support.coordinator_doors import written
 from support.mesh_runs import CliRun
 
-from rolemesh.rpc.authority import Authority
+from rolemesh.rpc.members.authority import Authority
 
 AUTHORITY = Authority.make()
 

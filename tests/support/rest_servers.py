@@ -13,8 +13,8 @@ from rolemesh.coordinator.api.credentials import Tokens
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.server import HttpServer, serve_http
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.rpc.identity import Scope
 from rolemesh.rpc.limits import REQUEST_HEAD_S
+from rolemesh.rpc.members.identity import Scope
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"

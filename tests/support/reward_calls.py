@@ -9,8 +9,8 @@ from typing import Any
 
 from support.services import operation_key
 
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import MeshChannel
-from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import data_pb2, experience_pb2, rollout_pb2, trainer_pb2
 
 NUM_PAIRS = 8

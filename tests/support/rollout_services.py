@@ -14,9 +14,9 @@ from support import warm_processes
 from support.services import operation_key, wait_for_announcement
 
 from rolemesh.engine.experience import Experience
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.service_client import ServiceClient
-from rolemesh.rpc.tensors import data_type_of
+from rolemesh.rpc.experience.tensors import data_type_of
 from rolemesh.services.runtime.experience.fetch import fetch_rows
 from rolemesh.v1 import (
     exchange_pb2,

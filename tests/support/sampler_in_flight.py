@@ -17,7 +17,7 @@ from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.specs import SamplingSpec
-from rolemesh.engine.weights.published import plan_taking
+from rolemesh.engine.weights.exchanges.published import plan_taking
 from rolemesh.services.rollout.deliveries import Deliveries, Delivery
 from rolemesh.services.runtime.experience.published_weights import FetchedBoxes
 

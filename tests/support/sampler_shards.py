@@ -13,7 +13,7 @@ from rolemesh.engine.layout.boxes import generate_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import DtypeName, RankShard
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.model_files import read_config_file
+from rolemesh.engine.model_folders.model_files import read_config_file
 from rolemesh.engine.models.buffers import saved_buffers
 
 PADDING = 7.5

@@ -20,8 +20,6 @@ from grpc_status import rpc_status
 
 from rolemesh.coordinator.compliance.held_rows import HeldRows
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.column_fetch import fetch_columns
-from rolemesh.rpc.columns import ColumnData, Columns, encode
 from rolemesh.rpc.errors import (
     CapacityError,
     DataLossError,
@@ -30,6 +28,8 @@ from rolemesh.rpc.errors import (
     RolemeshError,
     to_status,
 )
+from rolemesh.rpc.experience.column_fetch import fetch_columns
+from rolemesh.rpc.experience.columns import ColumnData, Columns, encode
 from rolemesh.v1 import (
     experience_pb2,
     operation_pb2,

@@ -16,14 +16,14 @@ from support.scripted_core import OutsiderCore
 from support.scripted_routes import routed, weights_of
 
 from rolemesh.engine.layout.payload import MAX_WIDTH
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import open_channel
-from rolemesh.rpc.columns import ColumnData, ColumnKind, Columns
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,
     PreconditionError,
 )
-from rolemesh.rpc.service_client import ServiceClient
+from rolemesh.rpc.experience.columns import ColumnData, ColumnKind, Columns
 from rolemesh.v1 import (
     experience_pb2,
     logprob_pb2,

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rolemesh.rpc.columns import ColumnData, Columns
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.experience.columns import ColumnData, Columns
 
 Has = Callable[[str], bool]
 """Whether the server has a fault."""

@@ -14,7 +14,7 @@ from support.toy_sampling import toy_logprob
 
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
-from rolemesh.engine.rollout.vllm_server import VllmServerBackend
+from rolemesh.engine.rollout.servers.sampler import VllmServerBackend
 from rolemesh.engine.specs import AdapterSpec, SamplingSpec, VllmServerSpec
 
 ADAPTER = AdapterSpec(rank=4, alpha=8.0)

@@ -12,7 +12,7 @@ from support.services import operation_key
 
 from rolemesh.engine.experience import Experience
 from rolemesh.rpc.channel import MeshChannel
-from rolemesh.rpc.references import names_of
+from rolemesh.rpc.experience.references import names_of
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 

@@ -25,7 +25,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import LayoutSpec, RoleSpec
-from rolemesh.rpc.references import row_tokens
+from rolemesh.rpc.experience.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
 from rolemesh.services.runtime.process import run_service

@@ -16,8 +16,8 @@ from support.updates import update_whole
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.specs import ComputeDtype
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights import checkpoint_writing
-from rolemesh.engine.weights import export as export_module
+from rolemesh.engine.weights.checkpoints import export as export_module
+from rolemesh.engine.weights.checkpoints import writing as checkpoint_writing
 
 
 @dataclass

@@ -23,9 +23,9 @@ from support.commands import command_of
 from support.mesh_runs import tiny_model
 
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.tinker.actor_place import ActorPlace
-from rolemesh.coordinator.tinker.app import make_app
-from rolemesh.coordinator.tinker.keys import Keys
+from rolemesh.coordinator.tinker.models.actor_place import ActorPlace
+from rolemesh.coordinator.tinker.routes.app import make_app
+from rolemesh.coordinator.tinker.routes.keys import Keys
 from rolemesh.coordinator.tinker.server import TinkerServer
 
 Logprobs = Callable[[list[int]], npt.NDArray[np.float64]]

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from rolemesh.engine.models.buffers import saved_buffers
-from rolemesh.engine.models.text_parts import register_text_parts
+from rolemesh.engine.models.images.text_parts import register_text_parts
 
 register_text_parts()
 

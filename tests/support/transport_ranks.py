@@ -14,13 +14,13 @@ from support.rank_processes import RankContext
 
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Transport
-from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
-from rolemesh.engine.transport.gloo import GlooTransport
-from rolemesh.engine.transport.nccl import NcclTransport
-from rolemesh.engine.transport.process_memory import process_memory_transport
-from rolemesh.engine.transport.ring import RingTransport
-from rolemesh.engine.transport.shm_ring import shm_ring_transport
-from rolemesh.engine.transport.torch_pairs import HostMemoryTransport, TorchPairsTransport
+from rolemesh.engine.transport.groups.gloo import GlooTransport
+from rolemesh.engine.transport.groups.nccl import NcclTransport
+from rolemesh.engine.transport.groups.torch_pairs import HostMemoryTransport, TorchPairsTransport
+from rolemesh.engine.transport.rings.cuda_ipc import cuda_ipc_transport
+from rolemesh.engine.transport.rings.process_memory import process_memory_transport
+from rolemesh.engine.transport.rings.ring import RingTransport
+from rolemesh.engine.transport.rings.shm_ring import shm_ring_transport
 
 CONNECT_S = 60.0
 SLOT_BYTES = 4096

@@ -74,12 +74,12 @@ MODULES = {
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
         # Before vLLM's modules, which read it, as in a service.
-        "rolemesh.engine.rollout.vllm_process:leave_uncompiled",
+        "rolemesh.engine.rollout.vllm.engine.process:leave_uncompiled",
         "vllm.entrypoints.llm",
         "vllm.model_executor.models.llama",
         # What serves a policy.
         "rolemesh.services.endpoint.endpoint",
-        "rolemesh.services.endpoint.app",
+        "rolemesh.services.endpoint.routes.app",
     ),
 }
 """Imported once, by the warm process; what stands behind a colon is called."""
@@ -203,7 +203,7 @@ def _environment(kind: str) -> dict[str, str]:
             **variables,
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "0",
-            # VLLM looks when it is imported; see rolemesh.engine.rollout.vllm_process.
+            # VLLM looks when it is imported; see rolemesh.engine.rollout.vllm.engine.process.
             "VLLM_CONFIGURE_LOGGING": "0",
         },
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.recipe.trackers import (
+from rolemesh.coordinator.recipe.sections.trackers import (
     MlflowSpec,
     SwanlabSpec,
     TrackerSpec,

@@ -28,8 +28,8 @@ from rolemesh.coordinator.api.http.exposition import RequestMetrics
 from rolemesh.coordinator.api.http.problems import problem_response
 from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.errors import ForbiddenError, InternalError, InvalidRequestError, RolemeshError
-from rolemesh.rpc.identity import Scope as Rights
 from rolemesh.rpc.limits import check_json
+from rolemesh.rpc.members.identity import Scope as Rights
 
 MAX_BODY_BYTES = 1024**2
 

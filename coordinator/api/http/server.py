@@ -7,7 +7,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from rolemesh.engine.specs.urls import is_loopback
-from rolemesh.rpc.http_server import STUCK_READER_S, HttpServer, serve_app
+from rolemesh.rpc.http.server import STUCK_READER_S, HttpServer, serve_app
 from rolemesh.rpc.limits import REQUEST_HEAD_S
 
 

@@ -12,7 +12,7 @@ from rolemesh.coordinator.api.http.bases import (
     Number,
     Wish,
 )
-from rolemesh.coordinator.api.logged_steps import (
+from rolemesh.coordinator.api.reads.logged_steps import (
     MAX_METRICS,
     MAX_SAMPLES,
     MAX_STEP,

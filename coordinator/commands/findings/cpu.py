@@ -1,6 +1,7 @@
 """The CPU of this host: its instructions for products of matrices, and what it multiplies fast.
 
-Read from the kernel and from the user's variables, as `engine/devices.py` learns it from torch.
+Read from the kernel and from the user's variables, as `engine/hardware/devices.py` learns it from
+torch.
 """
 
 from __future__ import annotations

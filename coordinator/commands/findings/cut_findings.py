@@ -8,7 +8,7 @@ from pathlib import Path
 from rolemesh.coordinator.commands.findings.findings import Finding, ok, warn
 from rolemesh.coordinator.run.checks.footprint import gib
 from rolemesh.coordinator.run.folders.kept_cuts import ago, kept_cuts
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 
 
 def check_cuts(memory: Path = SHM_DIRECTORY) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ from rolemesh.coordinator.commands.findings.placing import start_cautions
 from rolemesh.coordinator.commands.findings.quickstart_time import check_minutes
 from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
+from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.coordinator.run.checks.installation import INSTALL
 from rolemesh.coordinator.run.checks.start_checks import check_named_gpus, services_in
@@ -40,7 +40,7 @@ from rolemesh.coordinator.run.services.host_gpus import HostGpus
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.engine.sandbox.host import find_sandbox
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 
 PYTHON = SpecifierSet(">=3.11,<3.15")
 QUICKSTART_MODEL = Path(".models/SmolLM2-135M-Instruct")

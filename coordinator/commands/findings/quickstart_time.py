@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rolemesh.coordinator.commands.findings.findings import Finding, Level, ok
-from rolemesh.coordinator.commands.processes import PreviewError, told_by
+from rolemesh.coordinator.commands.terminal.processes import PreviewError, told_by
 
 # What a step of recipes/quickstart-ppo.yaml multiplies once its policy answers surely, so that rows
 # share most tokens: generation 0.22 TFLOP, reference 0.13, values 0.03, the critic's update 0.09,

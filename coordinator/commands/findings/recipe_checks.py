@@ -20,7 +20,7 @@ from rolemesh.coordinator.algorithms.registry import roles_in, unused_roles
 from rolemesh.coordinator.commands.findings.data_findings import told_findings
 from rolemesh.coordinator.commands.findings.findings import Finding, Level, enough, fail, ok, warn
 from rolemesh.coordinator.commands.findings.placing import start_cautions
-from rolemesh.coordinator.recipe.algorithms import CustomSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables
@@ -40,7 +40,7 @@ from rolemesh.engine.specs import (
     WeightedRewardSpec,
     named_sources,
 )
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 
 _GIVEN = {
     "sft": "demonstration",

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolemesh.coordinator.dataflow.observer import QuietObserver
-from rolemesh.coordinator.recipe.algorithms import CustomSpec
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import cache_folders, with_files
+from rolemesh.coordinator.recipe.hub.hf_files import cache_folders, with_files
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.stores import RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.stores import RedisStoreSpec
 from rolemesh.coordinator.run.saving.resume import ResumeError, check_changes, open_run
 from rolemesh.coordinator.run.session import InputError, Session
-from rolemesh.engine.grants import Grant, NotGrantedError
+from rolemesh.engine.granted.grants import Grant, NotGrantedError
 from rolemesh.engine.specs import named_in
 from rolemesh.rpc.errors import ForbiddenError, InvalidRequestError
 

@@ -21,9 +21,9 @@ from rolemesh.coordinator.commands.hub.client_recipes import ClientRecipes
 from rolemesh.coordinator.commands.hub.run_process import RunProcess, start_train
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.loading import dump_recipe
-from rolemesh.coordinator.recipe.stores import RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.stores import RedisStoreSpec
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.reporting.records import end_abandoned, enter_again, enter_run
 from rolemesh.coordinator.run.saving.resume import holds_run
@@ -35,7 +35,7 @@ from rolemesh.coordinator.state.errors import (
 )
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.store import RunRecord, RunState, StateStore
-from rolemesh.engine.grants import Grant
+from rolemesh.engine.granted.grants import Grant
 from rolemesh.rpc.errors import (
     CapacityError,
     ForbiddenError,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rolemesh.coordinator.commands.model_card import has_adapter
-from rolemesh.coordinator.recipe.hf_files import model_folder
-from rolemesh.coordinator.recipe.hf_names import is_hf_name
+from rolemesh.coordinator.commands.policies.model_card import has_adapter
+from rolemesh.coordinator.recipe.hub.hf_files import model_folder
+from rolemesh.coordinator.recipe.hub.hf_names import is_hf_name
 from rolemesh.coordinator.run.folders.folder import NoRunError, read_config
 from rolemesh.coordinator.run.saving.checkpoints import checkpoint_folder, committed_steps
 from rolemesh.coordinator.run.saving.resume import CHECKPOINTS_FOLDER, CONFIG_FILE

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.commands.policies.exporting import step_of
-from rolemesh.coordinator.recipe.hf_files import model_folder
-from rolemesh.coordinator.recipe.hf_names import is_hf_name
+from rolemesh.coordinator.recipe.hub.hf_files import model_folder
+from rolemesh.coordinator.recipe.hub.hf_names import is_hf_name
 from rolemesh.coordinator.run.folders.folder import is_run, read_config, run_of_id
 from rolemesh.coordinator.run.saving.checkpoints import (
     COMMITTED,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rolemesh.coordinator.commands.processes import PreviewError, told_by
+from rolemesh.coordinator.commands.terminal.processes import PreviewError, told_by
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.run.results.scores import TaskScores
 from rolemesh.engine.specs.evaluation import EvaluationQuestion

@@ -23,8 +23,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rolemesh.coordinator.commands.model_card import has_adapter
 from rolemesh.coordinator.commands.policies.exporting import export_command
+from rolemesh.coordinator.commands.policies.model_card import has_adapter
 from rolemesh.coordinator.commands.policies.policy import Policy, longest_sequence
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import read_overrides

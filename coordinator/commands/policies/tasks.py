@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import model_folder, with_files
+from rolemesh.coordinator.recipe.hub.hf_files import model_folder, with_files
 from rolemesh.coordinator.recipe.loading import load_recipe, read_yaml
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.model_folders import judge_folders

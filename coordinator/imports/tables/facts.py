@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from rolemesh.coordinator.imports.draft import Draft
 from rolemesh.coordinator.imports.source import Source, SystemName
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSpec
 from rolemesh.engine.specs import OwnFunctionSpec
 
 Kind = Literal["whole", "number", "flag", "text"]

@@ -14,7 +14,7 @@ from rolemesh.coordinator.imports.values.teachers import (
     verl_teaches,
 )
 from rolemesh.coordinator.imports.values.trl_trainers import DISTILLING, trl_trainer
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
 
 ACTOR = "actor_rollout_ref.actor."
 _VERL_ESTIMATORS = {

@@ -12,12 +12,12 @@ from rolemesh.coordinator.mapping.job.models import Model
 from rolemesh.coordinator.mapping.job.systems import ROLEMESH, ROLEMESH_FAST
 from rolemesh.coordinator.mapping.job.tasks import RecordedNode, sampled_step, step_of
 from rolemesh.coordinator.mapping.job.work import Lengths, Work
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, SampledSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSection, SampledSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.role_names import kind_of
-from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.schedule import SyncSamplerSpec
 from rolemesh.engine.specs import AdapterSpec, HfSpec, ModelSpec, MuonSpec, VllmServerSpec, VllmSpec
 from rolemesh.engine.specs.by_device import Device, model_choices
 

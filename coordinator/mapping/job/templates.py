@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rolemesh.coordinator.recipe.algorithms import SampledSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import SampledSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 
 _APART = {

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 
 from rolemesh.coordinator.mapping.report.report import Plan, PlannedPool, PlannedRole
-from rolemesh.coordinator.recipe.plan_section import PlannedPoolSpec, PlannedTaskSpec, PlanSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.plan_section import (
+    PlannedPoolSpec,
+    PlannedTaskSpec,
+    PlanSpec,
+)
 from rolemesh.engine.specs import HfSpec, VllmSpec
 
 _GIB = 2**30

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from rolemesh.coordinator.mapping.job.tasks import RecordedNode
 from rolemesh.coordinator.recipe.role_names import role_of
-from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.schedule import SyncSamplerSpec
 from rolemesh.engine.specs import OutsideRewardSpec
 
 _IN_BLOCKS = (

@@ -13,7 +13,7 @@ from rolemesh.coordinator.mapping.job.layouts import Layout
 from rolemesh.coordinator.mapping.job.models import LayerSizes, Model
 from rolemesh.coordinator.mapping.job.systems import System
 from rolemesh.engine.layout.families import stage_layers
-from rolemesh.engine.specs.activations import (
+from rolemesh.engine.specs.models.activations import (
     Arithmetic,
     LayerWidths,
     adapted_layer_bytes,

@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.dataflow.clock import now
-from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.recipe.role_names import kind_of
-from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.schedule import SyncSamplerSpec
 from rolemesh.coordinator.run.attempts.changing import ChangingServices
 from rolemesh.coordinator.run.attempts.pulse import Pulse
 from rolemesh.coordinator.run.attempts.recovery import go_back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh

@@ -12,8 +12,8 @@ from rolemesh.coordinator.dataflow.errors import (
 )
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.run_section import RecoverySpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.run_section import RecoverySpec
 from rolemesh.coordinator.run.saving.checkpoints import Checkpoints
 from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.progress import RunProgress

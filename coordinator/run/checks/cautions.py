@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
-from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.schedule import AsyncSamplerSpec, OneStepAheadSpec
 from rolemesh.coordinator.run.results.evaluation import can_evaluate
 from rolemesh.engine.specs import GspoPolicyLossSpec, PolicyTermsSpec
 

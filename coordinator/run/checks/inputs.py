@@ -9,7 +9,8 @@ from pathlib import Path
 from rolemesh.coordinator.recipe.role_names import field_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.model_folders import model_folders
-from rolemesh.engine.model_files import CONFIG_FILE
+from rolemesh.engine.model_folders.model_files import CONFIG_FILE
+from rolemesh.engine.model_folders.vocabularies import check_same_vocabulary
 from rolemesh.engine.specs import (
     DataSpec,
     HfDatasetSpec,
@@ -17,7 +18,6 @@ from rolemesh.engine.specs import (
     MixtureSpec,
     ParquetSpec,
 )
-from rolemesh.engine.vocabularies import check_same_vocabulary
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """What may be meant as ORG/NAME of the hub."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from rolemesh.coordinator.recipe.role_names import field_of, kind_of
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.adapter_config import check_adapter
-from rolemesh.engine.model_files import check_model_files, check_sampled
+from rolemesh.engine.model_folders.adapter_config import check_adapter
+from rolemesh.engine.model_folders.model_files import check_model_files, check_sampled
 from rolemesh.engine.specs import (
     AdapterSpec,
     ClassifierRewardSpec,

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in, start_step
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.role_calls import PromptCursor, StepContext
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
-from rolemesh.coordinator.dataflow.role_calls import PromptCursor, StepContext
 from rolemesh.coordinator.dataflow.samplers import make_sampler
-from rolemesh.coordinator.recipe.algorithms import ExternalSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.channel import ChannelTraffic

@@ -13,8 +13,8 @@ from typing import Any
 
 from rolemesh.coordinator.mapping.job.systems import PROCESS_BYTES, TIGHT
 from rolemesh.coordinator.recipe.model_sizes import trained_models
-from rolemesh.coordinator.recipe.placement import PoolSpec
 from rolemesh.coordinator.recipe.role_names import role_of
+from rolemesh.coordinator.recipe.roles.placement import PoolSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.cautions import Caution
 from rolemesh.coordinator.run.checks.footprint import footprint_of, gib

@@ -6,10 +6,10 @@ import os
 from collections.abc import Collection, Sequence
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.api.doors import check_doors
+from rolemesh.coordinator.api.doors.doors import check_doors
 from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.stores import RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.stores import RedisStoreSpec
 from rolemesh.coordinator.run.checks.inputs import check_paths
 from rolemesh.coordinator.run.checks.installation import check_roles_run
 from rolemesh.coordinator.run.services.commands import visible_devices

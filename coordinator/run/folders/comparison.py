@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.api.plans import usual
+from rolemesh.coordinator.api.reads.plans import usual
 from rolemesh.coordinator.run.folders.ended_runs import read_records
 from rolemesh.coordinator.run.folders.evaluations import (
     NewestScores,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.api.messages import to_state
-from rolemesh.coordinator.api.plans import kept_plan
+from rolemesh.coordinator.api.reads.plans import kept_plan
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.folders.evaluations import with_evaluations
@@ -35,7 +35,7 @@ from rolemesh.coordinator.state.errors import RunExistsError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunState, RunStream
 from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
-from rolemesh.rpc.sampled_sessions import session_message
+from rolemesh.rpc.samples.sessions import session_message
 from rolemesh.v1 import coordinator_pb2
 
 MAX_RUNS = 200

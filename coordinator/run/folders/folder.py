@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolemesh.coordinator.api.credentials import read_token
-from rolemesh.coordinator.api.known_doors import known_door
+from rolemesh.coordinator.api.doors.known_doors import known_door
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.recipe.role_names import ROLES
 from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE, living_coordinator

@@ -11,9 +11,9 @@ from rolemesh.coordinator.run.folders.folder import RUNS_FOLDER, UNREADABLE, rea
 from rolemesh.coordinator.run.folders.ownership import held, living_coordinator
 from rolemesh.coordinator.run.reporting.records import SUMMARY_FILE
 from rolemesh.coordinator.run.saving.resume import RUN_FILE
-from rolemesh.engine.transport.kept_slots import KeptSlots, kept_slots, remove_unheld
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
-from rolemesh.engine.transport.slot_files import KEPT_UNHELD_S, SlotHeldError
+from rolemesh.engine.transport.slots.kept_slots import KeptSlots, kept_slots, remove_unheld
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.slot_files import KEPT_UNHELD_S, SlotHeldError
 
 
 class CutsInUseError(ValueError):

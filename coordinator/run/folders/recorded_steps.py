@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rolemesh.coordinator.api.plans import WARMUP_STEPS
+from rolemesh.coordinator.api.reads.plans import WARMUP_STEPS
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.mapping.calibration.recorded import RecordedRun
 from rolemesh.coordinator.mapping.job.from_recipe import job_of, one_call_a_role, work_of
@@ -15,11 +15,11 @@ from rolemesh.coordinator.mapping.job.tasks import Timeline
 from rolemesh.coordinator.mapping.job.work import Work
 from rolemesh.coordinator.mapping.search.placed import own_layouts
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.tuning import with_settings
+from rolemesh.coordinator.recipe.sections.schedule import SyncSamplerSpec
+from rolemesh.coordinator.recipe.sections.tuning import with_settings
 from rolemesh.coordinator.run.folders.folder import NoRunError, read_graphs
 from rolemesh.coordinator.run.saving.resume import CONFIG_FILE
 from rolemesh.coordinator.run.saving.turns import read_turns

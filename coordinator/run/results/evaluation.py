@@ -14,9 +14,9 @@ from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node
 from rolemesh.coordinator.dataflow.roles import PromptBatch, RewardHandle, StepContext
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
-from rolemesh.coordinator.recipe.run_section import EvaluationSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.run_section import EvaluationSpec
 from rolemesh.coordinator.run.results.metrics import combined_metrics, merged_metrics
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.trackers.files import LinesOfSteps, whole_lines
-from rolemesh.rpc.expert_loads import Loads, checked_loads, loads_message, summed_loads
+from rolemesh.rpc.calls.expert_loads import Loads, checked_loads, loads_message, summed_loads
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 EXPERTS_FILE = "experts.jsonl"

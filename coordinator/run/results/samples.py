@@ -13,8 +13,8 @@ from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunStream, StateStore
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.identity import Identity
-from rolemesh.rpc.sampled_rows import fetch_samples
+from rolemesh.rpc.members.identity import Identity
+from rolemesh.rpc.samples.rows import fetch_samples
 from rolemesh.v1 import coordinator_pb2
 
 TIMEOUT_S = 5.0

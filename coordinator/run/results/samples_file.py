@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.trackers.files import LinesOfSteps, whole_lines
-from rolemesh.rpc.sampled_sessions import session_facts, session_message
+from rolemesh.rpc.samples.sessions import session_facts, session_message
 from rolemesh.v1 import coordinator_pb2
 
 SAMPLES_FILE = "samples.jsonl"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.recipe.checkpoints import BestSpec, Mode
-from rolemesh.coordinator.recipe.run_section import RunSpec
+from rolemesh.coordinator.recipe.sections.checkpoints import BestSpec, Mode
+from rolemesh.coordinator.recipe.sections.run_section import RunSpec
 from rolemesh.coordinator.run.results.evaluation import Evaluation
 from rolemesh.coordinator.run.saving.checkpoints import checkpoint_folder, committed_steps
 from rolemesh.coordinator.run.saving.progress import RunProgress

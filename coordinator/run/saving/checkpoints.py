@@ -12,19 +12,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.run.reporting.early_end import to_the_end
 from rolemesh.coordinator.state.files import make_folder, sync_folder, write_atomically
+from rolemesh.rpc.calls.result_call import ProgressCallback, ResultCall
 from rolemesh.rpc.errors import (
     CapacityError,
     DataLossError,
     InvalidRequestError,
     UnsupportedError,
 )
-from rolemesh.rpc.result_call import ProgressCallback, ResultCall
 from rolemesh.rpc.together import all_ended, together
 from rolemesh.v1 import operation_pb2, weights_pb2
 

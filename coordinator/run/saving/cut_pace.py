@@ -7,8 +7,8 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 
-from rolemesh.coordinator.recipe.schedule import OneStepAheadSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.schedule import OneStepAheadSpec
 
 LEAST_SECONDS = 1.0
 """A cut that takes no longer is saved after each step, whatever its share of the time."""

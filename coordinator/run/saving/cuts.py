@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.dataflow.pools import Pools
+from rolemesh.rpc.calls.result_call import ProgressCallback, ResultCall
+from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.errors import CapacityError
-from rolemesh.rpc.result_call import ProgressCallback, ResultCall
-from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.together import together
 from rolemesh.v1 import cuts_pb2, operation_pb2
 

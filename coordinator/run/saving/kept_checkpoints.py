@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from rolemesh.coordinator.recipe.checkpoints import BestSpec
+from rolemesh.coordinator.recipe.sections.checkpoints import BestSpec
 from rolemesh.coordinator.run.saving.best import best_step
 from rolemesh.coordinator.run.saving.checkpoints import (
     COMMITTED,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION, LOG_OPERATION
-from rolemesh.coordinator.recipe.tuning import key_of
+from rolemesh.coordinator.recipe.sections.tuning import key_of
 from rolemesh.coordinator.run.results.evaluation import Evaluation
 from rolemesh.coordinator.run.saving.turns import Turn
 from rolemesh.coordinator.state.store import REWIND_OPERATION, JournalEntry

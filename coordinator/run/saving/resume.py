@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_names import named_values
+from rolemesh.coordinator.recipe.hub.hf_names import named_values
 from rolemesh.coordinator.recipe.loading import leaves, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.saving.checkpoints import (

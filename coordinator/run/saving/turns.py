@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rolemesh.coordinator.recipe.tuning import Settings
+from rolemesh.coordinator.recipe.sections.tuning import Settings
 from rolemesh.coordinator.trackers.files import whole_lines
 
 TURNS_FILE = "tuning.jsonl"

@@ -12,7 +12,7 @@ from rolemesh.coordinator.recipe.role_names import kind_of, role_of
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables, service_flags
 from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.rpc.tracing import trace_environment
 
 _DRAIN_TIMEOUT_S = 5.0

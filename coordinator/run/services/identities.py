@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.rpc.identity import Identity, Scope
+from rolemesh.rpc.members.identity import Identity, Scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ def identities_of(recipe: Recipe, own: Iterable[str], outside: Iterable[str]) ->
     if not own or tuple(outside):
         return RunIdentities()
     # Takes 60 ms to import, which commands that start no services need not wait for.
-    from rolemesh.rpc.authority import Authority
+    from rolemesh.rpc.members.authority import Authority
 
     authority = Authority.make()
     return RunIdentities(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.state.store import ServiceLease, StateStore
 from rolemesh.rpc.errors import CallCancelledError, DeadlineError, RolemeshError, UnavailableError
 from rolemesh.v1 import worker_pb2

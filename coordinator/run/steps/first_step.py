@@ -20,11 +20,11 @@ from rolemesh.coordinator.mapping.job.job import Job
 from rolemesh.coordinator.mapping.job.operations import scoring_flops, update_flops
 from rolemesh.coordinator.mapping.job.tasks import TaskKind, Timeline
 from rolemesh.coordinator.mapping.job.work import Lengths, Work
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, SampledSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSection, SampledSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.model_sizes import models_of
-from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.schedule import SyncSamplerSpec
 from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS
 
 _SOURCES = ("generate", "read")

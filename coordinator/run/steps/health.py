@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.recipe.health import Action
+from rolemesh.coordinator.recipe.sections.health import Action
 from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.durable import DurableCheckpoints

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rolemesh.coordinator.recipe.health import (
+from rolemesh.coordinator.recipe.sections.health import (
     RULES,
     Action,
     GradNormSpec,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from rolemesh.coordinator.dataflow.calls.role_calls import StepContext
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
-from rolemesh.coordinator.dataflow.role_calls import StepContext
 from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.results.evaluation import (
     Evaluation,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.graph import StepGraph
-from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.dataflow.role_calls import (
+from rolemesh.coordinator.dataflow.calls.role_calls import (
     PromptBatch,
     PromptCursor,
     Sampler,
     StepContext,
 )
-from rolemesh.coordinator.recipe.run_section import RunSpec
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.graph import StepGraph
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.recipe.sections.run_section import RunSpec
 from rolemesh.coordinator.run.saving.cuts import Cuts
 from rolemesh.coordinator.run.saving.progress import RunProgress
 from rolemesh.coordinator.state.errors import StateStoreError

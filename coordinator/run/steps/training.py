@@ -9,17 +9,17 @@ from functools import partial
 
 from rolemesh.coordinator.algorithms.registry import start_step
 from rolemesh.coordinator.api.messages import to_state
+from rolemesh.coordinator.dataflow.calls.connection import OnPhase, RoleConnection
+from rolemesh.coordinator.dataflow.calls.role_calls import StepContext
 from rolemesh.coordinator.dataflow.clock import now
-from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.pools import Pools
-from rolemesh.coordinator.dataflow.role_calls import StepContext
 from rolemesh.coordinator.dataflow.samplers import make_sampler
-from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
+from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSection
 from rolemesh.coordinator.run.checks.cautions import cautions
 from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.results.evaluation import Evaluation
@@ -38,7 +38,7 @@ from rolemesh.coordinator.run.steps.run_loop import RunLoop
 from rolemesh.coordinator.run.steps.steps_ahead import StepsAhead
 from rolemesh.coordinator.run.steps.told_steps import ToldSteps
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.rpc.calls.result_call import ProgressCallback
 from rolemesh.rpc.together import together
 from rolemesh.v1 import weights_pb2
 

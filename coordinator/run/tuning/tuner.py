@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rolemesh.coordinator.api.plans import WARMUP_STEPS
-from rolemesh.coordinator.recipe.tuning import Settings, TuningSpec, candidates, key_of
+from rolemesh.coordinator.api.reads.plans import WARMUP_STEPS
+from rolemesh.coordinator.recipe.sections.tuning import Settings, TuningSpec, candidates, key_of
 from rolemesh.coordinator.run.saving.turns import Turn, Verdict
 
 _OFF = 0.15

@@ -20,7 +20,13 @@ from rolemesh.coordinator.mapping.machines.devices import device_of
 from rolemesh.coordinator.mapping.search.rearranged import RecordedStep, same_size
 from rolemesh.coordinator.mapping.search.resized import Resized
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.tuning import SIZES, Settings, key_of, space_of, with_settings
+from rolemesh.coordinator.recipe.sections.tuning import (
+    SIZES,
+    Settings,
+    key_of,
+    space_of,
+    with_settings,
+)
 from rolemesh.coordinator.run.results.metrics import GRAPHS_FILE
 from rolemesh.coordinator.run.saving.progress import TURN_OPERATION, RunProgress
 from rolemesh.coordinator.run.saving.turns import TURNS_FILE, Turn

@@ -21,10 +21,10 @@ from uuid import uuid4
 import torch
 from safetensors.torch import save_file
 
-from rolemesh.engine.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 from rolemesh.engine.layout.adapters import split_factor
-from rolemesh.engine.models.adapter_files import adapter_config, as_stored
-from rolemesh.engine.models.adapters import module_in_layer
+from rolemesh.engine.model_folders.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from rolemesh.engine.models.adapters.adapter_files import adapter_config, as_stored
+from rolemesh.engine.models.adapters.adapters import module_in_layer
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.servers.client import (
     AnswerInvalidError,

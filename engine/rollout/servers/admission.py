@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rolemesh.engine.rollout.agreement.probe import FARTHEST, FARTHEST_EXACT
 from rolemesh.engine.rollout.model_folder import ModelFolder
-from rolemesh.engine.rollout.probe import FARTHEST, FARTHEST_EXACT
 from rolemesh.engine.rollout.servers.adapters import models_at
 from rolemesh.engine.rollout.servers.client import (
     AnswerInvalidError,

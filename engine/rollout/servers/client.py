@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from rolemesh.engine.bearer_tokens import bearer_token
-from rolemesh.engine.outgoing_http import outgoing_client
+from rolemesh.engine.granted.bearer_tokens import bearer_token
+from rolemesh.engine.granted.outgoing_http import outgoing_client
 from rolemesh.engine.specs import ServersSpec
 
 SHOWN_CHARACTERS = 400

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
-from rolemesh.engine.circuit_breaker import CircuitBreaker
+from rolemesh.engine.granted.circuit_breaker import CircuitBreaker
 from rolemesh.engine.rollout.servers.client import (
     SamplersUnavailableError,
     ServerClient,

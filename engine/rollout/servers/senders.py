@@ -14,7 +14,7 @@ import torch
 
 from rolemesh.engine.transport.base import Deadline
 from rolemesh.engine.transport.cuda_queue import DeviceQueue
-from rolemesh.engine.transport.nccl import load_nccl
+from rolemesh.engine.transport.groups.nccl import load_nccl
 
 _POLL_S = 1e-3
 _JOIN_S = 0.05

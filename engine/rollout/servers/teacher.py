@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolemesh.engine.pretrained import load_config, load_tokenizer
+from rolemesh.engine.model_folders.pretrained import load_config, load_tokenizer
 from rolemesh.engine.rollout.servers.adapters import models_at
 from rolemesh.engine.rollout.servers.admission import ServerUnfitError
 from rolemesh.engine.rollout.servers.client import ServerError, ServerRefusedError

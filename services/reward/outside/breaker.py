@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from rolemesh.engine.circuit_breaker import CircuitBreaker
+from rolemesh.engine.granted.circuit_breaker import CircuitBreaker
 from rolemesh.services.reward.outside.base import Judgement, OutsideRewardError, RewardClient
 
 

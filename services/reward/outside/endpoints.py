@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import tenacity
 
-from rolemesh.engine.circuit_breaker import CircuitBreaker
+from rolemesh.engine.granted.circuit_breaker import CircuitBreaker
 from rolemesh.engine.specs import EndpointRewardSpec, FailSpec
 from rolemesh.rpc.together import together
 from rolemesh.services.reward.outside.answers import kept

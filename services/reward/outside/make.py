@@ -18,12 +18,12 @@ from rolemesh.services.reward.outside.base import OutsideReward, RewardClient
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.reward.outside.endpoints import EndpointReward
 from rolemesh.services.reward.outside.functions.reward import FunctionReward
-from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
-from rolemesh.services.reward.outside.judge import JudgeClient
-from rolemesh.services.reward.outside.kserve import make_kserve_client
-from rolemesh.services.reward.outside.nemo_gym import NemoGymClient
-from rolemesh.services.reward.outside.openrlhf import OpenRlhfClient
-from rolemesh.services.reward.outside.slime import SlimeClient
+from rolemesh.services.reward.outside.protocols.grpc_reward import GrpcRewardClient
+from rolemesh.services.reward.outside.protocols.judge import JudgeClient
+from rolemesh.services.reward.outside.protocols.kserve import make_kserve_client
+from rolemesh.services.reward.outside.protocols.nemo_gym import NemoGymClient
+from rolemesh.services.reward.outside.protocols.openrlhf import OpenRlhfClient
+from rolemesh.services.reward.outside.protocols.slime import SlimeClient
 
 
 def make_outside_reward(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from rolemesh.engine.memory import PhaseMemory
+from rolemesh.engine.hardware.memory import PhaseMemory
 from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.runtime.calls.compute import Computes

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
-from rolemesh.rpc.references import shards_of
+from rolemesh.rpc.experience.references import shards_of
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.compute import RunCompute
 from rolemesh.services.runtime.calls.hold import RunHold

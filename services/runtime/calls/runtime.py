@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 
 import torch
 
-from rolemesh.engine.devices import give_back_memory
 from rolemesh.engine.experience import Experience, payload_layout, read_payload
+from rolemesh.engine.hardware.devices import give_back_memory
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.payload import layout_without_rows, schemas_of
-from rolemesh.rpc.references import TOKENS, by_group, is_consecutive, order_of, place
+from rolemesh.rpc.experience.payload import layout_without_rows, schemas_of
+from rolemesh.rpc.experience.references import TOKENS, by_group, is_consecutive, order_of, place
 from rolemesh.rpc.together import together
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.keyed import Context, KeyedCalls

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.transport.shm import host_identity
+from rolemesh.engine.transport.slots.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.limits import MAX_PEERS
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.services.runtime.calls.compute import ComputeThread
 from rolemesh.services.runtime.calls.hold import RunHold
 from rolemesh.services.runtime.ranks.face import Face

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from rolemesh.rpc.references import cut_out, join_parts, merge_parts, rows_of
+from rolemesh.rpc.experience.references import cut_out, join_parts, merge_parts, rows_of
 from rolemesh.v1 import experience_pb2, rollout_pb2
 
 

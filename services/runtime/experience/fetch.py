@@ -23,18 +23,22 @@ from rolemesh.engine.experience import (
     selected_layout,
 )
 from rolemesh.engine.layout.payload import PayloadLayout
-from rolemesh.engine.transport.shm import open_segment
+from rolemesh.engine.transport.slots.shm import open_segment
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.errors import InvalidRequestError, NotFoundError, OutOfRangeError
-from rolemesh.rpc.payload import (
+from rolemesh.rpc.experience.payload import (
     header_of,
     layout_of,
     part_asked_for,
     part_chunks,
     placed_arrays,
 )
-from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, encode_header
-from rolemesh.rpc.pull import Answer, fetch_request, pull_rows
+from rolemesh.rpc.experience.payload_stream import (
+    PayloadMalformedError,
+    encode_chunk,
+    encode_header,
+)
+from rolemesh.rpc.experience.pull import Answer, fetch_request, pull_rows
 from rolemesh.services.runtime.experience.store import ExperienceStore, Held
 from rolemesh.services.runtime.server.operations import OperationLedger
 from rolemesh.v1 import experience_pb2

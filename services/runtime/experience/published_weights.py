@@ -24,21 +24,21 @@ from rolemesh.engine.layout.manifest import (
     Parameter,
 )
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.rollout.probe import LONG_PROBE_TOKENS, ProbeScores
+from rolemesh.engine.rollout.agreement.probe import LONG_PROBE_TOKENS, ProbeScores
 from rolemesh.engine.specs import LayoutSpec
-from rolemesh.engine.transport.shm import open_segment
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.shm import open_segment
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 from rolemesh.engine.weights.copies import Copy
-from rolemesh.engine.weights.publication_memory import PublicationMemory
-from rolemesh.engine.weights.published import Publication
+from rolemesh.engine.weights.exchanges.publication_memory import PublicationMemory
+from rolemesh.engine.weights.exchanges.published import Publication
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.experience.payload import ChunkCutter, part_asked_for
+from rolemesh.rpc.experience.payload_stream import PayloadMalformedError, encode_chunk
+from rolemesh.rpc.experience.pull import FETCH_WEIGHTS, Answer, pull
+from rolemesh.rpc.experience.tensors import data_type_of
 from rolemesh.rpc.limits import exceeded
-from rolemesh.rpc.payload import ChunkCutter, part_asked_for
-from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
-from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, pull
-from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.runtime.experience.fetch import bytes_of
 from rolemesh.v1 import tensor_pb2, weights_pb2
 

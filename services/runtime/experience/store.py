@@ -16,7 +16,7 @@ from rolemesh.engine.experience import (
     read_payload,
     write_payload,
 )
-from rolemesh.engine.transport.shm import Segment
+from rolemesh.engine.transport.slots.shm import Segment
 from rolemesh.rpc.errors import CapacityError, NotFoundError
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import grpc
 from rolemesh.rpc.address import host_and_port
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import UnsupportedError
-from rolemesh.rpc.identity import server_credentials
 from rolemesh.rpc.limits import MAX_CALLS
+from rolemesh.rpc.members.identity import server_credentials
 from rolemesh.services.runtime.hosts.keys import KeyStore
 from rolemesh.services.runtime.hosts.meeting import HostMeeting
 from rolemesh.services.runtime.server.config import ServiceConfig

@@ -10,12 +10,12 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-from rolemesh.engine.transport.shm import host_identity
+from rolemesh.engine.transport.slots.shm import host_identity
 from rolemesh.rpc.address import host_and_port, host_of
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
-from rolemesh.rpc.identity import CLOSED, NOT_TRUSTED, Identity, IdentityError
 from rolemesh.rpc.loop_thread import LoopThread
+from rolemesh.rpc.members.identity import CLOSED, NOT_TRUSTED, Identity, IdentityError
 from rolemesh.services.runtime.hosts.door import AgentDoor
 from rolemesh.services.runtime.hosts.meeting import LOST_S, HostMeeting
 from rolemesh.services.runtime.server.config import ServiceConfig

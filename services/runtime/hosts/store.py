@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.loop_thread import LoopThread
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.v1 import hosts_pb2, hosts_pb2_grpc
 
 WAIT_S = 20.0

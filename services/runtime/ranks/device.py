@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from rolemesh.engine.devices import use_device
+from rolemesh.engine.hardware.devices import use_device
 from rolemesh.rpc.errors import PreconditionError
 
 

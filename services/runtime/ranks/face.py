@@ -25,8 +25,8 @@ from rolemesh.rpc.errors import (
     RolemeshError,
     UnavailableError,
 )
+from rolemesh.rpc.experience.references import join_parts, merge_parts
 from rolemesh.rpc.policy import rolemesh_methods
-from rolemesh.rpc.references import join_parts, merge_parts
 from rolemesh.rpc.together import together
 from rolemesh.services.runtime.server.errors import FAILED_RANK
 from rolemesh.v1 import experience_pb2, worker_pb2

@@ -17,7 +17,7 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.identity import Identity
 from rolemesh.services.runtime.hosts.store import HostsStore
 from rolemesh.services.runtime.server.config import ServiceConfig
 

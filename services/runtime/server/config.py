@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rolemesh.engine.grants import Grant
+from rolemesh.engine.granted.grants import Grant
 from rolemesh.engine.sandbox.host import SandboxMode
 from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.specs.urls import is_loopback, without_passwords

@@ -17,6 +17,8 @@ from pydantic import ValidationError
 from rolemesh.engine.specs.urls import without_passwords
 from rolemesh.rpc.errors import RolemeshError, error_class
 
+_CHECKPOINTS = "rolemesh.engine.weights.checkpoints"
+
 FAILED_RANK = "failed_rank"
 """Key of an error's metadata: the rank of this service that failed, when it is not the face."""
 
@@ -32,20 +34,20 @@ class CatalogueEntry(NamedTuple):
 
 _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
     grpc.StatusCode.INVALID_ARGUMENT: {
-        "rolemesh.rpc.identity.IdentityError": "VALUE_INVALID",
+        "rolemesh.rpc.members.identity.IdentityError": "VALUE_INVALID",
         "rolemesh.engine.layout.payload.ColumnMissingError": "COLUMN_MISSING",
-        "rolemesh.engine.algorithms.pairs.PairIncompleteError": "PAIR_INCOMPLETE",
+        "rolemesh.engine.algorithms.preferences.pairs.PairIncompleteError": "PAIR_INCOMPLETE",
         "rolemesh.engine.layout.ranks.LayoutError": "SPEC_INVALID",
         "rolemesh.engine.data.rows.PromptTooLongError": "PROMPT_TOO_LONG",
-        "rolemesh.engine.train.cut_format.CutMismatchError": "CUT_MISMATCH",
-        "rolemesh.engine.weights.checkpoint.CheckpointMismatchError": "CHECKPOINT_MISMATCH",
-        "rolemesh.engine.weights.folders.FolderExistsError": "PATH_INVALID",
+        "rolemesh.engine.train.cuts.format.CutMismatchError": "CUT_MISMATCH",
+        f"{_CHECKPOINTS}.checkpoint.CheckpointMismatchError": "CHECKPOINT_MISMATCH",
+        f"{_CHECKPOINTS}.folders.FolderExistsError": "PATH_INVALID",
         "rolemesh.engine.layout.manifest.ManifestError": "WEIGHTS_MISMATCH",
         "rolemesh.engine.layout.families.RefusedSettingError": "SPEC_INVALID",
         "rolemesh.engine.layout.families.UnsupportedFamilyError": "SPEC_INVALID",
-        "rolemesh.engine.model_files.ModelFolderError": "SPEC_INVALID",
-        "rolemesh.engine.adapter_config.AdapterFolderError": "SPEC_INVALID",
-        "rolemesh.engine.pretrained.NoTokenizerError": "SPEC_INVALID",
+        "rolemesh.engine.model_folders.model_files.ModelFolderError": "SPEC_INVALID",
+        "rolemesh.engine.model_folders.adapter_config.AdapterFolderError": "SPEC_INVALID",
+        "rolemesh.engine.model_folders.pretrained.NoTokenizerError": "SPEC_INVALID",
         # Of a command that exports by itself.
         "rolemesh.engine.llama_cpp.architecture.UnwritableModelError": "SPEC_INVALID",
         "rolemesh.engine.data.rows.EmptyDataError": "DATA_EMPTY",
@@ -54,9 +56,9 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         # The reader of images says instead which one it was.
         "rolemesh.engine.images.decoding._WorkerLostError": "DATA_INVALID",
         "rolemesh.engine.environments.arithmetic.ArithmeticInvalidError": "ARITHMETIC_INVALID",
-        "rolemesh.engine.user_code.UserCodeError": "USER_CODE_INVALID",
-        "rolemesh.engine.transport.shm.SegmentInvalidError": "TENSOR_MALFORMED",
-        "rolemesh.rpc.payload_stream.PayloadMalformedError": "TENSOR_MALFORMED",
+        "rolemesh.engine.granted.user_code.UserCodeError": "USER_CODE_INVALID",
+        "rolemesh.engine.transport.slots.shm.SegmentInvalidError": "TENSOR_MALFORMED",
+        "rolemesh.rpc.experience.payload_stream.PayloadMalformedError": "TENSOR_MALFORMED",
         "rolemesh.services.runtime.server.config.ConfigError": "CONFIG_INVALID",
         "rolemesh.services.reward.outside.check.samples.CheckInputError": "CHECK_INPUT_INVALID",
         "pydantic_core._pydantic_core.ValidationError": "SPEC_INVALID",
@@ -66,12 +68,12 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "builtins.FileExistsError": "PATH_INVALID",
         "builtins.PermissionError": "PATH_INVALID",
         "builtins.ValueError": "VALUE_INVALID",
-        "rolemesh.engine.rollout.endpoint_wire.WireError": "VALUE_INVALID",
+        "rolemesh.engine.rollout.endpoint.wire.WireError": "VALUE_INVALID",
     },
     grpc.StatusCode.FAILED_PRECONDITION: {
         "rolemesh.engine.rollout.model_folder.WeightsStaleError": "WEIGHTS_STALE",
-        "rolemesh.engine.rollout.probe.SamplerStaleError": "SAMPLER_STALE",
-        "rolemesh.engine.rollout.probe.WeightsNotFiniteError": "WEIGHTS_NOT_FINITE",
+        "rolemesh.engine.rollout.agreement.probe.SamplerStaleError": "SAMPLER_STALE",
+        "rolemesh.engine.rollout.agreement.probe.WeightsNotFiniteError": "WEIGHTS_NOT_FINITE",
         # As with rewards below: the caller did reach this service.
         "rolemesh.engine.rollout.servers.client.SamplersUnavailableError": "SAMPLER_UNAVAILABLE",
         "rolemesh.engine.rollout.servers.client.ServerUnavailableError": "SAMPLER_UNAVAILABLE",
@@ -83,11 +85,11 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.engine.rollout.servers.client.AnswerInvalidError": "SAMPLER_ANSWER_INVALID",
         "rolemesh.services.teacher.served.TeacherFailedError": "TEACHER_FAILED",
         "rolemesh.services.teacher.served.TeacherUnavailableError": "TEACHER_UNAVAILABLE",
-        "rolemesh.engine.train.optimizer.LossNotFiniteError": "LOSS_NOT_FINITE",
-        "rolemesh.engine.train.optimizer.NoGradientError": "NO_GRADIENT",
+        "rolemesh.engine.train.optimizers.optimizer.LossNotFiniteError": "LOSS_NOT_FINITE",
+        "rolemesh.engine.train.optimizers.optimizer.NoGradientError": "NO_GRADIENT",
         "rolemesh.engine.train.model_in_training.GradientPendingError": "GRADIENT_PENDING",
-        "rolemesh.engine.transport.slot_files.SlotHeldError": "CUT_HELD",
-        "rolemesh.engine.transport.slots.LogHeldError": "CUT_HELD",
+        "rolemesh.engine.transport.slots.slot_files.SlotHeldError": "CUT_HELD",
+        "rolemesh.engine.transport.slots.slots.LogHeldError": "CUT_HELD",
         "rolemesh.engine.environments.base.EnvironmentFailedError": "ENVIRONMENT_FAILED",
         "rolemesh.engine.sessions.results.AgentFailedError": "ENVIRONMENT_FAILED",
         "rolemesh.engine.sessions.session.SessionError": "ENVIRONMENT_FAILED",
@@ -116,30 +118,30 @@ _REASONS: Mapping[grpc.StatusCode, Mapping[str, str]] = {
         "rolemesh.services.reward.outside.functions.answers.FunctionFaultError": "REWARD_FAILED",
     },
     grpc.StatusCode.NOT_FOUND: {
-        "rolemesh.engine.train.cut_slots.CutNotFoundError": "CUT_NOT_FOUND",
+        "rolemesh.engine.train.cuts.slots.CutNotFoundError": "CUT_NOT_FOUND",
     },
     grpc.StatusCode.RESOURCE_EXHAUSTED: {
-        "rolemesh.engine.transport.slot_files.SlotRoomError": "CUT_CAPACITY",
-        "rolemesh.engine.transport.slots.LogUnavailableError": "CUT_CAPACITY",
-        "rolemesh.engine.weights.checkpoint_writing.CheckpointRoomError": "CHECKPOINT_CAPACITY",
+        "rolemesh.engine.transport.slots.slot_files.SlotRoomError": "CUT_CAPACITY",
+        "rolemesh.engine.transport.slots.slots.LogUnavailableError": "CUT_CAPACITY",
+        "rolemesh.engine.weights.checkpoints.writing.CheckpointRoomError": "CHECKPOINT_CAPACITY",
         "torch.OutOfMemoryError": "OUT_OF_MEMORY",
         "builtins.MemoryError": "OUT_OF_MEMORY",
     },
     grpc.StatusCode.DATA_LOSS: {
-        "rolemesh.engine.weights.checkpoint.CheckpointCorruptError": "CHECKPOINT_CORRUPT",
+        f"{_CHECKPOINTS}.checkpoint.CheckpointCorruptError": "CHECKPOINT_CORRUPT",
     },
     grpc.StatusCode.UNAVAILABLE: {
-        "rolemesh.engine.transport.slot_readers.SlotGivenUpError": "SERVICE_DRAINING",
+        "rolemesh.engine.transport.slots.slot_readers.SlotGivenUpError": "SERVICE_DRAINING",
         "rolemesh.services.endpoint.endpoint.EndpointClosedError": "SERVICE_DRAINING",
     },
     grpc.StatusCode.PERMISSION_DENIED: {
-        "rolemesh.engine.grants.NotGrantedError": "NOT_GRANTED",
+        "rolemesh.engine.granted.grants.NotGrantedError": "NOT_GRANTED",
     },
     grpc.StatusCode.ABORTED: {
         # The weights may not be used any more, so the step starts again, not the call.
         "rolemesh.engine.transport.base.TransferFailedError": "TRANSFER_FAILED",
         "rolemesh.engine.rollout.servers.senders.BroadcastFailedError": "TRANSFER_FAILED",
-        "rolemesh.engine.train.cut_copies.CutCopyError": "CUT_FAILED",
+        "rolemesh.engine.train.cuts.copies.CutCopyError": "CUT_FAILED",
     },
     grpc.StatusCode.DEADLINE_EXCEEDED: {
         "builtins.TimeoutError": "DEADLINE_EXCEEDED",

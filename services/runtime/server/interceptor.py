@@ -15,11 +15,12 @@ import grpc
 from grpc_status import rpc_status
 from opentelemetry.trace import Span
 
-from rolemesh.rpc import awaited, tracing
+from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import REQUEST_ID_KEY, CallContext, new_request_id, serving_call
 from rolemesh.rpc.errors import ForbiddenError, InternalError, InvalidRequestError, to_status
-from rolemesh.rpc.identity import member_of
+from rolemesh.rpc.http import awaited
 from rolemesh.rpc.limits import REQUEST_S, checked
+from rolemesh.rpc.members.identity import member_of
 from rolemesh.rpc.policy import method_policy, rolemesh_methods
 from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
 from rolemesh.services.runtime.server.metrics import ServiceMetrics

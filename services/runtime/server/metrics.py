@@ -13,7 +13,7 @@ import psutil
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
 
-from rolemesh.rpc.bounded_http import QuietServer, bounded_protocol
+from rolemesh.rpc.http.bounded_http import QuietServer, bounded_protocol
 from rolemesh.rpc.limits import MAX_CONNECTIONS, REQUEST_HEAD_S
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)

@@ -20,7 +20,7 @@ from rolemesh.rpc.errors import (
     RolemeshError,
     UnavailableError,
 )
-from rolemesh.rpc.identity import CLOSED, NOT_TRUSTED, Identity
+from rolemesh.rpc.members.identity import CLOSED, NOT_TRUSTED, Identity
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import registry_pb2, registry_pb2_grpc
 

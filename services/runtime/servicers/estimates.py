@@ -15,7 +15,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from pydantic import TypeAdapter
 
-from rolemesh.engine.algorithms.estimation import (
+from rolemesh.engine.algorithms.estimators.estimation import (
     Controllers,
     check_baseline,
     estimate_advantages,
@@ -30,7 +30,7 @@ from rolemesh.engine.specs import (
 )
 from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.references import names_of
+from rolemesh.rpc.experience.references import names_of
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.worker import whole_numbers

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from rolemesh.engine.data.rendering import ChatTokenizer
-from rolemesh.engine.data.teacher_prompts import TeacherPrompts
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer
+from rolemesh.engine.data.teachers.prompts import TeacherPrompts
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.payload import MAX_WIDTH
 from rolemesh.engine.models.causal_lm import CausalLm
@@ -20,7 +20,7 @@ from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.specs import TeacherPromptSpec
 from rolemesh.engine.specs.columns import ROUTES
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.references import names_of, row_tokens
+from rolemesh.rpc.experience.references import names_of, row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer
 from rolemesh.services.runtime.servicers.model_inputs import model_inputs
 from rolemesh.services.runtime.servicers.routed_rows import RoutedRows

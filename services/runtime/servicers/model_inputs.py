@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rolemesh.engine.specs.columns import IMAGES, INPUT_COLUMNS
-from rolemesh.rpc.references import names_of
+from rolemesh.rpc.experience.references import names_of
 from rolemesh.v1 import experience_pb2
 
 

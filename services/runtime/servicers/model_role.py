@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rolemesh.engine.granted.own_functions import OwnFunctions
 from rolemesh.engine.layout.manifest import Manifest
-from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import AnyOptimizerSpec
-from rolemesh.engine.train.cut_slots import CutSlots
+from rolemesh.engine.train.cuts.slots import CutSlots
 from rolemesh.engine.train.randomness import seed_random_state
-from rolemesh.engine.transport.slot_files import SlotOwner
-from rolemesh.engine.transport.slots import remove_slots
+from rolemesh.engine.transport.slots.slot_files import SlotOwner
+from rolemesh.engine.transport.slots.slots import remove_slots
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.published_weights import PublishedWeights
 from rolemesh.services.runtime.ranks.device import rank_device
 
 if TYPE_CHECKING:
-    from rolemesh.engine.rollout.probe import ProbeScores
+    from rolemesh.engine.rollout.agreement.probe import ProbeScores
     from rolemesh.engine.train.model_in_training import TrainedModel
     from rolemesh.engine.train.trainer import Trainer
 

@@ -20,10 +20,10 @@ from rolemesh.engine.specs import AdamwStepSpec, LossSpec
 from rolemesh.engine.specs.columns import IS_JUDGED, ROUTES
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss
 from rolemesh.engine.train.plan import UpdatePlan
+from rolemesh.rpc.calls.expert_loads import loads_message
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
-from rolemesh.rpc.expert_loads import loads_message
+from rolemesh.rpc.experience.references import names_of, row_tokens
 from rolemesh.rpc.limits import MAX_TRAINED_ROWS, exceeded
-from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context
 from rolemesh.services.runtime.servicers.estimates import EstimateServicer, algorithm_part
 from rolemesh.services.runtime.servicers.model_inputs import model_inputs

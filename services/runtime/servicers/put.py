@@ -11,9 +11,13 @@ import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience, read_payload
 from rolemesh.rpc.errors import DeadlineError, InvalidRequestError
+from rolemesh.rpc.experience.payload import layout_of
+from rolemesh.rpc.experience.payload_stream import (
+    PayloadMalformedError,
+    collect_chunks,
+    decode_part,
+)
 from rolemesh.rpc.limits import MAX_METADATA_BYTES, PUT_IDLE_S, check_json, checked, exceeded
-from rolemesh.rpc.payload import layout_of
-from rolemesh.rpc.payload_stream import PayloadMalformedError, collect_chunks, decode_part
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.runtime import Context, Runtime
 from rolemesh.v1 import experience_pb2

@@ -12,12 +12,12 @@ from google.protobuf.message import Message
 from rolemesh.engine.data.prompts import PromptSet, load_prompts
 from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.model_files import check_model_files
+from rolemesh.engine.model_folders.model_files import check_model_files
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.rollout.agreement.probe import LONG_PROBE_TOKENS
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.rollout.episodes import EpisodeRunner
-from rolemesh.engine.rollout.probe import LONG_PROBE_TOKENS
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import (
     SAMPLING_COLUMNS,
     OnBlock,
@@ -37,8 +37,8 @@ from rolemesh.engine.specs import (
 )
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError, UnsupportedError
+from rolemesh.rpc.experience.references import merge_parts, shards_of
 from rolemesh.rpc.notes import bounded
-from rolemesh.rpc.references import merge_parts, shards_of
 from rolemesh.services.runtime.calls.role import ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, RoleServicer, Runtime, Share
 from rolemesh.services.runtime.experience.blocks import BlockParts, block_of

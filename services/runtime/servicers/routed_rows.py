@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 import torch
 
-from rolemesh.engine.data.row_routes import RowRoute
+from rolemesh.engine.data.teachers.routes import RowRoute
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
 from rolemesh.engine.models.scoring import completion_lengths
 from rolemesh.engine.specs import LEFT

@@ -16,11 +16,11 @@ import torch
 from google.protobuf import json_format, struct_pb2
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rolemesh.engine.devices import be_deterministic
+from rolemesh.engine.hardware.devices import be_deterministic
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, UnsupportedError
-from rolemesh.rpc.tensors import ITEM_BYTES
+from rolemesh.rpc.experience.tensors import ITEM_BYTES
 from rolemesh.services.runtime.calls.hold import HeldPart
 from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime

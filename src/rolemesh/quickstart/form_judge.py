@@ -25,16 +25,16 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rolemesh.engine.data.prompts import PromptSet, load_rows
-from rolemesh.engine.model_files import WEIGHTS_FILE
+from rolemesh.engine.model_folders.model_files import WEIGHTS_FILE
 from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.packing.packed_rows import pack_rows, whole_rows
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, ReasoningGymSpec
-from rolemesh.engine.train.gradients import Gradients
-from rolemesh.engine.train.optimizer import Optimizer, warmed_up
-from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+from rolemesh.engine.train.optimizers.gradients import Gradients
+from rolemesh.engine.train.optimizers.optimizer import Optimizer, warmed_up
+from rolemesh.engine.weights.checkpoints.folders import FolderExistsError, whole_folder
 from rolemesh.quickstart.form_examples import KINDS, NUMBER_KINDS, Kind, completion
 
 PROMPTS = ReasoningGymSpec(

@@ -66,7 +66,7 @@ def write_smollm2(directory: Path) -> bool:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from rolemesh.engine.weights.folders import whole_folder
+    from rolemesh.engine.weights.checkpoints.folders import whole_folder
 
     with whole_folder(directory) as temporary:
         model = AutoModelForCausalLM.from_pretrained(

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+from rolemesh.engine.weights.checkpoints.folders import FolderExistsError, whole_folder
 
 PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 SPECIAL_TOKENS = (PAD, START, END, UNKNOWN)

@@ -22,8 +22,8 @@ from typing import Any
 import grpc
 
 from rolemesh.rpc.errors import from_rpc_error
-from rolemesh.rpc.identity import Identity, Trust
 from rolemesh.rpc.limits import MAX_IDLE_CONNECTION_S
+from rolemesh.rpc.members.identity import Identity, Trust
 from rolemesh.rpc.policy import Idempotency, method_policies
 from rolemesh.rpc.tracing import outgoing
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from google.protobuf.descriptor import MethodDescriptor
 
 import rolemesh.v1
-from rolemesh.rpc.identity import Scope
+from rolemesh.rpc.members.identity import Scope
 from rolemesh.v1 import operation_pb2
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 from peers.same_work import check_reward, write_prompts
 
-from rolemesh.engine.devices import device_of
+from rolemesh.engine.hardware.devices import device_of
 
 FOLDER = Path(__file__).resolve().parent
 REPOSITORY = FOLDER.parents[2]

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 from support.page_server import PageServer
 from support.planned_runs import PLAN, planned_recipe, write_planned_run
 
-from rolemesh.coordinator.api.plans import kept_plan
+from rolemesh.coordinator.api.reads.plans import kept_plan
 from rolemesh.coordinator.state.store import RunState, RunStream
 from rolemesh.v1 import coordinator_pb2
 

@@ -15,8 +15,8 @@ import pytest
 from support.coordinator_doors import written
 from support.endpoints import Sampler, Served, halted, serving_endpoint
 
-from rolemesh.rpc.authority import Authority
-from rolemesh.services.endpoint.fields import ROUTES
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.services.endpoint.routes.fields import ROUTES
 
 KEY = "owner-key"
 ASK: dict[str, Any] = {"model": "policy", "prompt": "a", "max_tokens": 1}

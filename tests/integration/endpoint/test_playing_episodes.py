@@ -14,9 +14,9 @@ from support.evaluations import scored, told_of
 from rolemesh.engine.data.prompts import load_prompts
 from rolemesh.engine.evaluation.asking import seed_of
 from rolemesh.engine.evaluation.tasks import rows_of
-from rolemesh.engine.pretrained import load_tokenizer
-from rolemesh.engine.rollout.episode import Episode
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
+from rolemesh.engine.rollout.episodes.episode import Episode
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs.evaluation import DrawingSpec, EvaluatedTaskSpec, EvaluationQuestion
 

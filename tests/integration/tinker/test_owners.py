@@ -20,8 +20,8 @@ from support.tinker_servers import (
 )
 from transformers import AutoTokenizer
 
-from rolemesh.coordinator.tinker.app import make_app
-from rolemesh.coordinator.tinker.keys import Keys
+from rolemesh.coordinator.tinker.routes.app import make_app
+from rolemesh.coordinator.tinker.routes.keys import Keys
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

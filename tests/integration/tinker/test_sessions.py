@@ -25,8 +25,8 @@ from support.tinker_servers import (
 )
 
 from rolemesh.coordinator.tinker import tenants
-from rolemesh.coordinator.tinker.app import make_app
-from rolemesh.coordinator.tinker.keys import Keys
+from rolemesh.coordinator.tinker.routes.app import make_app
+from rolemesh.coordinator.tinker.routes.keys import Keys
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

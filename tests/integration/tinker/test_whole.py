@@ -17,8 +17,8 @@ from support.tinker_servers import (
     server_of,
 )
 
-from rolemesh.coordinator.tinker.app import make_app
-from rolemesh.coordinator.tinker.keys import Keys
+from rolemesh.coordinator.tinker.routes.app import make_app
+from rolemesh.coordinator.tinker.routes.keys import Keys
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

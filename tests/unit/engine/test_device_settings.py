@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rolemesh.engine.specs import ModelSpec, VllmSpec
-from rolemesh.engine.specs.activations import LayerWidths
 from rolemesh.engine.specs.by_device import (
     Choices,
     Device,
@@ -20,6 +19,7 @@ from rolemesh.engine.specs.by_device import (
     model_choices,
     sampler_choices,
 )
+from rolemesh.engine.specs.models.activations import LayerWidths
 
 GPU = Device("cuda")
 CPU = Device("cpu")

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from rolemesh.coordinator.explained.keys import sections_in
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine import grants
-from rolemesh.engine.grants import Grant, NotGrantedError, is_public
+from rolemesh.engine.granted import grants
+from rolemesh.engine.granted.grants import Grant, NotGrantedError, is_public
 from rolemesh.engine.specs import Named, NamedKind, Names, RewardSpec, named_in
 
 FUNCTIONS = """

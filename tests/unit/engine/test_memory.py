@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from support.fake_cuda import FakeCuda
 
-from rolemesh.engine import memory as memory_module
-from rolemesh.engine.memory import PhaseMemory
+from rolemesh.engine.hardware import memory as memory_module
+from rolemesh.engine.hardware.memory import PhaseMemory
 
 LARGE = 200_000_000
 SLACK = 0.05 * LARGE

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rolemesh.coordinator.commands.check import app
 from rolemesh.coordinator.commands.cli import load_command
 from rolemesh.engine.layout.family_records import RECORDS
-from rolemesh.engine.model_abilities import abilities_of, as_markdown, known_abilities
+from rolemesh.engine.model_folders.model_abilities import abilities_of, as_markdown, known_abilities
 
 PAGE = (Path(__file__).parents[3] / "docs" / "model.md").read_text()
 SIZES = {

@@ -14,13 +14,18 @@ from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
 from rolemesh.coordinator.run.checks.model_folders import ModelFolder
-from rolemesh.engine.data.tokenizers import load_light_tokenizer
-from rolemesh.engine.model_files import INDEX_FILE, WEIGHTS_FILE, ModelFolderError, check_sampled
-from rolemesh.engine.model_files import check_model_files as check
+from rolemesh.engine.data.rendering.tokenizers import load_light_tokenizer
+from rolemesh.engine.model_folders.model_files import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    ModelFolderError,
+    check_sampled,
+)
+from rolemesh.engine.model_folders.model_files import check_model_files as check
+from rolemesh.engine.model_folders.pretrained import NoTokenizerError, load_config, load_tokenizer
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.pretrained import NoTokenizerError, load_config, load_tokenizer
 from rolemesh.engine.rollout.model_folder import read_model_folder
-from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import ModelSpec, ReasoningGymSpec, VllmSpec
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.services.runtime.servicers.rollout import PromptSource

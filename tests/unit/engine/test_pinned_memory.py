@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.fake_streams import FakeStreams
 
-from rolemesh.engine.pinned_memory import PinnedMemory, pin
+from rolemesh.engine.hardware.pinned_memory import PinnedMemory, pin
 
 GPU = torch.device("cuda", 0)
 TENSORS = [

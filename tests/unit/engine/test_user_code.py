@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.engine.user_code import UserCodeError, load_named, raised_at
+from rolemesh.engine.granted.user_code import UserCodeError, load_named, raised_at
 
 GAME = """
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rolemesh.engine.model_files import ModelFolderError
-from rolemesh.engine.vocabularies import check_same_vocabulary
+from rolemesh.engine.model_folders.model_files import ModelFolderError
+from rolemesh.engine.model_folders.vocabularies import check_same_vocabulary
 
 BPE = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}, "added_tokens": [
     {"id": 2, "content": "<end>"}

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rolemesh.rpc.awaited import AwaitedRequest
 from rolemesh.rpc.errors import DeadlineError
+from rolemesh.rpc.http.awaited import AwaitedRequest
 from rolemesh.v1 import worker_pb2
 
 WITHIN_S = 0.05

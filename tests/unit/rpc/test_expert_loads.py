@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rolemesh.rpc.expert_loads import (
+from rolemesh.rpc.calls.expert_loads import (
     MAX_CHOICES,
     MAX_NUMBERS,
     checked_loads,

@@ -9,7 +9,8 @@ import sys
 def test_rpc_imports_no_torch() -> None:
     program = (
         "import sys; import rolemesh.rpc.channel, rolemesh.rpc.errors, rolemesh.rpc.policy; "
-        "import rolemesh.rpc.payload, rolemesh.rpc.pull, rolemesh.rpc.references; "
+        "import rolemesh.rpc.experience.payload, rolemesh.rpc.experience.pull; "
+        "import rolemesh.rpc.experience.references; "
         "heavy = {'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules); "
         "print(sorted(heavy))"
     )

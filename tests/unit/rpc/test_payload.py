@@ -8,14 +8,14 @@ import pytest
 
 from rolemesh.engine.layout.payload import plan_payload
 from rolemesh.rpc.errors import OutOfRangeError
-from rolemesh.rpc.payload import (
+from rolemesh.rpc.experience.payload import (
     ChunkCutter,
     part_asked_for,
     part_chunks,
     payload_chunks,
     placed_arrays,
 )
-from rolemesh.rpc.payload_stream import encode_chunk
+from rolemesh.rpc.experience.payload_stream import encode_chunk
 from rolemesh.v1 import experience_pb2, weights_pb2
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rolemesh.rpc import pull as pull_module
 from rolemesh.rpc.errors import InternalError
-from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
-from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, pull
+from rolemesh.rpc.experience import pull as pull_module
+from rolemesh.rpc.experience.payload_stream import PayloadMalformedError, encode_chunk
+from rolemesh.rpc.experience.pull import FETCH_WEIGHTS, Answer, pull
 from rolemesh.v1 import weights_pb2
 
 HEADER = weights_pb2.FetchWeightsHeader(total_bytes=4)

@@ -9,7 +9,7 @@ import pytest
 from support.references import ref, shard
 
 from rolemesh.engine.layout.payload import ColumnMissingError
-from rolemesh.rpc.references import (
+from rolemesh.rpc.experience.references import (
     by_column,
     by_group,
     concat_references,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from rolemesh.rpc.calls.result_call import ResultCall
+from rolemesh.rpc.calls.service_client import ServiceClient, to_algorithm_part
 from rolemesh.rpc.errors import DataLossError, DeadlineError, InternalError
-from rolemesh.rpc.payload_stream import encode_chunk
+from rolemesh.rpc.experience.payload_stream import encode_chunk
 from rolemesh.rpc.policy import rolemesh_methods
-from rolemesh.rpc.result_call import ResultCall
-from rolemesh.rpc.service_client import ServiceClient, to_algorithm_part
 from rolemesh.v1 import experience_pb2, operation_pb2, reward_pb2, rollout_pb2, weights_pb2
 
 
@@ -41,7 +41,7 @@ def test_every_rpc_of_a_service_has_a_method() -> None:
         and "HostsService" not in path
         and "EndpointService" not in path
     }
-    # Fetch is answered with a payload, which rolemesh.rpc.column_fetch pulls.
+    # Fetch is answered with a payload, which rolemesh.rpc.experience.column_fetch pulls.
     assert {name for name in names if not hasattr(ServiceClient, name)} == {"fetch"}
 
 

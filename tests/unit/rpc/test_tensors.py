@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rolemesh.rpc.tensors import ITEM_BYTES, NAMES, data_type_of
+from rolemesh.rpc.experience.tensors import ITEM_BYTES, NAMES, data_type_of
 from rolemesh.v1 import tensor_pb2
 
 DTYPES = [

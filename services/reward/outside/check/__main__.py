@@ -35,10 +35,10 @@ from rolemesh.services.reward.outside.check import samples
 from rolemesh.services.reward.outside.check.probes import Finding, Level, Malformed, Prober
 from rolemesh.services.reward.outside.check.samples import CheckInputError
 from rolemesh.services.reward.outside.counts import RequestCounts
-from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
-from rolemesh.services.reward.outside.http import JsonEndpoint
 from rolemesh.services.reward.outside.make import make_client, make_outside_reward
 from rolemesh.services.reward.outside.parts import means
+from rolemesh.services.reward.outside.protocols.grpc_reward import GrpcRewardClient
+from rolemesh.services.reward.outside.protocols.http import JsonEndpoint
 from rolemesh.services.runtime.server.config import sandbox_mode
 
 MOST_TRIES = 5

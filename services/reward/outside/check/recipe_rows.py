@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from rolemesh.engine.data.prompts import Prompt, load_prompts
-from rolemesh.engine.data.rendering import ChatTokenizer
-from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.data.rendering.rendering import ChatTokenizer
+from rolemesh.engine.data.rendering.tokenizers import load_light_tokenizer
 from rolemesh.engine.images.prompt_images import data_url
 from rolemesh.engine.specs import DataSpec, Spec
 from rolemesh.services.reward.outside.base import RewardRow

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolemesh.engine.data import jsonl
 from rolemesh.engine.data.answers import ANSWER, accepted, json_text
+from rolemesh.engine.data.files import jsonl
 from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.services.reward.outside.base import RewardRow
 

@@ -17,9 +17,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.granted.user_code import UserCodeError, load_named
 from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.inside import begin, is_of_system, set_limit
-from rolemesh.engine.user_code import UserCodeError, load_named
 from rolemesh.services.reward.outside.functions import answers, forms
 from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS, Roles, roles_of
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
 
 # What an algorithm must not know. Whole words, so that "prompts" may hold "rompt".
 FOREIGN_WORDS = (

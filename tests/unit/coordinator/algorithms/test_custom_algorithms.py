@@ -18,7 +18,7 @@ from rolemesh.coordinator.algorithms.registry import (
     unused_roles,
 )
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.recipe.algorithms import CustomSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import SamplingSpec
 

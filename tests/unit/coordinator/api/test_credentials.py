@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.rest_servers import tokens_of
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.credentials import (
     TOKEN_FILE,
     TOKEN_VARIABLE,
@@ -28,15 +27,16 @@ from rolemesh.coordinator.api.credentials import (
     read_token,
     read_tokens,
 )
-from rolemesh.coordinator.api.doors import check_doors
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.doors import check_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.engine.specs.urls import is_loopback
-from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.identity import Scope
+from rolemesh.rpc.members.authority import Authority
+from rolemesh.rpc.members.identity import Scope
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 TOKEN = "s3cret"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.fake_run import fill_store
 
-from rolemesh.coordinator.api.logged_steps import MAX_METRICS, MAX_SAMPLES, MAX_STEP
+from rolemesh.coordinator.api.reads.logged_steps import MAX_METRICS, MAX_SAMPLES, MAX_STEP
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.journal import LOG_OPERATION
 from rolemesh.coordinator.run.saving.progress import RunProgress

@@ -16,7 +16,7 @@ from support.planned_runs import (
     write_planned_run,
 )
 
-from rolemesh.coordinator.api.plans import MEASURED_STEPS, counted, kept_plan, usual
+from rolemesh.coordinator.api.reads.plans import MEASURED_STEPS, counted, kept_plan, usual
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
 from rolemesh.coordinator.dataflow.trace import call_seconds

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.fake_run import NUM_STEPS, append_step
 
-from rolemesh.coordinator.api.coordinator_service import METHODS, operation_of
+from rolemesh.coordinator.api.doors.coordinator_service import METHODS, operation_of
 from rolemesh.coordinator.api.messages import to_seconds, to_timestamp
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.store import _KEPT as KEPT

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from support.fake_run import NUM_STEPS, append_step
 
-from rolemesh.coordinator.api import watches
+from rolemesh.coordinator.api.reads import watches
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.store import RunState, RunStream, StateStore
 from rolemesh.rpc.errors import CapacityError, OutOfRangeError

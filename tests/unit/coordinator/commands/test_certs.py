@@ -11,7 +11,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands.certs import app
-from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.members.identity import Identity
 
 
 def run(*words: object, code: int = 0) -> str:

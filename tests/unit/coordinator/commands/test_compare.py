@@ -18,9 +18,9 @@ from support.fake_runs import make_run
 from support.planned_runs import PLAN
 from typer.testing import CliRunner
 
-from rolemesh.coordinator.commands import compare_page
 from rolemesh.coordinator.commands.compare import app
-from rolemesh.coordinator.commands.compare_page import page
+from rolemesh.coordinator.commands.policies import compare_page
+from rolemesh.coordinator.commands.policies.compare_page import page
 from rolemesh.coordinator.commands.terminal.plot import HEIGHT, WIDTH, plot
 from rolemesh.coordinator.run.folders.comparison import Curve, Point, compare
 from rolemesh.coordinator.run.folders.evaluations import (

@@ -35,9 +35,9 @@ from rolemesh.coordinator.commands.findings.gpu_findings import (
     torch_cuda,
 )
 from rolemesh.coordinator.commands.findings.quickstart_time import Products, check_minutes
-from rolemesh.coordinator.commands.processes import PreviewError
+from rolemesh.coordinator.commands.terminal.processes import PreviewError
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.engine.specs.by_device import Device
 
 GOOD = {
@@ -358,7 +358,7 @@ def test_a_setting_that_holds_a_cpu_to_older_instructions_decides(tmp_path: Path
         "from rolemesh.coordinator.commands.findings.cpu import check_cpu, cpu_here\n"
         "finding = check_cpu(cpu_here(pathlib.Path(sys.argv[1])))\n"
         "print(finding.text, '->', finding.remedy)\n"
-        "from rolemesh.engine.devices import device_of\n"
+        "from rolemesh.engine.hardware.devices import device_of\n"
         "print(device_of('cpu').multiplies_bfloat16)\n"
     )
     done = subprocess.run(

@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.commands.hub.client_recipes import ClientRecipes
-from rolemesh.coordinator.commands.model_card import model_card
-from rolemesh.coordinator.commands.publishing import PushError, push
-from rolemesh.coordinator.commands.remote_run import text_for
-from rolemesh.coordinator.recipe.api_section import ApiSpec
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.commands.hub.remote_run import text_for
+from rolemesh.coordinator.commands.policies.model_card import model_card
+from rolemesh.coordinator.commands.policies.publishing import PushError, push
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import dump_recipe, read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.stores import RedisStoreSpec
-from rolemesh.engine.grants import Grant
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.stores import RedisStoreSpec
+from rolemesh.engine.granted.grants import Grant
 from rolemesh.rpc.errors import ForbiddenError, InvalidRequestError
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"{ }", "model.safetensors": b"weights"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.fake_roles import fake_recipe
 
-from rolemesh.coordinator.commands.remote_run import text_for
+from rolemesh.coordinator.commands.hub.remote_run import text_for
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 

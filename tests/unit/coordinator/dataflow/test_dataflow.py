@@ -18,7 +18,7 @@ from rolemesh.coordinator.dataflow.futures import (
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.dataflow.trace import chrome_trace
-from rolemesh.coordinator.recipe.placement import PoolSpec
+from rolemesh.coordinator.recipe.roles.placement import PoolSpec
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.v1 import experience_pb2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rolemesh.coordinator.dataflow.endpoints import MAX_URL_CHARACTERS, base_url
+from rolemesh.coordinator.dataflow.calls.endpoints import MAX_URL_CHARACTERS, base_url
 
 
 @pytest.mark.parametrize(

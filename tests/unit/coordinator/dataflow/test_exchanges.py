@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from support.fake_in_process import run_jumping
 
-from rolemesh.coordinator.dataflow.exchanges import PAIR_S, Pairing
+from rolemesh.coordinator.dataflow.calls.exchanges import PAIR_S, Pairing
 
 SERVICES = ("rollout-0", "rollout-1")
 

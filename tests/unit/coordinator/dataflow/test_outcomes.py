@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.dataflow.role_calls import outcome_of
+from rolemesh.coordinator.dataflow.calls.role_calls import outcome_of
 from rolemesh.v1 import experience_pb2, trainer_pb2
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rolemesh.coordinator.dataflow.pools import Pool, Pools
-from rolemesh.coordinator.recipe.placement import PoolSpec
+from rolemesh.coordinator.recipe.roles.placement import PoolSpec
 
 
 async def settle() -> None:

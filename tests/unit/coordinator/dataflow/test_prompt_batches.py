@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolemesh.coordinator.dataflow.role_calls import PromptBatch, PromptCursor
+from rolemesh.coordinator.dataflow.calls.role_calls import PromptBatch, PromptCursor
 
 
 def test_a_whole_batch_travels_without_its_beginning() -> None:

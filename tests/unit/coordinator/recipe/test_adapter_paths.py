@@ -16,13 +16,13 @@ from support.fake_roles import fake_recipe
 from support.hf_hub import Hub, serving_hub, use_hub
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.coordinator.commands.remote_run import text_for
+from rolemesh.coordinator.commands.hub.remote_run import text_for
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe, read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.inputs import check_paths
-from rolemesh.engine.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from rolemesh.engine.model_folders.adapter_config import CONFIG_FILE, WEIGHTS_FILE
 from rolemesh.engine.specs import named_in
 
 FIELD = "actor.model.adapter"

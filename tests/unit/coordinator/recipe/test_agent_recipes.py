@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.service_flags import service_flags
-from rolemesh.engine.grants import Grant, NotGrantedError
+from rolemesh.engine.granted.grants import Grant, NotGrantedError
 from rolemesh.engine.specs import EndpointSpec, HttpAgentSpec, ProgramAgentSpec
 
 ROOT = Path(__file__).resolve().parents[4]

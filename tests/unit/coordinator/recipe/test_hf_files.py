@@ -17,11 +17,11 @@ import yaml
 from support.hf_hub import TOKEN, Hub, client_environment, serving_hub, use_hub
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.hf_files import with_files
+from rolemesh.coordinator.recipe.hub.hf_files import with_files
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe, read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.saving.resume import ResumeError, check_changes
-from rolemesh.engine.data.tables import hf_records
+from rolemesh.engine.data.files.tables import hf_records
 from rolemesh.engine.specs import HfDatasetSpec
 
 WEIGHTS = bytes(range(256)) * 8

@@ -12,8 +12,8 @@ from support.planned_runs import PLAN
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import read_recipe
-from rolemesh.coordinator.recipe.plan_section import MAX_TASKS
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.plan_section import MAX_TASKS
 from rolemesh.coordinator.run.reporting.records import enter_again, enter_run
 from rolemesh.coordinator.run.saving.resume import check_changes
 from rolemesh.coordinator.state.memory import MemoryStateStore

@@ -8,13 +8,13 @@ import pytest
 from pydantic import TypeAdapter
 from support.fake_recipes import fake_recipe
 
-from rolemesh.coordinator.recipe.algorithms import (
+from rolemesh.coordinator.recipe.algorithm.algorithms import (
     AlgorithmSpec,
     PolicyGradientSpec,
     section_of,
 )
+from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS, PolicyGradient
 from rolemesh.coordinator.recipe.loading import dump_recipe, read_recipe
-from rolemesh.coordinator.recipe.policy_gradients import POLICY_GRADIENTS, PolicyGradient
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import (
     CispoPolicyLossSpec,

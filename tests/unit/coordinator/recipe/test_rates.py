@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.fake_recipes import GRPO, PPO, TRAINED_REWARD, fake_recipe
 
-from rolemesh.coordinator.recipe.rates import planned_updates, schedule_length
+from rolemesh.coordinator.recipe.algorithm.rates import planned_updates, schedule_length
 from rolemesh.coordinator.recipe.schema import Recipe
 
 COSINE = {"schedule": {"type": "cosine"}}

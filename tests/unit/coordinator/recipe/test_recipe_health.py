@@ -9,8 +9,8 @@ import yaml
 from support.fake_recipes import fake_recipe
 
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.health import RULES, HealthSpec
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
+from rolemesh.coordinator.recipe.sections.health import RULES, HealthSpec
 
 
 def recipe_with(tmp_path: Any, health: dict[str, Any], **run: Any) -> Any:

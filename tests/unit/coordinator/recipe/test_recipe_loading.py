@@ -9,11 +9,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rolemesh.coordinator.recipe.algorithms import OnlineDpoAlgorithmSpec, PpoSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import OnlineDpoAlgorithmSpec, PpoSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.engine.specs import HfSpec, PpoPolicyLossSpec, SamplingSpec, VllmSpec
 
 ROLES = "[actor, critic, reference, reward]"

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from support.mapping_jobs import LLAMAS
 
 from rolemesh.coordinator.commands.findings.device_settings import device_settings
-from rolemesh.coordinator.commands.memory_question import question_of
+from rolemesh.coordinator.commands.recipes.memory_question import question_of
 from rolemesh.coordinator.mapping.job.from_recipe import job_of, one_call_a_role, work_of
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
@@ -20,7 +20,7 @@ from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.service_flags import named_variables, service_flags
 from rolemesh.coordinator.run.checks.footprint import footprint_of
 from rolemesh.coordinator.run.checks.planning import plan_step
-from rolemesh.engine.grants import Grant, NotGrantedError
+from rolemesh.engine.granted.grants import Grant, NotGrantedError
 from rolemesh.engine.specs import VllmServerSpec
 from rolemesh.engine.specs.by_device import Device
 

@@ -11,7 +11,7 @@ from support.fake_recipes import SECTIONS, fake_recipe
 from rolemesh.coordinator.algorithms.registry import roles_in, unused_roles
 from rolemesh.coordinator.recipe.loading import dump_recipe, read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.tuning import with_settings
+from rolemesh.coordinator.recipe.sections.tuning import with_settings
 from rolemesh.coordinator.run.checks.planning import plan_step
 
 DISTILLATION = {

@@ -10,7 +10,7 @@ from support.fake_recipes import GRPO, PPO_ROLES, SECTIONS, fake_recipe, split_p
 
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.tuning import candidates, space_of, with_settings
+from rolemesh.coordinator.recipe.sections.tuning import candidates, space_of, with_settings
 
 JUDGED = ("actor", "reward")
 BLOCK_ROWS = "schedule.sampler.block_rows"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rolemesh.coordinator.sdk.experts import LayerLoads
+from rolemesh.coordinator.sdk.values.experts import LayerLoads
+from rolemesh.rpc.calls.expert_loads import loads_message
 from rolemesh.rpc.errors import InternalError
-from rolemesh.rpc.expert_loads import loads_message
 from rolemesh.v1 import experience_pb2
 
 

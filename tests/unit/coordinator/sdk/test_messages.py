@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.sdk.messages import from_message
-from rolemesh.coordinator.sdk.runs import (
+from rolemesh.coordinator.sdk.values.messages import from_message
+from rolemesh.coordinator.sdk.values.runs import (
     Alert,
     Dataflow,
     DataflowNode,
@@ -18,7 +18,7 @@ from rolemesh.coordinator.sdk.runs import (
     Run,
     RunPlan,
 )
-from rolemesh.coordinator.sdk.samples import (
+from rolemesh.coordinator.sdk.values.samples import (
     Sample,
     SampledCall,
     SampledImage,

@@ -12,7 +12,7 @@ from support.fake_recipes import GRPO, PPO, fake_recipe, split_pools
 from support.simulated import ROLES, SECONDS, timing
 
 from rolemesh.coordinator.mapping.job.work import Lengths
-from rolemesh.coordinator.recipe.tuning import key_of
+from rolemesh.coordinator.recipe.sections.tuning import key_of
 from rolemesh.coordinator.simulation.run import Outcome, simulate
 from rolemesh.coordinator.simulation.timing import RowLengths, Settings, Timing
 

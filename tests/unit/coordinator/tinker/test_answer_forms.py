@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.tinker_bodies import SAMPLE
 
-from rolemesh.coordinator.tinker import json_forms, proto_forms
-from rolemesh.coordinator.tinker.forms import (
+from rolemesh.coordinator.tinker.forms import json_forms, proto_forms
+from rolemesh.coordinator.tinker.forms.forms import (
     EMPTY_LOGPROB,
     GradientResult,
     SampledSequence,

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pytest
 
 from rolemesh.coordinator.tinker.batches import LOSSES, GradientBatch, batch_of, logprobs_of
-from rolemesh.coordinator.tinker.forms import Datum, GradientCall, WireError
+from rolemesh.coordinator.tinker.forms.forms import Datum, GradientCall, WireError
 from rolemesh.engine.layout.payload import MAX_WIDTH
-from rolemesh.engine.specs.token_sums import TokenSumLossSpec
-from rolemesh.rpc.columns import ColumnData, ColumnKind, Columns
+from rolemesh.engine.specs.losses.token_sums import TokenSumLossSpec
+from rolemesh.rpc.experience.columns import ColumnData, ColumnKind, Columns
 
 LONGEST = 8
 WITH_RATIOS = ("importance_sampling", "ppo", "cispo", "gspo", "dro")

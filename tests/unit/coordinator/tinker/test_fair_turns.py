@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rolemesh.coordinator.tinker.fair_turns import Client, FairTurns
+from rolemesh.coordinator.tinker.models.fair_turns import Client, FairTurns
 
 ANN, BOB, EVE = Client("ann", "a"), Client("bob", "b"), Client("eve", "e")
 

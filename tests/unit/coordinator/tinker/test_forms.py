@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from support.tinker_bodies import SAMPLE
 
-from rolemesh.coordinator.tinker import forms, json_forms, proto_forms
-from rolemesh.coordinator.tinker.forms import (
+from rolemesh.coordinator.tinker.forms import forms, json_forms, proto_forms
+from rolemesh.coordinator.tinker.forms.forms import (
     DenseRoom,
     ProvenanceSpan,
     Tensor,

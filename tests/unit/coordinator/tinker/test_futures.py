@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from rolemesh.coordinator.tinker import futures
-from rolemesh.coordinator.tinker.forms import WireError
+from rolemesh.coordinator.tinker.forms.forms import WireError
 from rolemesh.coordinator.tinker.futures import (
     Failure,
     Promises,

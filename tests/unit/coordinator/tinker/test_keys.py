@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.coordinator.tinker.keys import LOCAL_OWNER, ForbiddenKeyError, Keys
+from rolemesh.coordinator.tinker.routes.keys import LOCAL_OWNER, ForbiddenKeyError, Keys
 
 ANN, BOB = "tml-" + "a" * 16, "tml-" + "b" * 16
 

@@ -10,13 +10,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from rolemesh.coordinator.sdk.experience import Prompt
-from rolemesh.coordinator.tinker import sampling as tinker_sampling
-from rolemesh.coordinator.tinker.fair_turns import Client, FairTurns
-from rolemesh.coordinator.tinker.forms import SampleCall, SamplingParams
-from rolemesh.coordinator.tinker.sampling import Sampling
-from rolemesh.coordinator.tinker.trained import TrainedModel
-from rolemesh.rpc.columns import ColumnData, Columns
+from rolemesh.coordinator.sdk.values.experience import Prompt
+from rolemesh.coordinator.tinker.forms.forms import SampleCall, SamplingParams
+from rolemesh.coordinator.tinker.models import sampling as tinker_sampling
+from rolemesh.coordinator.tinker.models.fair_turns import Client, FairTurns
+from rolemesh.coordinator.tinker.models.sampling import Sampling
+from rolemesh.coordinator.tinker.models.trained import TrainedModel
+from rolemesh.rpc.experience.columns import ColumnData, Columns
 
 
 class Model:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.tinker.forms import WireError
+from rolemesh.coordinator.tinker.forms.forms import WireError
 from rolemesh.coordinator.tinker.store import Saved, UnknownPathError, WeightStore, iso_time
 
 RUN = "5e55:train:0"

@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from rolemesh.coordinator.tinker.forms import WireError
-from rolemesh.coordinator.tinker.turns import Turns
+from rolemesh.coordinator.tinker.forms.forms import WireError
+from rolemesh.coordinator.tinker.models.turns import Turns
 
 
 class Made:

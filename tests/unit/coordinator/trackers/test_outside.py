@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
+from rolemesh.coordinator.recipe.sections.trackers import CustomTrackerSpec
 from rolemesh.coordinator.trackers.outside import (
     QUEUE_STEPS,
     OutsideTracker,

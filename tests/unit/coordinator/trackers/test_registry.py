@@ -10,7 +10,7 @@ from support.fake_recipes import fake_recipe
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec, WandbSpec
+from rolemesh.coordinator.recipe.sections.trackers import CustomTrackerSpec, WandbSpec
 from rolemesh.coordinator.run.session import InputError, Session
 from rolemesh.coordinator.trackers.registry import check_trackers, make_tracker
 

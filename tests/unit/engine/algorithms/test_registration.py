@@ -9,15 +9,15 @@ import pytest
 import torch
 from support.loss_graphs import graph_of
 
-from rolemesh.engine.algorithms.estimation import (
+from rolemesh.engine.algorithms.estimators.estimation import (
     Controllers,
     estimate_advantages,
     estimator_for,
 )
-from rolemesh.engine.algorithms.losses import loss_for, make_loss
+from rolemesh.engine.algorithms.losses.base import loss_for, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.granted.own_functions import OwnFunctions
 from rolemesh.engine.layout.payload import ColumnMissingError
-from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import (
     EstimatorPartSpec,
     EstimatorSpec,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolemesh.engine.algorithms.pairs import PairIncompleteError
+from rolemesh.engine.algorithms.preferences.pairs import PairIncompleteError
 from rolemesh.engine.algorithms.selection import select_groups
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.rendering.rendering import Renderer
 from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.quickstart.tiny_model import END_ID, START_ID, tiny_tokenizer
 

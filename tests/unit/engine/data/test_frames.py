@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.endpoints import TEMPLATE
 from support.tiny_models import tiny_tokenizer
 
-from rolemesh.engine.data import frames
-from rolemesh.engine.data.frames import LOOKS, Frames
-from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.rendering import frames
+from rolemesh.engine.data.rendering.frames import LOOKS, Frames
+from rolemesh.engine.data.rendering.rendering import Renderer
 from rolemesh.engine.data.rows import PromptRow
 
 TINY = tiny_tokenizer().chat_template

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolemesh.engine.data import jsonl
-from rolemesh.engine.data.jsonl import Lines
+from rolemesh.engine.data.files import jsonl
+from rolemesh.engine.data.files.jsonl import Lines
 from rolemesh.engine.data.rows import DataInvalidError
 
 VALUES = st.recursive(

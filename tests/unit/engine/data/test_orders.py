@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolemesh.engine.data.orders import Epochs, Mixture, shuffled
+from rolemesh.engine.data.orders.by_seed import Epochs, Mixture, shuffled
 from rolemesh.engine.seeds import derive_seed
 
 weights_lists = st.lists(st.floats(min_value=1e-3, max_value=1e3), min_size=1, max_size=5)

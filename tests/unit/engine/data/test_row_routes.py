@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rolemesh.engine.data.row_routes import RowRoute
 from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.data.teachers.routes import RowRoute
 from rolemesh.engine.specs import RouteShare, TeacherRouteSpec, TeacherSpec
 
 MODEL = {"model": {"path": "/m"}}

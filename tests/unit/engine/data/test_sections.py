@@ -35,10 +35,13 @@ from tokenizers import (
 )
 from transformers.utils import chat_template_utils
 
-from rolemesh.engine.data import parts, row_store, sections
-from rolemesh.engine.data.fixed_ends import FixedEnds
+from rolemesh.engine.data import row_store, sections
 from rolemesh.engine.data.prompts import EmptyDataError, PromptSet, load_prompts
-from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.reading import parts
+from rolemesh.engine.data.rendering.fixed_ends import FixedEnds
+from rolemesh.engine.data.rendering.rendering import Renderer
+from rolemesh.engine.data.rendering.token_bounds import most_tokens
+from rolemesh.engine.data.rendering.tokenizers import load_light_tokenizer
 from rolemesh.engine.data.row_store import RowStore
 from rolemesh.engine.data.rows import (
     DataInvalidError,
@@ -46,8 +49,6 @@ from rolemesh.engine.data.rows import (
     PromptTooLongError,
     RowReader,
 )
-from rolemesh.engine.data.token_bounds import most_tokens
-from rolemesh.engine.data.tokenizers import load_light_tokenizer
 from rolemesh.engine.data.trajectories import read_trajectories
 from rolemesh.engine.specs import DataSpec
 

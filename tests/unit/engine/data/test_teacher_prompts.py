@@ -9,9 +9,9 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.rendering.rendering import Renderer
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow
-from rolemesh.engine.data.teacher_prompts import TeacherPrompts
+from rolemesh.engine.data.teachers.prompts import TeacherPrompts
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import TeacherPromptSpec
 from rolemesh.quickstart.tiny_model import tiny_tokenizer

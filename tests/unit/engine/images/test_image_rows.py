@@ -21,11 +21,11 @@ from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
 from rolemesh.engine.data.row_store import RowStore
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow, PromptTooLongError
 from rolemesh.engine.data.trajectories import read_trajectories
-from rolemesh.engine.grants import Grant, NotGrantedError
+from rolemesh.engine.granted.grants import Grant, NotGrantedError
 from rolemesh.engine.images.decoding import MAX_PIXELS
 from rolemesh.engine.images.prompt_images import images_of
-from rolemesh.engine.model_files import ModelFolderError
-from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.model_folders.model_files import ModelFolderError
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 from rolemesh.engine.specs import CalculatorEnvironmentSpec, DataSpec, ImagesSpec, ModelFolderSpec
 from rolemesh.services.preview.looking import Preview, PreviewSpec
 from rolemesh.services.runtime.servicers.rollout import PromptSource

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from support.tiny_images import noise, png, write_tiny_image_model
 
 from rolemesh.engine.data.prompts import load_prompts
-from rolemesh.engine.pretrained import load_tokenizer
+from rolemesh.engine.model_folders.pretrained import load_tokenizer
 from rolemesh.engine.specs import DataSpec, ImagesSpec
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "images.md").read_text()

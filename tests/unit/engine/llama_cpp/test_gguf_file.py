@@ -18,7 +18,7 @@ from rolemesh.engine.llama_cpp.architecture import UnwritableModelError
 from rolemesh.engine.llama_cpp.gguf_file import GgufFile
 from rolemesh.engine.specs import GgufType
 from rolemesh.engine.train.export import export_policy, main
-from rolemesh.engine.weights.folders import FolderExistsError
+from rolemesh.engine.weights.checkpoints.folders import FolderExistsError
 
 HEADS, KV_HEADS = 4, 2
 LAYER = "model.layers.1"

@@ -12,8 +12,8 @@ from support.audit import recording
 from support.hostile_folders import PICKLES, Planted, pickle_that_runs, plant
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
-from rolemesh.engine.data.tokenizers import load_light_tokenizer
-from rolemesh.engine.model_files import ModelFolderError, check_model_files
+from rolemesh.engine.data.rendering.tokenizers import load_light_tokenizer
+from rolemesh.engine.model_folders.model_files import ModelFolderError, check_model_files
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.folder import read_config

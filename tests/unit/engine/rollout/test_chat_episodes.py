@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import EnvironmentFailedError, Observation
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec

@@ -14,9 +14,9 @@ import pytest
 
 from rolemesh.engine.images.prompt_images import PromptImage
 from rolemesh.engine.parallel.mesh import RankGroup
-from rolemesh.engine.rollout import endpoint_calls
-from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
-from rolemesh.engine.rollout.endpoint_wire import WireError
+from rolemesh.engine.rollout.endpoint import calls as endpoint_calls
+from rolemesh.engine.rollout.endpoint.calls import EndpointCall, EndpointCalls
+from rolemesh.engine.rollout.endpoint.wire import WireError
 
 
 @dataclass(frozen=True)

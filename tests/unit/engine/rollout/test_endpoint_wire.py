@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rolemesh.engine.images.prompt_images import PromptImage
-from rolemesh.engine.rollout.endpoint_wire import (
+from rolemesh.engine.rollout.endpoint.wire import (
     WireError,
     pack_call,
     pack_output,

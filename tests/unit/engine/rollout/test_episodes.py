@@ -16,8 +16,9 @@ from support.tiny_models import tiny_tokenizer
 from rolemesh.engine.data.prompts import Prompt, load_prompts
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError, Observation
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.granted.user_code import UserCodeError
 from rolemesh.engine.rewards.sources import ReasoningGymReward
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.sampling import sample_experience, sampling_metrics
 from rolemesh.engine.seeds import derive_seed
@@ -29,7 +30,6 @@ from rolemesh.engine.specs import (
     ReasoningGymSpec,
     SamplingSpec,
 )
-from rolemesh.engine.user_code import UserCodeError
 
 RUN_SEED, STEP, MAX_MODEL_LEN = 11, 4, 400
 CALCULATOR = CalculatorEnvironmentSpec()

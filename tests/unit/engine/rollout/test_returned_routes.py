@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rolemesh.engine.rollout.requests import RolloutRequest
-from rolemesh.engine.rollout.vllm_image_prompts import ImagePrompts
-from rolemesh.engine.rollout.vllm_returned_routes import ReturnedRoutes
-from rolemesh.engine.rollout.vllm_running import RunningRequests
+from rolemesh.engine.rollout.vllm.requests.image_prompts import ImagePrompts
+from rolemesh.engine.rollout.vllm.requests.returned_routes import ReturnedRoutes
+from rolemesh.engine.rollout.vllm.requests.running import RunningRequests
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.engine.specs.columns import NO_ROUTE
 

@@ -11,7 +11,7 @@ from support.scripted_sampler import AsciiTokenizer, ScriptedBackend
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import EnvironmentFailedError
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.episodes.episodes import EpisodeRunner
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec

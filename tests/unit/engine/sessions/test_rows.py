@@ -9,8 +9,8 @@ import pytest
 from rolemesh.engine.sessions import rows
 from rolemesh.engine.sessions.rows import told_rows
 from rolemesh.engine.sessions.session import Session
-from rolemesh.rpc import sampled_sessions
-from rolemesh.rpc.sampled_sessions import read_session, session_facts
+from rolemesh.rpc.samples import sessions as sampled_sessions
+from rolemesh.rpc.samples.sessions import read_session, session_facts
 
 
 def forked() -> Session:

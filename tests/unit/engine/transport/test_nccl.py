@@ -11,7 +11,7 @@ from support.fake_nccl import FakeFabric, FakeNccl, FakeQueue
 from support.transport_ranks import run_threads
 
 from rolemesh.engine.transport.base import Message, TransferFailedError
-from rolemesh.engine.transport.nccl import (
+from rolemesh.engine.transport.groups.nccl import (
     NcclTransport,
     decode_unique_id,
     load_nccl,

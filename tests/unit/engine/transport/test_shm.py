@@ -13,15 +13,15 @@ import pytest
 import torch
 from support.services import segments_of
 
-from rolemesh.engine.transport import shm
-from rolemesh.engine.transport.shm import (
+from rolemesh.engine.transport.slots import shm
+from rolemesh.engine.transport.slots.shm import (
     Segment,
     SegmentInvalidError,
     host_identity,
     open_segment,
     remove_leftovers,
 )
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
 
 
 @pytest.fixture

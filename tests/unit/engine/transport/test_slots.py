@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.engine.transport import slot_files
-from rolemesh.engine.transport.shm import remove_leftovers
-from rolemesh.engine.transport.slot_files import (
+from rolemesh.engine.transport.slots import slot_files
+from rolemesh.engine.transport.slots.shm import remove_leftovers
+from rolemesh.engine.transport.slots.slot_files import (
     PAGE_BYTES,
     SlotHeldError,
     SlotOwner,
     SlotRoomError,
     memory_of_slots,
 )
-from rolemesh.engine.transport.slots import (
+from rolemesh.engine.transport.slots.slots import (
     LogUnavailableError,
     Slot,
     open_log,
@@ -53,8 +53,8 @@ def left_behind(owner: SlotOwner, text: bytes = b"{}", index: int = 0) -> Path:
 def test_a_slot_outlives_its_process_with_all_that_was_written(owner: SlotOwner) -> None:
     program = (
         "import os; from pathlib import Path; "
-        "from rolemesh.engine.transport.slot_files import SlotOwner; "
-        "from rolemesh.engine.transport.slots import Slot; "
+        "from rolemesh.engine.transport.slots.slot_files import SlotOwner; "
+        "from rolemesh.engine.transport.slots.slots import Slot; "
         f"slot = Slot.create(SlotOwner('run', 'actor', 0, 1, Path({str(owner.directory)!r})), 1, "
         f"{SLOT_BYTES}); slot.memory[-3:] = 7; slot.finish(b'told'); os.kill(os.getpid(), 9)"
     )

@@ -35,15 +35,19 @@ from rolemesh.engine.layout.manifest import (
 )
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.parallel.agreement import Peers
-from rolemesh.engine.weights import checkpoint as checkpoint_module
-from rolemesh.engine.weights import checkpoint_writing
-from rolemesh.engine.weights.checkpoint import (
+from rolemesh.engine.weights.checkpoints import checkpoint as checkpoint_module
+from rolemesh.engine.weights.checkpoints import writing as checkpoint_writing
+from rolemesh.engine.weights.checkpoints.checkpoint import (
     CheckpointCorruptError,
     CheckpointReader,
     open_checkpoint,
 )
-from rolemesh.engine.weights.checkpoint_writing import write_checkpoint
-from rolemesh.engine.weights.disk_layout import scalar_layout, tensor_parameters, written_files
+from rolemesh.engine.weights.checkpoints.disk_layout import (
+    scalar_layout,
+    tensor_parameters,
+    written_files,
+)
+from rolemesh.engine.weights.checkpoints.writing import write_checkpoint
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 Tensors = dict[str, torch.Tensor]

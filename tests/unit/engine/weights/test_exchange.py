@@ -20,18 +20,18 @@ from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.transport.base import TransferFailedError
-from rolemesh.engine.transport.nccl import NcclTransport
+from rolemesh.engine.transport.groups.nccl import NcclTransport
 from rolemesh.engine.transport.rendezvous import OfferInvalidError
 from rolemesh.engine.transport.selection import Surroundings, TransportUnavailableError
-from rolemesh.engine.weights import exchange
-from rolemesh.engine.weights.exchange import ExchangeEnd, exchange_plan
-from rolemesh.engine.weights.plan import Plan
-from rolemesh.engine.weights.published import (
+from rolemesh.engine.weights.exchanges import exchange
+from rolemesh.engine.weights.exchanges.exchange import ExchangeEnd, exchange_plan
+from rolemesh.engine.weights.exchanges.published import (
     Publication,
     plan_taking,
     source_layout,
     target_layout,
 )
+from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.transfer import TransferMismatchError
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 from support.thread_peers import run_peers
 
 from rolemesh.engine.parallel.agreement import Peers
-from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+from rolemesh.engine.weights.checkpoints.folders import FolderExistsError, whole_folder
 
 
 def test_each_rank_gets_its_own_result_and_the_facts_of_all() -> None:

@@ -15,10 +15,10 @@ import torch
 from support.fake_streams import FakeStreams
 from support.services import segments_of
 
-from rolemesh.engine.transport import shm
-from rolemesh.engine.transport.shm import open_segment
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
-from rolemesh.engine.weights.publication_memory import HeldSegment, PublicationMemory
+from rolemesh.engine.transport.slots import shm
+from rolemesh.engine.transport.slots.shm import open_segment
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.weights.exchanges.publication_memory import HeldSegment, PublicationMemory
 
 CPU = torch.device("cpu")
 SIZE = 1 << 16
@@ -91,7 +91,7 @@ def test_another_process_keeps_what_it_reads(memory: PublicationMemory) -> None:
     held = publish(memory, 1)
     code = (
         "import sys\n"
-        "from rolemesh.engine.transport.shm import open_segment\n"
+        "from rolemesh.engine.transport.slots.shm import open_segment\n"
         f"mapped = open_segment({held.segment.name!r}, {SIZE})\n"
         "print('mapped', flush=True)\n"
         "sys.stdin.readline()\n"

@@ -15,11 +15,11 @@ from support.weight_shards import PADDING, numbered, shards
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
 from rolemesh.engine.layout.manifest import ManifestError, WeightLayout, num_elements
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.transport.shm import open_segment
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
-from rolemesh.engine.weights import published
-from rolemesh.engine.weights.publication_memory import PublicationMemory
-from rolemesh.engine.weights.published import (
+from rolemesh.engine.transport.slots.shm import open_segment
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.weights.exchanges import published
+from rolemesh.engine.weights.exchanges.publication_memory import PublicationMemory
+from rolemesh.engine.weights.exchanges.published import (
     Publication,
     places,
     plan_taking,

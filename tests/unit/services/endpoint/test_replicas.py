@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rolemesh.engine.rollout.endpoint_calls import EndpointCall, EndpointCalls
+from rolemesh.engine.rollout.endpoint.calls import EndpointCall, EndpointCalls
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.endpoint.replicas import RemoteCalls, Replicas
@@ -39,7 +39,7 @@ class OtherRank(endpoint_pb2_grpc.EndpointServiceServicer):
     async def SampleCall(
         self, request: endpoint_pb2.SampleCallRequest, context: Any
     ) -> AsyncIterator[endpoint_pb2.SampleCallResponse]:
-        from rolemesh.engine.rollout.endpoint_wire import pack_output, unpack_call
+        from rolemesh.engine.rollout.endpoint.wire import pack_output, unpack_call
 
         assert request.run_id == "run"
         assert unpack_call(request.call)[1] == sampling.SamplingParams(seed=3)

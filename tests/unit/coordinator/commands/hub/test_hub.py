@@ -21,11 +21,11 @@ from support.fake_roles import until
 
 from rolemesh.coordinator.commands.hub import hub as hub_module
 from rolemesh.coordinator.commands.hub.hub import MAX_RESTARTS, Hub
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
 from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, RunStream
-from rolemesh.engine.grants import Grant
+from rolemesh.engine.granted.grants import Grant
 from rolemesh.rpc.errors import (
     CapacityError,
     ForbiddenError,

@@ -18,7 +18,7 @@ from rolemesh.coordinator.mapping.job.tasks import TaskKind
 from rolemesh.coordinator.mapping.machines.cluster import group_of
 from rolemesh.coordinator.mapping.machines.devices import device_of
 from rolemesh.coordinator.mapping.simulators.costs import RoleCosts
-from rolemesh.coordinator.recipe.algorithms import ExternalSpec
+from rolemesh.coordinator.recipe.algorithm.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.checks.planning import plan_step

@@ -18,7 +18,7 @@ from rolemesh.coordinator.mapping.machines.devices import device_of
 from rolemesh.coordinator.mapping.search.rearranged import RecordedStep
 from rolemesh.coordinator.mapping.search.resized import Resized
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.tuning import with_settings
+from rolemesh.coordinator.recipe.sections.tuning import with_settings
 
 ROWS = 8
 JUDGE = {"type": "python", "function": "f.py:g", "batch_size": 1}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rolemesh.coordinator.recipe.model_sizes import num_parameters, num_trained_parameters
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checks.footprint import PROCESS_BYTES, footprint_of, free_bytes, gib
-from rolemesh.engine.models.adapters import attach
+from rolemesh.engine.models.adapters.adapters import attach
 from rolemesh.engine.specs import AdapterSpec, ModelSpec
 
 

@@ -17,8 +17,8 @@ from rolemesh.coordinator.commands.findings.cut_findings import check_cuts
 from rolemesh.coordinator.commands.findings.findings import Level
 from rolemesh.coordinator.run.folders.kept_cuts import CutsInUseError, KeptCuts, kept_cuts
 from rolemesh.coordinator.run.folders.ownership import held
-from rolemesh.engine.transport.slot_files import PAGE_BYTES, SlotOwner
-from rolemesh.engine.transport.slots import Slot, remove_slots
+from rolemesh.engine.transport.slots.slot_files import PAGE_BYTES, SlotOwner
+from rolemesh.engine.transport.slots.slots import Slot, remove_slots
 
 SLOT_BYTES = 64 * PAGE_BYTES
 

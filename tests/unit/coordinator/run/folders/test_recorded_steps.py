@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.recorded_folders import CALLS, STEPS, run_folder
 
-from rolemesh.coordinator.api.plans import WARMUP_STEPS
+from rolemesh.coordinator.api.reads.plans import WARMUP_STEPS
 from rolemesh.coordinator.mapping.search.placed import own_layouts
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.credentials import read_tokens
-from rolemesh.coordinator.api.known_doors import noted
+from rolemesh.coordinator.api.doors.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.doors.known_doors import noted
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.api_section import ApiSpec
+from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
 from rolemesh.coordinator.run.attempts.recovery import told_of
 from rolemesh.coordinator.run.folders.folder import print_status, read_status
 from rolemesh.coordinator.run.folders.ownership import COORDINATOR_FILE

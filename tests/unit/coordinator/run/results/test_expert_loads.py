@@ -22,7 +22,7 @@ from rolemesh.coordinator.run.results.metrics import MetricsWriter
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunStream
 from rolemesh.coordinator.trackers.tracker import RunFacts
-from rolemesh.rpc.expert_loads import checked_loads
+from rolemesh.rpc.calls.expert_loads import checked_loads
 from rolemesh.v1 import coordinator_pb2
 
 RUN = "run"

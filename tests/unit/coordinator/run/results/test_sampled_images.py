@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from rolemesh.engine.images.prompt_images import PromptImage, data_url, images_text
-from rolemesh.rpc import sampled_images, sampled_rows
-from rolemesh.rpc.columns import ColumnData, Columns
 from rolemesh.rpc.errors import CapacityError
-from rolemesh.rpc.sampled_images import (
+from rolemesh.rpc.experience.columns import ColumnData, Columns
+from rolemesh.rpc.samples import images as sampled_images
+from rolemesh.rpc.samples import rows as sampled_rows
+from rolemesh.rpc.samples.images import (
     MAX_IMAGE_BYTES,
     MAX_NAMED,
     MAX_SHOWN,
     MAX_STEP_BYTES,
     StepOfImages,
 )
-from rolemesh.rpc.sampled_rows import fetch_samples
+from rolemesh.rpc.samples.rows import fetch_samples
 from rolemesh.v1 import experience_pb2
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -17,17 +17,17 @@ from rolemesh.coordinator.run.results import samples
 from rolemesh.coordinator.run.results.samples import FAILURES_UNTIL_GIVEN_UP, SampleTaker
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunStream
-from rolemesh.rpc import sampled_rows
-from rolemesh.rpc.columns import ColumnData, Columns
 from rolemesh.rpc.errors import UnavailableError
-from rolemesh.rpc.sampled_rows import (
+from rolemesh.rpc.experience.columns import ColumnData, Columns
+from rolemesh.rpc.samples import rows as sampled_rows
+from rolemesh.rpc.samples.rows import (
     MAX_TEXT_BYTES,
     MAX_TOKENS,
     fetch_samples,
     rows_of_whole_trajectories,
     to_samples,
 )
-from rolemesh.rpc.sampled_sessions import MAX_CALLS, MAX_LOG_BYTES
+from rolemesh.rpc.samples.sessions import MAX_CALLS, MAX_LOG_BYTES
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 

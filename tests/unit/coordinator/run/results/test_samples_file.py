@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.run.results.samples_file import SAMPLES_FILE, SamplesFile, read_samples
-from rolemesh.rpc.sampled_sessions import session_message
+from rolemesh.rpc.samples.sessions import session_message
 from rolemesh.v1 import coordinator_pb2
 
 

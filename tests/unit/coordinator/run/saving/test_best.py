@@ -10,9 +10,9 @@ import pytest
 from support.fake_recipes import fake_recipe
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.recipe.checkpoints import BestSpec
-from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.sections.checkpoints import BestSpec
+from rolemesh.coordinator.recipe.sections.run_section import RunSpec
 from rolemesh.coordinator.run.results.evaluation import Evaluation
 from rolemesh.coordinator.run.saving.best import BestOfRun, HeldOut, best_step, stalled
 from rolemesh.coordinator.run.saving.progress import RunProgress

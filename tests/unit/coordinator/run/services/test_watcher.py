@@ -8,7 +8,7 @@ from typing import Any
 
 from support.fake_roles import until
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.run.services.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import ServiceLease

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.recipe.health import HealthSpec
+from rolemesh.coordinator.recipe.sections.health import HealthSpec
 from rolemesh.coordinator.run.steps.health_rules import strikes_of, unjudged
 
 LENGTH = "completion_length/mean"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.recipe.tuning import Settings, TuningSpec, key_of
+from rolemesh.coordinator.recipe.sections.tuning import Settings, TuningSpec, key_of
 from rolemesh.coordinator.run.saving.progress import TURN_OPERATION, RunProgress
 from rolemesh.coordinator.run.saving.turns import Turn
 from rolemesh.coordinator.run.tuning.tuner import Tuner

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from rolemesh.engine.specs.outside_rewards import AnyOutsideRewardSpec, EndpointRewardSpec
+from rolemesh.engine.specs.scores.outside_rewards import AnyOutsideRewardSpec, EndpointRewardSpec
 from rolemesh.services.reward.outside.base import RewardClient
 from rolemesh.services.reward.outside.make import make_client
 

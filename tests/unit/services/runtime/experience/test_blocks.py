@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.references import ref, shard
 
-from rolemesh.rpc.references import rows_of
+from rolemesh.rpc.experience.references import rows_of
 from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
 
 

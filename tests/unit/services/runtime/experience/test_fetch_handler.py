@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from rolemesh.rpc.channel import open_channel
-from rolemesh.services.runtime.servicers.weights import WeightsServicer
+from rolemesh.services.runtime.servicers.weights.weights import WeightsServicer
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
 
 

@@ -13,13 +13,13 @@ import torch
 from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import Parameter, WeightLayout
 from rolemesh.engine.layout.ranks import TrainLayout
-from rolemesh.engine.transport.shm_directory import SHM_DIRECTORY
-from rolemesh.engine.weights.publication_memory import PublicationMemory
-from rolemesh.engine.weights.published import Publication
+from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
+from rolemesh.engine.weights.exchanges.publication_memory import PublicationMemory
+from rolemesh.engine.weights.exchanges.published import Publication
 from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.errors import InvalidRequestError, OutOfRangeError, PreconditionError
-from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
-from rolemesh.rpc.pull import FETCH_WEIGHTS, receive
+from rolemesh.rpc.experience.payload_stream import PayloadMalformedError, encode_chunk
+from rolemesh.rpc.experience.pull import FETCH_WEIGHTS, receive
 from rolemesh.services.runtime.experience.published_weights import (
     FetchedBoxes,
     PublishedWeights,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 
-from rolemesh.engine.devices import CUDNN_VARIABLE, be_deterministic
+from rolemesh.engine.hardware.devices import CUDNN_VARIABLE, be_deterministic
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.ranks.device import check_device, select_device
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.engine.grants import Grant
+from rolemesh.engine.granted.grants import Grant
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.services.runtime.ranks.agent import as_rank
 from rolemesh.services.runtime.server.config import (

@@ -1,0 +1,1 @@
+"""What a coordinator tells of runs, from the store and from their folders."""

@@ -1,0 +1,1 @@
+"""What commands ask of a recipe or write into one."""

@@ -1,0 +1,1 @@
+"""The checks, by the service that they are about."""

@@ -1,0 +1,1 @@
+"""What the role handles of algorithms stand on: calls, dealt out over services."""

@@ -1,0 +1,1 @@
+"""Models and data by their names at the Hugging Face hub."""

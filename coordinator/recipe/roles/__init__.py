@@ -1,0 +1,1 @@
+"""The sections of roles: where each stands, and what its services get."""

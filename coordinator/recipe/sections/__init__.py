@@ -1,0 +1,1 @@
+"""Sections about the run, and not about a role."""

@@ -1,0 +1,1 @@
+"""What services and coordinators tell, as immutable values."""

@@ -1,0 +1,1 @@
+"""Calls and answers, as JSON, as protobuf and as columns."""

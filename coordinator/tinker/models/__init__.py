@@ -1,0 +1,1 @@
+"""Models that clients train, and the actor service that holds them."""

@@ -1,0 +1,1 @@
+"""HTTP: routes, what every one of them reads, and keys."""

@@ -1,0 +1,1 @@
+"""Advantages, returns and pairs of a batch, from its rewards."""

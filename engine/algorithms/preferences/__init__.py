@@ -1,0 +1,1 @@
+"""Losses on given data, and the pairs that they compare."""

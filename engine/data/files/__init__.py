@@ -1,0 +1,1 @@
+"""Records of files: JSON lines and tables."""

@@ -1,0 +1,1 @@
+"""From turns to tokens, and how many these are."""

@@ -1,0 +1,1 @@
+"""What teachers are told, and which rows they score."""

@@ -1,0 +1,1 @@
+"""The devices, threads and memory of a process."""

@@ -1,0 +1,1 @@
+"""What Hugging Face folders say of a model, without its weights."""

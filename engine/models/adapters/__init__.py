@@ -1,0 +1,1 @@
+"""Adapters beside a base that others may share."""

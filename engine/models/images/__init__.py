@@ -1,0 +1,1 @@
+"""Models of images and text: the tower, and the decoder that is shown what it made."""

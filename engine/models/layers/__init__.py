@@ -1,0 +1,1 @@
+"""What of a decoder's layers is computed otherwise than transformers does."""

@@ -1,0 +1,1 @@
+"""Log-probs of tokens, straight from hidden states."""

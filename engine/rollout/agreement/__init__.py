@@ -1,0 +1,1 @@
+"""Checks that a sampler computes with the weights that it was given."""

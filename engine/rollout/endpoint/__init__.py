@@ -1,0 +1,1 @@
+"""Calls of programs from outside, sampled beside the calls of a run."""

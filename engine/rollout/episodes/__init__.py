@@ -1,0 +1,1 @@
+"""Episodes: turns of a policy and an environment, played side by side."""

@@ -1,0 +1,1 @@
+"""The sampler with vLLM in the rank's own process."""

@@ -1,0 +1,1 @@
+"""A vLLM engine: its settings, its process, its ranks, its first weights."""

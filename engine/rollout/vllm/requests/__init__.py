@@ -1,0 +1,1 @@
+"""What a vLLM engine is asked for, and what comes of it."""

@@ -1,0 +1,1 @@
+"""New weights and adapters for a vLLM engine."""

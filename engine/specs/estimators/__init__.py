@@ -1,0 +1,1 @@
+"""What makes advantages, or pairs, of rewards, and which rows are kept."""

@@ -1,0 +1,1 @@
+"""Losses: of sampled completions, of given data, of values and of sums."""

@@ -1,0 +1,1 @@
+"""Samplers, and whom a policy talks to."""

@@ -1,0 +1,1 @@
+"""Who judges rows: rewards, and teachers."""

@@ -1,0 +1,1 @@
+"""Cuts: the state of a trainer after a step, in shared memory."""

@@ -1,0 +1,1 @@
+"""Gradients of ranks, and the steps that are made of them."""

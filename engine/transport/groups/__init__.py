@@ -1,0 +1,1 @@
+"""Messages by libraries that connect a group of ranks."""

@@ -1,0 +1,1 @@
+"""Messages through memory that both ranks reach."""

@@ -1,0 +1,1 @@
+"""Files of shared memory that outlive their process."""

@@ -1,0 +1,1 @@
+"""Routes beside vLLM's own front, and what they check and translate."""

@@ -1,0 +1,1 @@
+"""Weights and cuts of what a role trains."""

@@ -1,0 +1,1 @@
+"""Calls of services: channels, deadlines, a method for each RPC."""

@@ -1,0 +1,1 @@
+"""Rows and tensors on the wire: columns, references, streams of bytes."""

@@ -1,0 +1,1 @@
+"""Who the members of a mesh are, and who vouches for them."""
