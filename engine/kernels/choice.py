@@ -15,7 +15,7 @@ triton takes the kernels for tensors on a GPU, and on a CPU where TRITON_INTERPR
 interpreter compute, which is for tests: it takes some ten thousand times as long. All other tensors
 are computed by the references. They are what counts until the kernels have run on a device.
 FlexAttention of shared prompts, which torch compiles to Triton, goes with them on a GPU, and so do
-parts of transformers' layers (`models/fused_layers.py`).
+parts of transformers' layers (`models/layers/fused_layers.py`).
 """
 
 

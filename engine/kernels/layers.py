@@ -1,8 +1,8 @@
 """What stands between the products of a decoder layer, in Triton: norms, SwiGLU, rotary positions.
 
 The references are transformers' own modules, each a handful of operations that read and write all
-activations (`models/fused_layers.py` puts these in their place). Numbers are float32 in between;
-results have the types that transformers' have, also where factors have two types, as under
+activations (`models/layers/fused_layers.py` puts these in their place). Numbers are float32 in
+between; results have the types that transformers' have, also where factors have two types, as under
 autocast. Nothing is written in place, no sum is made by atomic operations.
 
 Not taken from a library: Liger's (0.8.5) give a result of the input's type where transformers

@@ -4,10 +4,10 @@ The logits of a tile live in registers. The forward pass leaves a few sums a tok
 log-prob and entropy follow; the backward pass computes a tile again and leaves its gradient, in
 the type of products, for as many columns of the vocabulary as the caller asks for.
 
-The reference is `models/logprobs.py`. Not taken from a library: cut-cross-entropy (25.1) and
-Liger (0.8) have no entropy and no gradient for it, and of a cut vocabulary they give no sums that
-ranks can combine; Liger's needs a loss that ends in the same call. The nearest is the kernel of
-verl (Apache 2.0), which is no library; like it, the products of the backward pass are cuBLAS's.
+The reference is `models/vocabulary/logprobs.py`. Not taken from a library: cut-cross-entropy (25.1)
+and Liger (0.8) have no entropy and no gradient for it, and of a cut vocabulary they give no sums
+that ranks can combine; Liger's needs a loss that ends in the same call. The nearest is the kernel
+of verl (Apache 2.0), which is no library; like it, the products of the backward pass are cuBLAS's.
 
 Shape letters: N tokens, D width, V rows of the vocabulary that this rank has, W those of them in
 one block of columns, S splits.

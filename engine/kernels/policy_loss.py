@@ -1,8 +1,8 @@
 """PPO's loss of tokens, its gradient and all of its statistics in one pass over them, in Triton.
 
-The reference is `algorithms/policy_losses.py`, which has the formulas and their sources: about
-sixty operations on [M], each a launch of its own. Liger's GRPO loss is another contract: padded
-rows, a loss that ends in the head, and other statistics.
+The reference is `algorithms/losses/policy_losses.py`, which has the formulas and their sources:
+about sixty operations on [M], each a launch of its own. Liger's GRPO loss is another contract:
+padded rows, a loss that ends in the head, and other statistics.
 
 Shape letters: M unmasked tokens, K blocks of them.
 """

@@ -130,8 +130,8 @@ class MergedAdapter(ServedAdapter):
 
     The first update, and one after a failure, loads every weight through vLLM's own loaders. Later
     ones write the matrices that have an adapter, to the same bits, where the engine holds them as
-    `vllm_merging` can write them: on one slice on a CPU. With several slices each update loads
-    every weight: each rank sums up whole matrices, and vLLM's loaders cut them.
+    `weights/merging.py` can write them: on one slice on a CPU. With several slices each update
+    loads every weight: each rank sums up whole matrices, and vLLM's loaders cut them.
 
     The base is read from the folder again each time, so that no error adds up and no copy is kept.
     """

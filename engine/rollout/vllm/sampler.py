@@ -1,9 +1,9 @@
 """Rollout with vLLM in the rank's own process.
 
 vLLM is imported when a back end is made, not before: it takes many seconds, and its environment
-must be set first. With what settings it is made is in `vllm_engine`, what it changes in the process
-in `vllm_process`, how weights reach it in `vllm_updates` and `vllm_weights`, how adapters do in
-`vllm_adapters`, how it starts as one of several ranks in `vllm_ranks`.
+must be set first. With what settings it is made, what it changes in the process, and how it starts
+as one of several ranks stand in `engine/`; how weights reach it in `weights/`, how adapters do in
+`adapters.py`; what it is asked for in `requests/`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class VllmBackend(VllmSampling):
     thread.
 
     Where the trainer trains an adapter, updates bring its factors alone, whole on every rank, and
-    `sampler_choices` says in which of two ways they are added (`vllm_adapters`).
+    `sampler_choices` says in which of two ways they are added (`adapters.py`).
 
     One engine lives in a process at a time; `close` makes room for the next. With `shares_engine`
     several back ends of the process have the same one, each with an adapter of its own.

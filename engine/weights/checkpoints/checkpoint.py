@@ -5,7 +5,7 @@ A checkpoint is a layout on disk. Each rank writes what it holds and no lower ra
 `state.json` and `manifest.json`, which says what part of which parameter lies in which file, with
 size and SHA-256 of every file and its own digest. Ranks of any other layout read their parts as
 slices. One rank alone is the simplest case. Nothing in a checkpoint is ever executed: no pickle, no
-torch.load. `checkpoint_writing.py` writes them.
+torch.load. `writing.py` writes them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class HeldEngine:
 
         Args:
             engine: VLLM's LLMEngine.
-            world_is_ours: As `vllm_ranks.end_engine` says.
+            world_is_ours: As `ranks.end_engine` says.
             settings: What it was made of, from `settings_of`.
         """
         self.engine = engine

@@ -23,7 +23,7 @@ ENGINE_ARGUMENTS: Mapping[str, Any] = {"enable_return_routed_experts": True}
 
 
 class ReturnedRoutes:
-    """Routes of an engine's requests, as `vllm_routes.EngineRoutes` gives them.
+    """Routes of an engine's requests, as `routes.EngineRoutes` gives them.
 
     What is computed anew by new weights in the middle of a completion keeps the routes of its first
     time: vLLM gives the rows of each token out once. Owned by the compute thread.

@@ -1,7 +1,7 @@
 """The experts that a vLLM engine's tokens go through, heard of its routers on a CPU.
 
 Imports vLLM, so it is itself imported late. VLLM 0.32 gives routes out by its second model runner
-alone, which does not run on a CPU (`vllm_returned_routes`); its routers hand their choices to
+alone, which does not run on a CPU (`returned_routes.py`); its routers hand their choices to
 whoever asks. On a GPU graphs would leave such a call out.
 """
 

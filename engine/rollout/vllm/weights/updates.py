@@ -33,7 +33,7 @@ def load_whole(engine: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None
 
 
 def place_parts(engine: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replaces every weight by this rank's own parts; see `vllm_shards.place_shards`.
+    """Replaces every weight by this rank's own parts; see `shards.place_shards`.
 
     Args:
         engine: VLLM's LLMEngine.

@@ -56,7 +56,7 @@ class InProcessUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     loaded: set[str] = field(default_factory=set)
     """Receives the names of the sampler's parameters that were written."""
     are_shards: bool = False
-    """The weights are this rank's parts under vLLM's names instead (see `vllm_shards`)."""
+    """The weights are this rank's parts under vLLM's names instead (see `shards.py`)."""
 
 
 class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
