@@ -225,8 +225,8 @@ def test_state_that_json_cannot_hold_leaves_nothing_behind(folder: Path, tmp_pat
 KILLED_SAVE = """
 import os, signal, sys
 import torch
-from rolemesh.engine.weights import checkpoint_writing
-from rolemesh.engine.weights import folders
+from rolemesh.engine.weights.checkpoints import writing as checkpoint_writing
+from rolemesh.engine.weights.checkpoints import folders
 from rolemesh.engine.weights import sharded_tensors
 
 # Everything is written; the process dies just before the rename.

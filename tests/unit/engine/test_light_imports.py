@@ -13,10 +13,10 @@ PURE = (
     "layout.families",
     "layout.boxes",
     "layout.payload",
-    "memory",
+    "hardware.memory",
     "specs",
     "transfer_protocols",
-    "weights.disk_layout",
+    "weights.checkpoints.disk_layout",
     "weights.plan",
 )
 HEAVY = ("torch", "numpy", "vllm", "transformers", "safetensors", "cupy")

@@ -89,7 +89,7 @@ def test_leftovers_of_the_dead_are_removed_and_segments_of_the_living_stay(
     # A folder of its own: services of other tests remove leftovers when they start.
     monkeypatch.setattr(shm, "SHM_DIRECTORY", tmp_path)
     program = (
-        "import os, sys, pathlib; from rolemesh.engine.transport import shm; "
+        "import os, sys, pathlib; from rolemesh.engine.transport.slots import shm; "
         "shm.SHM_DIRECTORY = pathlib.Path(sys.argv[1]); "
         "print(shm.Segment.create(100).name, flush=True); os._exit(1)"
     )
