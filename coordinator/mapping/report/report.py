@@ -186,8 +186,9 @@ def _notes(search: Search, best: Placement) -> Iterator[str]:
         if wide:
             yield (
                 f"{' and '.join(wide)}: more ranks than the {group.per_machine} devices of a "
-                "machine, and the ranks of a service run on one host today: --at-most "
-                f"{wide[0]}={group.per_machine} plans for that"
+                "machine. `rolemesh train` starts the ranks of a service on one host: start such a "
+                "service on several hosts yourself (docs/hosts.md), or plan for one: --at-most "
+                f"{wide[0]}={group.per_machine}"
             )
 
 

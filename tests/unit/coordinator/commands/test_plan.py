@@ -103,8 +103,8 @@ def test_explain_says_why_others_lose_and_what_is_assumed(recipe: Path) -> None:
 def test_a_role_on_several_machines_is_said_not_to_start_yet(recipe: Path) -> None:
     arguments = (recipe, "--gpus=16", "--gpu=h100", "--together=actor,critic,reference")
     (note,) = planned(*arguments)["notes"]
-    assert "ranks of a service run on one host today" in note
-    assert "on one host today" in plan(*arguments)
+    assert "start such a service on several hosts yourself" in note
+    assert "--at-most actor=8" in plan(*arguments)
     assert not planned(*arguments, "--at-most=actor=8")["notes"]
 
 
