@@ -19,7 +19,7 @@ from support.container_mesh import (
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]
 
-FIRST_STEP = "step 1 "
+FIRST_STEP = "step 1 reward"
 REFUSED = "ALREADY_INITIALIZED"
 MOST_REFUSALS = 15
 """A refused run takes 4 s at least, from its container's start to its end."""

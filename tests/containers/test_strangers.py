@@ -259,7 +259,7 @@ def test_certificates_are_renewed_beside_a_run_that_a_stranger_calls(
     before = {role: mesh.python(role, _IDENTITY).stdout for role in ROLES}
     try:
         mesh.begin("renewed", *SMALL_STEPS, "run.steps=3")
-        mesh.wait_for_line("renewed", "step 1 ")
+        mesh.wait_for_line("renewed", "step 1 reward")
         mesh.compose("run", "--rm", "--no-TTY", "certs")
         after = {role: mesh.python(role, _IDENTITY).stdout for role in ROLES}
         assert all(before[role] != after[role] for role in ROLES)
