@@ -26,8 +26,8 @@ from rolemesh.coordinator.commands.recipes.cluster_options import (
 from rolemesh.coordinator.commands.terminal.console import say
 from rolemesh.coordinator.commands.terminal.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.terminal.options import Json, Overrides, Recipes
-from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.loop.collector import collect_seldom
 from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.coordinator.mapping.job.job import Wishes
 from rolemesh.coordinator.mapping.job.templates import templates

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 from typing import Self
 
-from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLeftError
 from rolemesh.coordinator.dataflow.futures import (
     CallFuture,
@@ -25,6 +24,7 @@ from rolemesh.coordinator.dataflow.futures import (
     exist,
 )
 from rolemesh.coordinator.dataflow.lineage import Lineage
+from rolemesh.coordinator.dataflow.loop.clock import unix_time
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.rpc import tracing

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rolemesh.coordinator.dataflow.clock import now
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.recipe.roles.placement import PoolSpec
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rolemesh.coordinator.api.reads.plans import usual
-from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.run.attempts.attempt import Attempt
 from rolemesh.coordinator.run.checks.footprint import gib

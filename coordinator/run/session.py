@@ -16,8 +16,8 @@ from typing import Any
 from rolemesh.coordinator.api.credentials import CLIENT_FILE
 from rolemesh.coordinator.api.doors.doors import Doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
+from rolemesh.coordinator.dataflow.loop.collector import collect_seldom
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.algorithm.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.roles.placement import REGISTERED

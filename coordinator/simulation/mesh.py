@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rolemesh.coordinator.dataflow.clock import now
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.simulation.channel import SimulatedChannel
 from rolemesh.coordinator.simulation.kept import CallRecord
 from rolemesh.coordinator.simulation.service import SimulatedService

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithm.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.role_names import role_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from rolemesh.coordinator.dataflow.clock import now
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.simulation.answers import progress, response_class
 from rolemesh.coordinator.simulation.channel import broken
 from rolemesh.coordinator.simulation.kept import CallRecord, Identity, KeptState

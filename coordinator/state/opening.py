@@ -9,11 +9,11 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec, RedisStoreSpec, StoreSpec
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.errors import StoreRefusedError
 from rolemesh.coordinator.state.files import read_secret
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.engine.specs.urls import masked_url
 

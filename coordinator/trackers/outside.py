@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.recipe.sections.trackers import TrackerSpec
-from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.child_environment import without_own_secrets
+from rolemesh.coordinator.state.server.bound_process import bound
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.engine.specs.urls import masked_text
 

@@ -17,7 +17,7 @@ import torch
 from rolemesh.engine.fit.alone import replaced
 from rolemesh.engine.models.layers import experts
 from rolemesh.engine.models.layers.experts import Dealt
-from rolemesh.engine.parallel import expert_exchange
+from rolemesh.engine.parallel.experts import exchange as expert_exchange
 from rolemesh.engine.parallel.mesh import RankGroup
 
 

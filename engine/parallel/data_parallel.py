@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rolemesh.engine.hardware.devices import use_device
-from rolemesh.engine.parallel.expert_modules import experts_of
+from rolemesh.engine.parallel.experts.modules import experts_of
 from rolemesh.engine.parallel.mesh import RankMesh
 
 

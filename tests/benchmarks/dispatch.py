@@ -45,14 +45,14 @@ import psutil
 
 from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
 from rolemesh.coordinator.dataflow.calls.role_calls import ServiceNodes, StepContext
-from rolemesh.coordinator.dataflow.collector import collect_seldom
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture, NodeKind
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.loop.collector import collect_seldom
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.recipe.roles.placement import PoolSpec
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
 from rolemesh.rpc.calls.result_call import ResultCall
 from rolemesh.rpc.channel import ChannelTraffic, open_channel
 from rolemesh.v1 import value_pb2, worker_pb2, worker_pb2_grpc

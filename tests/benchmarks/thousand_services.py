@@ -40,7 +40,7 @@ def row(schedule: str, samplers: int, losses: int) -> list[str]:
     """What a run comes to, as cells of the table."""
     from support.simulated import ppo, simulated
 
-    from rolemesh.coordinator.dataflow.collector import collect_seldom
+    from rolemesh.coordinator.dataflow.loop.collector import collect_seldom
     from rolemesh.coordinator.simulation.faults import Faults
 
     # As `rolemesh simulate` does.

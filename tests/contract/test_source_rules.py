@@ -1,4 +1,4 @@
-"""Rules of our source that keep what arrives from being run, each shown on what it is to catch."""
+"""Rules of our source: what arrives is never run, and rooms stay small."""
 
 from __future__ import annotations
 
@@ -150,3 +150,18 @@ def test_nothing_of_ours_trusts_remote_code() -> None:
         for path in (REPOSITORY / folder).rglob("*"):
             if path.suffix in (".py", ".yaml", ".sh", ".md", ".toml"):
                 assert not trusting.search(path.read_text()), path
+
+
+# --- rooms ------------------------------------------------------------------------------------
+
+
+def test_no_room_has_more_than_a_dozen_files_and_each_says_its_idea() -> None:
+    rooms: dict[Path, list[Path]] = {}
+    for path, tree in trees(*OURS):
+        if path.name != "__init__.py":
+            rooms.setdefault(path.parent, []).append(path)
+        else:
+            assert ast.get_docstring(tree), f"{path} does not say what its room is for"
+    # One file for each command is what a reader looks for.
+    del rooms[Path("coordinator/commands")]
+    assert not {f"{room}: {len(files)}" for room, files in rooms.items() if len(files) > 12}

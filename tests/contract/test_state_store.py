@@ -14,7 +14,6 @@ import pytest
 from fakeredis import FakeAsyncRedis
 from support.run_records import entry, record
 
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.errors import (
     JournalLostError,
     RunExistsError,
@@ -24,6 +23,7 @@ from rolemesh.coordinator.state.errors import (
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.registrations import Registration
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.store import (
     EntryExpiredError,
     RunState,

@@ -16,7 +16,6 @@ from support.fake_roles import until
 from support.tcp_proxy import TcpProxy
 
 from rolemesh.coordinator.recipe.sections.stores import EmbeddedStoreSpec
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.errors import (
     RunExistsError,
     StoreRefusedError,
@@ -25,6 +24,7 @@ from rolemesh.coordinator.state.errors import (
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.redis_scripts import REMEMBERED_S
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.store import JournalEntry, RunRecord, RunStream
 
 RECORD = RunRecord(
@@ -258,7 +258,7 @@ async def test_a_write_that_was_cut_in_the_middle_is_dropped_and_the_rest_is_the
 async def test_a_server_that_ends_all_the_time_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolemesh.coordinator.state.embedded.MAX_RESTARTS", 2)
+    monkeypatch.setattr("rolemesh.coordinator.state.server.embedded.MAX_RESTARTS", 2)
     told: list[str] = []
     async with EmbeddedValkey(tmp_path, on_restart=told.append) as server:
         for number in (1, 2, 3):

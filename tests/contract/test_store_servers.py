@@ -23,11 +23,11 @@ from rolemesh.coordinator.recipe.sections.stores import (
     MemoryStoreSpec,
     RedisStoreSpec,
 )
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.redis import RedisStateStore
-from rolemesh.coordinator.state.socket_folder import SocketFolder
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.server.socket_folder import SocketFolder
 from rolemesh.coordinator.state.store import RunStream
 
 
@@ -61,7 +61,7 @@ async def test_acknowledged_writes_survive_kill_of_the_embedded_server(tmp_path:
 def test_the_embedded_server_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, pathlib, sys\n"
-        "from rolemesh.coordinator.state.embedded import EmbeddedValkey\n"
+        "from rolemesh.coordinator.state.server.embedded import EmbeddedValkey\n"
         "async def main():\n"
         "    server = EmbeddedValkey(pathlib.Path(sys.argv[1]))\n"
         "    await server.start()\n"
@@ -179,7 +179,7 @@ def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_live_one_is_not
     program = (
         "import os, signal, tempfile\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from rolemesh.coordinator.state.socket_folder import SocketFolder\n"
+        "from rolemesh.coordinator.state.server.socket_folder import SocketFolder\n"
         "print(SocketFolder().path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -34,9 +34,9 @@ from support.tiny_models import write_tiny_classifier, write_tiny_llama
 from rolemesh.coordinator.api.doors.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.sections.api_section import ApiSpec
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
 from rolemesh.rpc.calls.service_client import ServiceClient
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.experience.references import join_references, shards_of

@@ -20,8 +20,8 @@ import yaml
 from support import warm_processes
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.store import RunStream
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import (

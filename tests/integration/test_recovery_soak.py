@@ -21,7 +21,7 @@ from support import warm_processes
 from support.commands import command_of
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 
-from rolemesh.coordinator.state.embedded import MAX_RESTARTS, RESTART_WINDOW_S
+from rolemesh.coordinator.state.server.embedded import MAX_RESTARTS, RESTART_WINDOW_S
 
 SOAK_S = float(os.environ.get("ROLEMESH_TEST_SOAK_S", "180"))
 START_S = 240

@@ -16,8 +16,8 @@ from support import warm_processes
 from support.fake_roles import fake_mesh, fake_recipe
 
 from rolemesh.coordinator.sdk import AsyncClient, Event, RetryPolicy, RunState, StepMade
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.store import RunStream
 
 PATIENT = RetryPolicy(budget_s=60.0, first_s=0.05, longest_s=0.5)

@@ -27,7 +27,7 @@ from support.commands import command_of
 from support.mesh_runs import tiny_model, tiny_recipe
 from support.reward_servers import RewardServer, reward_server
 
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.server.embedded import EmbeddedValkey
 
 SECRETS = {
     name: f"planted-{name}-3f9c1d7a"

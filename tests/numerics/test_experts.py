@@ -31,8 +31,8 @@ from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.layout.slices import check_layout
 from rolemesh.engine.models.layers.experts import fits_grouped_kernel, group_experts, grouped_linear
 from rolemesh.engine.models.layers.rounding import round_weights, rounded_product
-from rolemesh.engine.parallel.expert_exchange import computed_by_owners
-from rolemesh.engine.parallel.expert_modules import experts_of
+from rolemesh.engine.parallel.experts.exchange import computed_by_owners
+from rolemesh.engine.parallel.experts.modules import experts_of
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, RolloutRoleSpec
 from rolemesh.engine.train.trainer import Trainer
 

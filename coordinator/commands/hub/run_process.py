@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from rolemesh.coordinator.recipe.loading import ENVIRONMENT_PREFIX, SERVICE_PREFIX
-from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.coordinator.state.server.bound_process import bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rolemesh.coordinator.dataflow.calls.connection import RoleConnection
-from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.recipe.role_names import kind_of
 from rolemesh.coordinator.recipe.schema import Recipe

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from rolemesh.coordinator.api.messages import to_timestamp
-from rolemesh.coordinator.dataflow.clock import unix_time
+from rolemesh.coordinator.dataflow.loop.clock import unix_time
 from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.steps.run_loop import RunLoop
 from rolemesh.coordinator.state.store import RunStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rolemesh.coordinator.dataflow.clock import now
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.dataflow.observer import RECOVERING
 from rolemesh.coordinator.run.attempts.recovery import told_of
 from rolemesh.coordinator.run.reporting.events import EventLog, NotingObserver, Recovered

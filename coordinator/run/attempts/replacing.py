@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import ServiceLostError
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.recipe.role_names import role_of
 from rolemesh.coordinator.run.attempts.attempt import Attempt
 from rolemesh.coordinator.run.attempts.recovery import RecoveryBudget, told_of

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rolemesh.coordinator.api.messages import to_timestamp
-from rolemesh.coordinator.dataflow.clock import unix_time
+from rolemesh.coordinator.dataflow.loop.clock import unix_time
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.state.store import RunStream, StateStore
 from rolemesh.v1 import coordinator_pb2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rolemesh.coordinator.api.messages import to_state
 from rolemesh.coordinator.api.reads.plans import kept_plan
-from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
+from rolemesh.coordinator.dataflow.loop.clock import unix_time
 from rolemesh.coordinator.recipe.algorithm.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.reporting.events import EventLog

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from rolemesh.coordinator.dataflow.clock import now
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.run.reporting.events import EventLog
 from rolemesh.coordinator.run.saving.checkpoints import Checkpoints

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from rolemesh.coordinator.run.services.commands import MakeCommand
-from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.child_environment import child_environment
+from rolemesh.coordinator.state.server.bound_process import bound
 
 START_DEADLINE_S = 300.0
 """Longest wait for a service to announce itself. It imports torch and vLLM first."""

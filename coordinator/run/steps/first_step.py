@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
+from rolemesh.coordinator.dataflow.loop.clock import unix_time
 from rolemesh.coordinator.mapping.errors import PlanError
 from rolemesh.coordinator.mapping.job.from_recipe import job_of
 from rolemesh.coordinator.mapping.job.job import Job

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.run.parts import RunParts
 from rolemesh.coordinator.run.reporting.early_end import to_the_end
 from rolemesh.coordinator.run.results.metrics import (

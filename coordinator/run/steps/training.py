@@ -11,11 +11,11 @@ from rolemesh.coordinator.algorithms.registry import start_step
 from rolemesh.coordinator.api.messages import to_state
 from rolemesh.coordinator.dataflow.calls.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.calls.role_calls import StepContext
-from rolemesh.coordinator.dataflow.clock import now
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.loop.clock import now
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.dataflow.samplers import make_sampler

@@ -27,7 +27,7 @@ from rolemesh.engine.layout.adapters import (
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import Box
 from rolemesh.engine.models.adapters.adapter_files import AdapterFolder
-from rolemesh.engine.parallel.expert_modules import experts_of
+from rolemesh.engine.parallel.experts.modules import experts_of
 from rolemesh.engine.parallel.low_rank import give_adapter, give_experts_adapter
 from rolemesh.engine.specs import AdapterSpec
 

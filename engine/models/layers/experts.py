@@ -21,8 +21,8 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rolemesh.engine.hardware.devices import device_of, kind_of
-from rolemesh.engine.parallel.expert_exchange import computed_by_owners, permuted
-from rolemesh.engine.parallel.expert_modules import experts_of
+from rolemesh.engine.parallel.experts.exchange import computed_by_owners, permuted
+from rolemesh.engine.parallel.experts.modules import experts_of
 from rolemesh.engine.parallel.low_rank import stack_adapters
 from rolemesh.engine.parallel.mesh import RankGroup
 

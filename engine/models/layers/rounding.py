@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from rolemesh.engine.models.layers.experts import Arithmetic, set_arithmetic
 from rolemesh.engine.models.layers.scaled_ends import unscaled
-from rolemesh.engine.parallel.expert_modules import experts_of
+from rolemesh.engine.parallel.experts.modules import experts_of
 from rolemesh.engine.parallel.low_rank import Factor, adapted, has_adapter
 from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear
 

@@ -108,7 +108,8 @@ def _place(place: Place, tensor: torch.Tensor, experts: PlacedExperts) -> None:
         experts.place(place.module, place.own_name, tensor.detach(), place.dtype)
         return
     with rewritten(place) as parameter:
-        parameter.copy_(tensor.detach().to(place.dtype))
+        # Converts on the way: a converted tensor in between would be written and read once more.
+        parameter.copy_(tensor.detach())
         if isinstance(place.module, VocabParallelEmbedding):
             parameter[place.module.shard_indices.num_org_elements :] = 0
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rolemesh.coordinator.dataflow.clock import now, unix_time
+from rolemesh.coordinator.dataflow.loop.clock import now, unix_time
 from rolemesh.coordinator.simulation.virtual_time import DeadlockError, run_virtually
 
 

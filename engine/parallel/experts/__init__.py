@@ -1,0 +1,1 @@
+"""Experts on their ranks (expert parallelism)."""
