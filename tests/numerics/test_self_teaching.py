@@ -253,7 +253,7 @@ def test_any_layout_loads_the_average_that_any_other_saved(
     rank_pool.run(load, 1, replace(job, layout=TrainLayout(), average=None), folder)
     plain = replace(job, layout=TrainLayout(), average=None)
     rank_pool.run(save, 1, plain, tmp_path / "plain")
-    ((kind, text, is_same),) = rank_pool.run(
+    (((kind, text, is_same),),) = rank_pool.run(
         refused_load, 1, replace(plain, average=DECAY), tmp_path / "plain"
     )
     assert (kind, is_same) == ("CheckpointMismatchError", True)
