@@ -14,7 +14,14 @@ from safetensors.torch import load_file
 from support.adapted_samplers import FAR, LOGPROB, Case, differences, factors, made_sampler
 from support.adapters import ALPHA, RANK, peft_model, write_adapter
 from support.family_cases import case_config
-from support.parallel_training import Job, assert_agree, joined, near_policy, train
+from support.parallel_training import (
+    WHOLE_STEPS,
+    Job,
+    assert_agree,
+    joined,
+    near_policy,
+    train,
+)
 from support.rank_processes import RankPool
 from support.rollout_checks import make_requests, tokens_by_row
 from support.sharded_checkpoints import export, load, save
@@ -214,7 +221,7 @@ def job(base: Path, adapter: Path) -> Job:
         base,
         near_policy(batch, scored),
         PpoPolicyLossSpec(kl_in_loss=0.1),
-        model={"adapter": _section(**{"from": adapter})},
+        model={"adapter": _section(**{"from": adapter}), **WHOLE_STEPS},
     )
 
 

@@ -218,8 +218,8 @@ _LAYERS: dict[str, tuple[Arithmetic, dict[str, Any], dict[str, Any]]] = {
 }
 """Arithmetic, and fields of the ModelSpec and of config.json."""
 _QUICK_LAYERS = (
-    # Normed queries and keys are in two others, and their arithmetic in the first.
-    *("exact", "bfloat16, wide heads", "float32", "slices", "slices that share tokens"),
+    # Normed queries and keys are in two others, and slices in those that share tokens.
+    *("exact", "bfloat16, wide heads", "float32", "slices that share tokens"),
     *("adapter, exact", "adapter, bfloat16"),
 )
 

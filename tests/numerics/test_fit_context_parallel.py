@@ -21,6 +21,7 @@ def _work(folder: Path, cp: int) -> RankWork:
         model={"micro_batch_tokens": 512, "compute_dtype": "float32"},
         row_tokens=512,
         prompt_tokens=64,
+        passes=1,
     )
 
 

@@ -429,7 +429,10 @@ def _check_sampler(found: tuple[dict[str, float], float]) -> None:
     assert gaps["noisy router, replayed"] < gaps["noisy router, alone"] / 3, gaps
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES[1::2], *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[::2])],
+)
 def test_the_sampler_hf_keeps_routes(rank_pool: RankPool, tmp_path: Path, family: str) -> None:
     folder = _folder(tmp_path, family, eos_token_id=2, max_position_embeddings=128)
     (found,) = rank_pool.run(sample_with_routes, 1, folder, "hf")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.family_cases import case_config
-from support.parallel_training import Job, Trained, joined, near_policy
+from support.parallel_training import WHOLE_STEPS, Job, Trained, joined, near_policy
 from support.rank_processes import RankPool
 from support.sharded_checkpoints import (
     Loaded,
@@ -66,13 +66,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     tied = folder(4, tied=True)
     trainer = Trainer.policy(ModelSpec(path=tied, compute_dtype="float32"), OptimizerSpec())
     scored = near_policy(batch, trainer.compute_logprobs(batch, temperature=1.0)["logprobs"])
-    policy = Job(tied, scored, PpoPolicyLossSpec())
+    policy = Job(tied, scored, PpoPolicyLossSpec(), model=WHOLE_STEPS)
     return {
         "policy": policy,
         "muon": replace(policy, optimizer={"type": "muon"}),
-        "critic": Job(folder(5, tied=False), batch, PpoValueLossSpec(), kind="critic"),
+        "critic": replace(
+            policy, folder=folder(5, tied=False), loss=PpoValueLossSpec(), kind="critic"
+        ),
         "mixture": _mixture(tmp_path_factory.mktemp("mixture"), batch),
-        "other": Job(folder(6, tied=True, num_layers=3), scored, PpoPolicyLossSpec()),
+        "other": replace(policy, folder=folder(6, tied=True, num_layers=3)),
     }
 
 
@@ -82,7 +84,7 @@ def _mixture(folder: Path, batch: Experience) -> Job:
     write_tiny_decoder(folder, "glm4_moe", **config)
     trainer = Trainer.policy(ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec())
     scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
-    return Job(folder, near_policy(batch, scored), PpoPolicyLossSpec())
+    return Job(folder, near_policy(batch, scored), PpoPolicyLossSpec(), model=WHOLE_STEPS)
 
 
 def _run(pool: RankPool, function: Callable[..., Any], job: Job, *args: Any) -> list[Any]:
