@@ -32,7 +32,9 @@ LOAD_VLLM = [
     f"tests/numerics/test_{name}.py"
     for name in (
         *("rollout_vllm", "rollout_vllm_bfloat16", "rollout_vllm_fast", "rollout_vllm_one_rank"),
-        "sampler_sleep",
+        *("rollout_vllm_adapters", "rollout_vllm_merging", "rollout_vllm_shared"),
+        *("rollout_vllm_images", "rollout_vllm_image_engines"),
+        *("expert_adapters", "sampler_sleep"),
     )
 ]
 """Loading it takes ten seconds of computing. So do those of one folder, which share an engine."""

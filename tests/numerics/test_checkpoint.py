@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,15 +153,28 @@ FILES = (
 )
 
 
+@pytest.fixture(scope="module")
+def saved(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one layer, which nobody changes."""
+    trainer = _policy(folder, num_layers=1)
+    _train(trainer, seed=1)
+    directory = tmp_path_factory.mktemp("saved") / "checkpoint"
+    trainer.save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def other(folder: Path) -> Trainer:
+    """Which no damaged checkpoint changes."""
+    return _policy(folder, num_layers=1)
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_changes_no_weight(
-    folder: Path, tmp_path: Path, name: str, damage: str
+    saved: Path, other: Trainer, tmp_path: Path, name: str, damage: str
 ) -> None:
-    trainer = _policy(folder, num_layers=1)
-    _train(trainer, seed=1)
-    trainer.save(tmp_path / "checkpoint")
-    other = _policy(folder, num_layers=1)
+    shutil.copytree(saved, tmp_path / "checkpoint")
     before = _bytes(other)
     path = tmp_path / "checkpoint" / name
     content = bytearray(path.read_bytes())

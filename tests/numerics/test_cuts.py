@@ -90,6 +90,23 @@ def new_policy(folder: Path, optimizer: AnyOptimizerSpec = OPTIMIZER) -> Trainer
     return Trainer.policy(ModelSpec(path=folder, compute_dtype="float32"), optimizer)
 
 
+@pytest.fixture
+def job(jobs: dict[str, Job]) -> Job:
+    return jobs["policy"]
+
+
+@pytest.fixture
+def trainer(job: Job) -> Trainer:
+    return new_policy(job.folder)
+
+
+@pytest.fixture
+def slots(trainer: Trainer, directory: Path) -> Iterator[CutSlots]:
+    made = slots_of(trainer, directory)
+    yield made
+    made.close()
+
+
 def draws() -> tuple[object, ...]:
     return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), float(np.random.normal())
 
@@ -143,26 +160,19 @@ def test_a_run_that_returns_to_a_cut_makes_the_same_bits_again(
 
 
 def test_a_cut_before_the_first_step_brings_back_an_optimizer_without_state(
-    jobs: dict[str, Job], directory: Path
+    job: Job, trainer: Trainer, slots: CutSlots
 ) -> None:
-    job = jobs["policy"]
-    trainer = new_policy(job.folder)
-    slots = slots_of(trainer, directory)
     trainer.save_cut(slots, 0, {}, silent)
     first = held(trainer, slots, train(trainer, job, 1))
     trainer.restore_cut(slots, 0)
     assert trainer.policy_version == 0
     assert trainer.optimizer_state("exp_avg") == {}
     assert held(trainer, slots, train(trainer, job, 1)) == first
-    slots.close()
 
 
 def test_a_cut_whose_random_state_is_damaged_is_refused_before_anything_changes(
-    jobs: dict[str, Job], directory: Path
+    job: Job, trainer: Trainer, slots: CutSlots
 ) -> None:
-    job = jobs["policy"]
-    trainer = new_policy(job.folder)
-    slots = slots_of(trainer, directory)
     trainer.save_cut(slots, 0, {}, silent)
     _, slot, _ = slots.find(0)
     header = json.loads(slot.header() or b"")
@@ -172,15 +182,11 @@ def test_a_cut_whose_random_state_is_damaged_is_refused_before_anything_changes(
     with pytest.raises(CutNotFoundError, match="no whole cut of step 0"):
         trainer.restore_cut(slots, 0)
     assert held(trainer, slots, {}).weights == changed.weights
-    slots.close()
 
 
 def test_two_cuts_are_kept_and_those_of_a_lineage_that_ended_are_not(
-    jobs: dict[str, Job], directory: Path
+    job: Job, trainer: Trainer, slots: CutSlots, directory: Path
 ) -> None:
-    job = jobs["policy"]
-    trainer = new_policy(job.folder)
-    slots = slots_of(trainer, directory)
     for step in range(3):
         train(trainer, job, step)
         trainer.save_cut(slots, step, {}, silent)
@@ -193,15 +199,11 @@ def test_two_cuts_are_kept_and_those_of_a_lineage_that_ended_are_not(
     trainer.save_cut(slots, 2, {}, silent)
     assert [cut.step for cut in whole_cuts(slots.owner, slots.layout)] == [1, 2]
     assert {path.stat().st_ino for path in directory.iterdir()} == inodes, "warm pages stay"
-    slots.close()
 
 
 def test_gradients_that_wait_are_in_no_cut_and_dropped_by_a_restoration(
-    jobs: dict[str, Job], directory: Path
+    job: Job, trainer: Trainer, slots: CutSlots
 ) -> None:
-    job = jobs["policy"]
-    trainer = new_policy(job.folder)
-    slots = slots_of(trainer, directory)
     trainer.save_cut(slots, 0, {}, silent)
     first = held(trainer, slots, train(trainer, job, 1))
     trainer.restore_cut(slots, 0)
@@ -210,15 +212,11 @@ def test_gradients_that_wait_are_in_no_cut_and_dropped_by_a_restoration(
         trainer.save_cut(slots, 1, {}, silent)
     trainer.restore_cut(slots, 0)
     assert held(trainer, slots, train(trainer, job, 1)) == first
-    slots.close()
 
 
 def test_work_that_is_given_up_leaves_the_older_cut_and_no_torn_one(
-    jobs: dict[str, Job], directory: Path
+    trainer: Trainer, slots: CutSlots
 ) -> None:
-    job = jobs["policy"]
-    trainer = new_policy(job.folder)
-    slots = slots_of(trainer, directory)
     for step in range(2):
         trainer.save_cut(slots, step, {}, silent)
 
@@ -230,16 +228,12 @@ def test_work_that_is_given_up_leaves_the_older_cut_and_no_torn_one(
         trainer.save_cut(slots, 2, {}, give_up)
     assert [cut.step for cut in whole_cuts(slots.owner, slots.layout)] == [1]
     trainer.restore_cut(slots, 1)
-    slots.close()
 
 
-def test_too_much_extra_state_is_refused_by_its_size(jobs: dict[str, Job], directory: Path) -> None:
-    trainer = new_policy(jobs["policy"].folder)
-    slots = slots_of(trainer, directory)
+def test_too_much_extra_state_is_refused_by_its_size(trainer: Trainer, slots: CutSlots) -> None:
     with pytest.raises(ValueError, match="keep less in the role's extra state"):
         trainer.save_cut(slots, 0, {"text": "x" * (1 << 21)}, silent)
     assert whole_cuts(slots.owner, slots.layout) == []
-    slots.close()
 
 
 # --- refusals -----------------------------------------------------------------------------
@@ -299,10 +293,8 @@ def test_a_process_that_still_lives_keeps_its_slots(
 
 
 def test_slots_take_no_more_than_the_memory_that_the_host_has_left(
-    jobs: dict[str, Job], directory: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, slots: CutSlots, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = new_policy(jobs["policy"].folder)
-    slots = slots_of(trainer, directory)
     left = SimpleNamespace(available=1 << 16)
     monkeypatch.setattr(slot_files.psutil, "virtual_memory", lambda: left)
     with pytest.raises(SlotRoomError, match=r"but 65536 are free \(Cannot allocate memory\)"):
@@ -310,7 +302,6 @@ def test_slots_take_no_more_than_the_memory_that_the_host_has_left(
     assert list(directory.iterdir()) == []
     left.available = 1 << 40
     trainer.save_cut(slots, 1, {}, silent)
-    slots.close()
 
 
 def test_without_room_for_a_second_slot_the_first_one_stays(
@@ -414,8 +405,9 @@ def test_whenever_a_saver_is_killed_what_is_listed_is_whole(
 # --- many ranks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic", "muon"])
-@pytest.mark.parametrize("layout", [TP2, FSDP2], ids=["tp", "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("policy", TP2), ("critic", FSDP2), ("muon", FSDP2)], ids=str
+)
 def test_ranks_return_to_a_cut_bit_for_bit(
     rank_pool: RankPool, jobs: dict[str, Job], directory: Path, kind: str, layout: TrainLayout
 ) -> None:

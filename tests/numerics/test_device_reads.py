@@ -62,7 +62,7 @@ ONE_PASS, MANY_PASSES = 10_000, 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("llama"))
+    return write_tiny_llama(tmp_path_factory.mktemp("llama"), num_layers=1)
 
 
 def whole_batch() -> Experience:

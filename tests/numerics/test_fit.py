@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ADAPTER: dict[str, Any] = {"adapter": {"rank": 8}}
 
-_SLOW_WORKS = ("float32", "entropy", "adapter, recomputed", "critic with an adapter")
+_SLOW_WORKS = ("float32", "entropy", "adapter", "adapter, recomputed", "critic with an adapter")
 
 WORKS: dict[str, dict[str, Any]] = {
     "policy": {},
@@ -115,12 +115,9 @@ def test_sharing_the_tokens_saves_what_is_estimated(folder: Path, rank_pool: Ran
         assert one.peak - other.peak == found
 
 
-@pytest.mark.parametrize("average", [None, 0.99])
-def test_what_is_estimated_is_what_is_counted_of_real_tensors(
-    folder: Path, average: float | None
-) -> None:
+def test_what_is_estimated_is_what_is_counted_of_real_tensors(folder: Path) -> None:
     """Each purpose alike, to the byte of what grows with the model."""
-    work = work_of(folder, average=average)
+    work = work_of(folder, average=0.99)
     with Tally() as tally:
         real = counted(work, RankMesh.single(), tally)
     found = estimated(work, "cpu")
@@ -130,8 +127,7 @@ def test_what_is_estimated_is_what_is_counted_of_real_tensors(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "spared", "average"),
-    [(OptimizerSpec(), 0, None), (MuonSpec(), 4, None), (OptimizerSpec(), 0, 0.99)],
+    ("optimizer", "spared", "average"), [(OptimizerSpec(), 0, 0.99), (MuonSpec(), 4, None)]
 )
 def test_parts_are_what_arithmetic_says(
     tmp_path: Path, optimizer: AnyOptimizerSpec, spared: int, average: float | None
@@ -168,22 +164,23 @@ def test_an_adapter_takes_what_arithmetic_says(
 
 
 def test_what_an_adapter_begins_with_and_its_base_are_not_read(tmp_path: Path) -> None:
-    folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=2)
+    folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=1)
     # Nobody could read it: the identity of the base would fail.
     (folder / "model.safetensors").mkdir()
-    new = estimated(work_of(folder, model=ADAPTER))
+    new = estimated(work_of(folder, model=ADAPTER, passes=1))
     model = {"adapter": {"rank": 8, "from": tmp_path / "nowhere"}}
-    assert estimated(work_of(folder, model=model)) == new
+    assert estimated(work_of(folder, model=model, passes=1)) == new
     assert not [one for one in threading.enumerate() if "base-identity" in one.name]
 
 
-@pytest.mark.parametrize("tokens", [64, 512])
-def test_pairs_are_trained_on_whole(folder: Path, tokens: int) -> None:
+def test_pairs_are_trained_on_whole(folder: Path) -> None:
     """Of a reward, also where a micro-batch has room for one row."""
-    model = {**ADAPTER, "micro_batch_tokens": tokens}
-    found = estimated(work_of(folder, kind="reward", loss=BradleyTerryLossSpec(), model=model))
-    policy = estimated(work_of(folder, model=model))
-    assert found.at_rest["optimizer"] > policy.at_rest["optimizer"] > 0  # its score head more
+    policy = estimated(work_of(folder, model=ADAPTER, passes=1))
+    for tokens in (64, 512):
+        model = {**ADAPTER, "micro_batch_tokens": tokens}
+        work = work_of(folder, kind="reward", loss=BradleyTerryLossSpec(), model=model, passes=1)
+        # Its score head more.
+        assert estimated(work).at_rest["optimizer"] > policy.at_rest["optimizer"] > 0
 
 
 def test_the_first_of_two_stages_is_estimated(tmp_path: Path) -> None:
@@ -197,120 +194,84 @@ def test_the_first_of_two_stages_is_estimated(tmp_path: Path) -> None:
 
 
 _QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+_ADAPTED = {"adapter": {"rank": 16}}
+_FLOAT32 = {"compute_dtype": "float32"}
+_SHARED = {"sequence_parallel": True}
 _LAYERS: dict[str, tuple[Arithmetic, dict[str, Any], dict[str, Any]]] = {
     "exact": ("autocast", {}, {}),
-    "exact, queries and keys normed": ("autocast", _QWEN3, {}),
-    "bfloat16, wide heads": ("bfloat16", _QWEN3, {"numerics": "fast"}),
-    "float32": ("float32", _QWEN3, {"model": {"compute_dtype": "float32"}}),
-    "slices": ("autocast", {}, {"layout": HybridLayout(TrainLayout(tp=2))}),
-    "slices that share tokens": (
-        "bfloat16",
+    "exact, queries and keys normed": ("autocast", {}, _QWEN3),
+    "bfloat16, wide heads": ("bfloat16", {}, _QWEN3),
+    "float32": ("float32", _FLOAT32, _QWEN3),
+    "slices": ("autocast", {}, {}),
+    "slices that share tokens": ("bfloat16", _SHARED, {}),
+    "adapter, exact": ("autocast", _ADAPTED, {}),
+    "adapter, exact, over float32": ("autocast", {**_ADAPTED, "frozen_dtype": "float32"}, {}),
+    "adapter, some matrices": (
+        "autocast",
+        {"adapter": {"targets": ["q_proj", "v_proj", "up_proj"]}},
         {},
-        {
-            "layout": HybridLayout(TrainLayout(tp=2)),
-            "numerics": "fast",
-            "model": {"sequence_parallel": True},
-        },
     ),
+    "adapter, bfloat16": ("bfloat16", {"adapter": {"targets": ["k_proj", "down_proj"]}}, _QWEN3),
+    "adapter, float32": ("float32", {**_ADAPTED, **_FLOAT32}, _QWEN3),
+    "slices, adapter": ("autocast", _ADAPTED, {}),
+    "slices that share tokens, adapter": ("bfloat16", {**_ADAPTED, **_SHARED}, {}),
 }
+"""Arithmetic, and fields of the ModelSpec and of config.json."""
+_QUICK_LAYERS = (
+    # Normed queries and keys are in two others, and slices in those that share tokens.
+    *("exact", "bfloat16, wide heads", "float32", "slices that share tokens"),
+    *("adapter, exact", "adapter, bfloat16"),
+)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        # Normed queries and keys are in two others, and its arithmetic in the first.
-        pytest.param(name, marks=pytest.mark.slow if name.endswith("normed") else ())
+        pytest.param(name, marks=() if name in _QUICK_LAYERS else pytest.mark.slow)
         for name in _LAYERS
     ],
 )
 def test_a_layer_keeps_what_the_formula_says(case: str, tmp_path: Path) -> None:
-    arithmetic, config, changes = _LAYERS[case]
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1152,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    }
-    model = {"micro_batch_tokens": 1024, "recompute": "none"} | changes.pop("model", {})
+    arithmetic, model, config = _LAYERS[case]
+    num_slices = 2 if "slices" in case else 1
     found = []
-    for num_layers in (2, 4):
-        folder = config_folder(
-            tmp_path / str(num_layers),
-            "Qwen2.5-0.5B-Instruct",
-            **{"num_hidden_layers": num_layers, "vocab_size": 512, **sizes, **config},
-        )
-        work = work_of(folder, row_tokens=512, model=model, **changes)
-        found.append(estimated(work).at_peak["activations"])
-    widths = LayerWidths.of_config(json.loads((folder / "config.json").read_text()))
-    assert widths is not None
-    expected = layer_bytes(
-        widths,
-        1024,
-        arithmetic,
-        num_slices=work.layout.train.tp,
-        shares_tokens=work.model.sequence_parallel,
-    )
-    assert (found[1] - found[0]) / 2 == pytest.approx(expected, rel=0.01)
-
-
-_ADAPTED: dict[str, tuple[Arithmetic, dict[str, Any], dict[str, Any]]] = {
-    "exact": ("autocast", {"adapter": {"rank": 16}}, {}),
-    "exact, over float32": ("autocast", {"adapter": {"rank": 16}, "frozen_dtype": "float32"}, {}),
-    "some matrices": ("autocast", {"adapter": {"targets": ["q_proj", "v_proj", "up_proj"]}}, {}),
-    "bfloat16": ("bfloat16", {"adapter": {"targets": ["k_proj", "down_proj"]}}, _QWEN3),
-    "float32": ("float32", {"adapter": {"rank": 16}, "compute_dtype": "float32"}, _QWEN3),
-    "slices": ("autocast", {"adapter": {"rank": 16}}, {}),
-    "slices that share tokens": (
-        "bfloat16",
-        {"adapter": {"rank": 16}, "sequence_parallel": True},
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=[] if name in ("exact", "bfloat16") else pytest.mark.slow)
-        for name in _ADAPTED
-    ],
-)
-def test_a_layer_with_an_adapter_keeps_what_the_formula_says(case: str, tmp_path: Path) -> None:
-    arithmetic, model, config = _ADAPTED[case]
-    num_slices = 2 if case.startswith("slices") else 1
-    found = []
-    for num_layers in (2, 4):
+    for num_layers in (1, 2):
         folder = config_folder(
             tmp_path / str(num_layers),
             "Qwen2.5-0.5B-Instruct",
             **{"num_hidden_layers": num_layers, "vocab_size": 512, "hidden_size": 512},
-            **{"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, **config},
+            **{"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64},
+            **{"intermediate_size": 4864 if "adapter" in case else 1152, **config},
         )
+        tokens = {"micro_batch_tokens": 1024, "logprob_chunk_tokens": 1024}
         work = work_of(
             folder,
             row_tokens=512,
-            model={"micro_batch_tokens": 1024, "recompute": "none", **model},
+            # The first pass keeps as much as the second one.
+            passes=1,
+            model={**tokens, "recompute": "none", **model},
             layout=HybridLayout(TrainLayout(tp=num_slices)),
             numerics="fast" if arithmetic == "bfloat16" else "exact",
         )
         found.append(estimated(work).at_peak["activations"])
-    text = json.loads((folder / "config.json").read_text())
-    widths = LayerWidths.of_config(text)
-    adapter = work.model.adapter
+    widths = LayerWidths.of_config(json.loads((folder / "config.json").read_text()))
     assert widths is not None
-    assert adapter is not None
-    expected = adapted_layer_bytes(
-        widths,
-        1024,
-        arithmetic,
-        rank=adapter.rank,
-        targets=adapter.targets,
-        frozen_bytes=4 if "frozen_dtype" in model else 2,
-        num_slices=num_slices,
-        shares_tokens=work.model.sequence_parallel,
-    )
-    assert (found[1] - found[0]) / 2 == pytest.approx(expected, rel=0.01)
+    cut: dict[str, Any] = {
+        "num_slices": num_slices,
+        "shares_tokens": work.model.sequence_parallel,
+    }
+    expected = layer_bytes(widths, 1024, arithmetic, **cut)
+    if (adapter := work.model.adapter) is not None:
+        expected = adapted_layer_bytes(
+            widths,
+            1024,
+            arithmetic,
+            rank=adapter.rank,
+            targets=adapter.targets,
+            frozen_bytes=4 if "frozen_dtype" in model else 2,
+            **cut,
+        )
+    assert found[1] - found[0] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ def _work(folder: Path, cp: int) -> RankWork:
         model={"micro_batch_tokens": 512, "compute_dtype": "float32"},
         row_tokens=512,
         prompt_tokens=64,
+        passes=1,
     )
 
 
@@ -39,13 +40,12 @@ def test_the_peak_falls_with_the_ranks_that_cut_a_row_as_estimated(
         tie_word_embeddings=True,
     )
     found, measured = {}, {}
-    for cp in (1, 2, 4):
+    for cp in (1, 4):
         work = _work(folder, cp)
         found[cp] = estimated(work, "cpu").peak
         # Ranks hold the same, and now and then a message that gloo has not let go of.
         measured[cp] = min(rank_pool.run(measure, cp, work))
         assert found[cp] == pytest.approx(measured[cp], rel=TOLERANCE)
-    for more, fewer in ((1, 2), (2, 4)):
-        fall = found[more] - found[fewer]
-        assert fall > 0.25 * found[more], "activations are not most of it"
-        assert measured[more] - measured[fewer] == pytest.approx(fall, rel=TOLERANCE)
+    fall = found[1] - found[4]
+    assert fall > 0.5 * found[1], "activations are not most of it"
+    assert measured[1] - measured[4] == pytest.approx(fall, rel=TOLERANCE)

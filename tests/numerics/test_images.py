@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +161,21 @@ SETTINGS = {"tp2-pp2-fsdp2": {"sequence_parallel": True, "recompute": "full"}}
 """Of a layout's ranks alone: slices hold shares of the tokens, and layers run again."""
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+QUICK = [
+    *(("qwen2_5_vl", "tp2-pp2-fsdp2", "policy"), ("qwen3_vl", "tp2-pp2-fsdp2", "critic")),
+    *(("qwen2_5_vl", "cp2", "critic"), ("qwen3_vl", "cp2", "policy")),
+]
+"""What `make test` trains: each family and each kind in all ways at once, and in rows that are
+cut."""
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("folder", "name", "kind"),
     [
-        pytest.param(name, marks=[] if name in ("cp2", "tp2-pp2-fsdp2") else pytest.mark.slow)
-        for name in LAYOUTS
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in product(TEXT_PARTS, LAYOUTS, ("policy", "critic"))
     ],
+    indirect=["folder"],
 )
 def test_three_steps_of_a_layout_are_those_of_one_rank(
     folder: Path, batch: Experience, rank_pool: RankPool, name: str, kind: Any
@@ -370,17 +379,16 @@ def test_files_of_other_names_are_read(
         for one in (other, folder)
     )
     assert torch.equal(found, expected)
-    for parts in zip(
-        *(rank_pool.run(score_in_slices, 2, one, batch) for one in (other, folder)), strict=True
-    ):
+    for parts in rank_pool.run(score_in_slices, 2, [other, folder], batch):
         assert torch.equal(*parts)
 
 
-def score_in_slices(at: RankContext, folder: Path, batch: Experience) -> torch.Tensor:
+def score_in_slices(at: RankContext, folders: list[Path], batch: Experience) -> list[torch.Tensor]:
     with at.connect(HybridLayout(TrainLayout(tp=2))) as mesh:
-        spec = ModelSpec(path=folder, compute_dtype="float32")
-        model = RankModel(CausalLm(spec, mesh=mesh))
-        return compute_logprobs(model, batch, temperature=1.0)["logprobs"].values
+        specs = [ModelSpec(path=folder, compute_dtype="float32") for folder in folders]
+        models = [RankModel(CausalLm(spec, mesh=mesh)) for spec in specs]
+        scored = [compute_logprobs(model, batch, temperature=1.0) for model in models]
+        return [one["logprobs"].values for one in scored]
 
 
 def test_an_adapter_loads_in_peft_over_the_whole_model(
@@ -419,7 +427,7 @@ def test_an_adapter_loads_in_peft_over_the_whole_model(
 def test_the_memory_of_a_first_stage_counts_the_tower(folder: Path) -> None:
     bytes_of = {}
     for stage in (0, 1):
-        work = work_of(folder, layout=HybridLayout(TrainLayout(pp=2)), rank=stage)
+        work = work_of(folder, layout=HybridLayout(TrainLayout(pp=2)), rank=stage, passes=1)
         found = estimated(work, "cpu")
         rest = whole_bytes(folder, stage)
         bytes_of[stage] = found.at_rest["weights"] - rest

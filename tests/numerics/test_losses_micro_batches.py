@@ -135,8 +135,11 @@ def accumulate(
 
 
 @EVERY_SPEC
-@pytest.mark.parametrize("dtype", RELATIVE, ids=["f64", "f32"])
-@pytest.mark.parametrize("parts", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("dtype", "parts"),
+    [(torch.float64, 1), (torch.float32, 2), (torch.float64, 5), (torch.float32, 8)],
+    ids=str,
+)
 def test_micro_batches_add_up_to_the_mini_batch(
     spec: AggregatedLossSpec, dtype: torch.dtype, parts: int
 ) -> None:

@@ -75,7 +75,8 @@ SPECS: dict[str, PolicyTermsSpec] = {
             ("reinforce", ReinforcePolicyLossSpec()),
         )
         for form, part in FORMS.items()
-        for normalize in (None, "batch")
+        # What is normalized is the weights' own: the loss reads only what came of it.
+        for normalize in ((None, "batch") if name in ("ppo", "reinforce") else (None,))
     },
     "ppo_same_pass": PpoPolicyLossSpec(
         off_policy=MaskingSpec(low=0.6, high=1.5, proximal="same_pass")
@@ -177,9 +178,8 @@ def test_loss_is_that_of_a_loop_over_tokens(spec: PolicyTermsSpec, dtype: torch.
 
 
 @EVERY_SPEC
-@pytest.mark.parametrize("seed", [112, 113])
-def test_gradient_is_that_of_finite_differences(spec: PolicyTermsSpec, seed: int) -> None:
-    batch = make_batch(seed)
+def test_gradient_is_that_of_finite_differences(spec: PolicyTermsSpec) -> None:
+    batch = make_batch(112)
     _, gradient, _ = run(batch, spec)
     torch.testing.assert_close(
         gradient,
@@ -208,14 +208,13 @@ def test_loss_holds_for_any_ragged_batch(
 
 
 @EVERY_SPEC
-@pytest.mark.parametrize("masks", [[[False] * 4, [False]], [[], []]], ids=["masked", "empty"])
-def test_without_unmasked_tokens_loss_and_gradient_are_zero(
-    spec: PolicyTermsSpec, masks: list[list[bool]]
-) -> None:
-    loss, gradient, metrics = run(random_batch(masks, RANGES, 0), spec, torch.float32)
-    assert loss == 0
-    assert torch.count_nonzero(gradient) == 0
-    assert set(metrics.values()) == {0.0}
+def test_without_unmasked_tokens_loss_and_gradient_are_zero(spec: PolicyTermsSpec) -> None:
+    masked_and_empty: list[list[list[bool]]] = [[[False] * 4, [False]], [[], []]]
+    for masks in masked_and_empty:
+        loss, gradient, metrics = run(random_batch(masks, RANGES, 0), spec, torch.float32)
+        assert loss == 0
+        assert torch.count_nonzero(gradient) == 0
+        assert set(metrics.values()) == {0.0}
 
 
 @EVERY_SPEC

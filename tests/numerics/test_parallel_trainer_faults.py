@@ -59,10 +59,9 @@ def survive_nan(at: RankContext, job: Job) -> tuple[str, bool, int, dict[str, fl
 @pytest.mark.parametrize(
     "layout",
     [
-        FSDP2,
         *(
             pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (TrainLayout(dp=2), TrainLayout(pp=2), TrainLayout(tp=2))
+            for layout in (FSDP2, TrainLayout(dp=2), TrainLayout(pp=2), TrainLayout(tp=2))
         ),
         ALL_AXES,
     ],
@@ -106,11 +105,8 @@ def poison_gradient(at: RankContext, job: Job) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("layout", [FSDP2, TrainLayout(pp=2), ALL_AXES], ids=str)
-def test_an_infinite_gradient_on_one_rank_raises_on_all(
-    rank_pool: RankPool, job: Job, layout: TrainLayout
-) -> None:
-    messages = rank_pool.run(poison_gradient, layout.world_size, replace(job, layout=layout))
+def test_an_infinite_gradient_on_one_rank_raises_on_all(rank_pool: RankPool, job: Job) -> None:
+    messages = rank_pool.run(poison_gradient, 8, replace(job, layout=ALL_AXES))
     assert len(set(messages)) == 1
     assert "norm" in messages[0]
 
@@ -181,7 +177,7 @@ def break_off(at: RankContext, job: Job) -> tuple[dict[str, float], dict[str, fl
         return after, update_whole(fresh, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
 
 
-@pytest.mark.parametrize("layout", [FSDP2, TrainLayout(dp=2), TrainLayout(tp=2)], ids=str)
+@pytest.mark.parametrize("layout", [FSDP2, TrainLayout(tp=2)], ids=str)
 def test_a_pass_that_was_broken_off_leaves_nothing_behind(
     rank_pool: RankPool, job: Job, layout: TrainLayout
 ) -> None:

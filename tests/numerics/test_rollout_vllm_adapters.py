@@ -49,10 +49,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 CASES = [
-    Case("slots", "float32", "llama", ALL),
-    Case("merged", "float32", "qwen2", SOME),
     Case("slots", "bfloat16", "qwen2", SOME),
-    Case("merged", "bfloat16", "llama", ALL),
+    Case("merged", "float32", "llama", ALL),
+    # Each way with the other's type, model and factors, as the two files on merging and sharing do.
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case("slots", "float32", "llama", ALL),
+            Case("merged", "bfloat16", "qwen2", SOME),
+        )
+    ),
 ]
 
 
@@ -299,7 +305,8 @@ def sliced_samples(
 @pytest.mark.slow
 def test_slices_are_each_given_the_whole_factors_and_cut_them(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "model")
-    model, requests = Trained(CASES[0], folder).trainer(20), make_requests(6)
+    case = Case("slots", "float32", "llama", ALL)
+    model, requests = Trained(case, folder).trainer(20), make_requests(6)
     sent = {name: factor.detach().clone() for name, factor in factors(model).items()}
     first, second = run_ranks(sliced_samples, 2, folder, sent, timeout_s=LOAD_TIMEOUT_S)
     for ours, theirs in zip(first, second, strict=True):

@@ -21,6 +21,7 @@ from support.image_prompts import (
 from support.rank_processes import RankContext, run_ranks
 from support.rollout_checks import set_stop_tokens, tokens_by_row
 from support.sampler_shards import rank_shard, shard_tensors
+from support.slow_cases import mostly_slow
 from support.tiny_images import write_tiny_image_model
 
 from rolemesh.engine.images.processing import ImageProcessor
@@ -124,8 +125,11 @@ def newer_name(name: str) -> str:
     return f"{prefix}.{rest}"
 
 
-@pytest.mark.parametrize("family", TEXT_PARTS)
-@pytest.mark.parametrize("way", ["merged", "slots"])
+@pytest.mark.parametrize(
+    ("way", "family"),
+    # Each way, and each family, once.
+    mostly_slow((0, 3), [(way, family) for way in ("merged", "slots") for family in TEXT_PARTS]),
+)
 def test_an_adapter_of_the_text_is_served(tmp_path: Path, family: str, way: str) -> None:
     folder = write_folder(tmp_path / "base", family=family)
     adapter = AdapterSpec(rank=4, alpha=8.0, targets=("self_attn.v_proj", "gate_proj"))

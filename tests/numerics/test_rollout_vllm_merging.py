@@ -30,7 +30,10 @@ from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec
 
 SAMPLING = SamplingSpec(max_new_tokens=20)
-CASES = [Case("merged", "float32", "qwen2", SOME), Case("merged", "bfloat16", "llama", ALL)]
+CASES = [
+    Case("merged", "bfloat16", "qwen2", SOME),
+    pytest.param(Case("merged", "float32", "llama", ALL), marks=pytest.mark.slow),
+]
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on a GPU each update loads every weight"

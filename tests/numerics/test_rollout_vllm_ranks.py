@@ -10,8 +10,10 @@ import importlib
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -116,8 +118,11 @@ def vllm_group() -> tuple[int, ...]:
 
 
 def whole_story(at: RankContext, folder: Path, layout: HybridLayout) -> Story:
-    """All that two slices are asked for, with one load of ours and one of vLLM's."""
-    with at.connect(layout) as mesh:
+    """All that two slices are asked for, with one load of ours and one of vLLM's.
+
+    Nothing can be compiled.
+    """
+    with at.connect(layout) as mesh, without_compiler():
         backend = VllmBackend(SPEC, folder, mesh)
         files = shared_memory_files()
         environment = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -167,6 +172,14 @@ def whole_story(at: RankContext, folder: Path, layout: HybridLayout) -> Story:
     return story
 
 
+def without_compiler() -> AbstractContextManager[Any]:
+    """What would be compiled fails, as on a machine without a compiler."""
+    torch._dynamo.reset()  # What was compiled before would be there.
+    return mock.patch(
+        "torch._inductor.compile_fx.compile_fx", side_effect=RuntimeError("vLLM compiles")
+    )
+
+
 def short_story(
     at: RankContext, folder: Path, layout: HybridLayout, spec: VllmSpec = SPEC
 ) -> Story:
@@ -199,7 +212,7 @@ def short_story(
 def plain_story(at: RankContext, folder: Path, layout: HybridLayout) -> tuple[str, Story]:
     """The short story where vLLM has no collectives of its own, and nothing can be compiled.
 
-    The first is so in its library for AVX2.
+    The first is so in its library for AVX2. The second is so in the whole story, too.
 
     Returns:
         Name of the module that vLLM adds and gathers with; the story.
@@ -212,16 +225,13 @@ def plain_story(at: RankContext, folder: Path, layout: HybridLayout) -> tuple[st
     def check_groups(mesh: RankMesh) -> None:
         found.append(get_tp_group().device_communicator.dist_module.__name__)
 
-    torch._dynamo.reset()  # What an earlier story compiled would be there.
     with (
         # Asked where the library has them.
         mock.patch.object(
             CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False
         ),
         mock.patch.object(vllm, "check_groups", check_groups),
-        mock.patch(
-            "torch._inductor.compile_fx.compile_fx", side_effect=RuntimeError("vLLM compiles")
-        ),
+        without_compiler(),
     ):
         story = short_story(at, folder, layout)
     return found[0], story
@@ -474,6 +484,7 @@ def test_more_slices_than_key_value_heads_share_them(vllm_pool: RankPool, folder
     assert held[0] == held[1] != held[2] == held[3]
 
 
+@pytest.mark.slow
 def test_slices_need_neither_shared_memory_nor_a_compiler(
     vllm_pool: RankPool, folder: Path
 ) -> None:

@@ -201,10 +201,10 @@ def test_a_step_moves_each_bias_towards_even_loads(tmp_path: Path) -> None:
 def test_loads_become_even(tmp_path: Path) -> None:
     """The bias alone does it: the router's own weights barely move."""
     folder = _folder(tmp_path, "glm4_moe", n_group=1, topk_group=1)
-    trainer = _trainer(folder, balancing={"rate": 0.02})
+    trainer = _trainer(folder, balancing={"rate": 0.05})
     batch = _batch(trainer)
     found = [
-        update_whole(trainer, batch, LOSS, epochs=1, mini_batch_rows=100, seed=5) for _ in range(40)
+        update_whole(trainer, batch, LOSS, epochs=1, mini_batch_rows=100, seed=5) for _ in range(16)
     ]
     assert found[0]["experts/load_ratio"] > 1.8
     assert found[-1]["experts/load_ratio"] < 1.5
@@ -246,8 +246,10 @@ def _add_noise(trainer: Trainer) -> None:
             weight += noise * torch.randn(weight.shape, generator=generator)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shares", ["auto", "never", "padded"])
+@pytest.mark.parametrize(
+    ("family", "shares"),
+    [*((family, "auto") for family in FAMILIES), ("qwen3_moe", "never"), ("glm4_moe", "padded")],
+)
 def test_own_routes_change_nothing(tmp_path: Path, family: str, shares: str) -> None:
     folder = _folder(tmp_path, family)
     if shares == "padded":
@@ -427,7 +429,10 @@ def _check_sampler(found: tuple[dict[str, float], float]) -> None:
     assert gaps["noisy router, replayed"] < gaps["noisy router, alone"] / 3, gaps
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES[1::2], *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[::2])],
+)
 def test_the_sampler_hf_keeps_routes(rank_pool: RankPool, tmp_path: Path, family: str) -> None:
     folder = _folder(tmp_path, family, eos_token_id=2, max_position_embeddings=128)
     (found,) = rank_pool.run(sample_with_routes, 1, folder, "hf")

@@ -83,8 +83,7 @@ def _bits(tensors: Any) -> dict[str, bytes]:
     return {name: raw(one) for name, one in tensors}
 
 
-@WHOLE_OR_ADAPTED
-@pytest.mark.parametrize("decay", [0.99, 0.3])
+@pytest.mark.parametrize(("model", "decay"), [({}, 0.99), (ADAPTER, 0.3)], ids=["whole", "adapted"])
 def test_the_average_is_that_of_a_loop_in_float64(
     job: Job, model: dict[str, Any], decay: float
 ) -> None:
@@ -110,8 +109,9 @@ def test_the_average_is_that_of_a_loop_in_float64(
         torch.testing.assert_close(one.double(), expected[name], rtol=3e-7, atol=1e-9)
 
 
-@WHOLE_OR_ADAPTED
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("model", "compute_dtype"), [({}, "bfloat16"), (ADAPTER, "float32")], ids=["whole", "adapted"]
+)
 def test_it_scores_as_a_model_that_has_the_averaged_weights(
     job: Job, model: dict[str, Any], compute_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,8 +195,12 @@ def _teach(at: RankContext, job: Job) -> tuple[Trained, Tensors, bool]:
         return part, {name: one.values for name, one in scored.columns.items()}, is_same
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, FSDP2], ids=["tp2", "pp2", "fsdp2"])
-@pytest.mark.parametrize("model", [{}, ADAPTER], ids=["whole", "adapted"])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    # FSDP of adapted models: the test of layouts below.
+    [(TP2, ADAPTER), (PP2, {}), (FSDP2, {})],
+    ids=["tp2, adapted", "pp2", "fsdp2"],
+)
 def test_many_ranks_keep_the_average_of_one(
     rank_pool: RankPool, job: Job, layout: TrainLayout, model: dict[str, Any]
 ) -> None:
@@ -253,7 +257,7 @@ def test_any_layout_loads_the_average_that_any_other_saved(
     rank_pool.run(load, 1, replace(job, layout=TrainLayout(), average=None), folder)
     plain = replace(job, layout=TrainLayout(), average=None)
     rank_pool.run(save, 1, plain, tmp_path / "plain")
-    ((kind, text, is_same),) = rank_pool.run(
+    (((kind, text, is_same),),) = rank_pool.run(
         refused_load, 1, replace(plain, average=DECAY), tmp_path / "plain"
     )
     assert (kind, is_same) == ("CheckpointMismatchError", True)

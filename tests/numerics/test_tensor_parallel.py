@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,13 +156,20 @@ CASES: dict[str, tuple[str, Mapping[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "tp"),
-    [
-        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in CASES),
-        *((case, 4) for case in CASES),
-    ],
-)
+NEEDED = ("llama-biases", "qwen3", "qwen3-one-kv-head", "empty-vocabulary-slice")
+"""Cases that `make test` makes: with what slices sum once, what each has of a head, and parts that
+are empty or the same. Test_families cuts the others."""
+
+
+def _cases(quick_tp: int) -> Iterator[Any]:
+    """Each case in two and in four slices."""
+    for case in CASES:
+        for tp in (2, 4):
+            is_slow = case not in NEEDED or tp != quick_tp
+            yield pytest.param(case, tp, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize(("case", "tp"), list(_cases(quick_tp=4)))
 def test_slices_score_and_learn_as_the_whole_model(
     rank_pool: RankPool, tmp_path: Path, case: str, tp: int
 ) -> None:
@@ -173,13 +180,7 @@ def test_slices_score_and_learn_as_the_whole_model(
     check_against_one_rank(whole, parts, spec, "lm_head")
 
 
-@pytest.mark.parametrize(
-    ("case", "tp"),
-    [
-        *((case, 2) for case in CASES),
-        *(pytest.param(case, 4, marks=pytest.mark.slow) for case in CASES),
-    ],
-)
+@pytest.mark.parametrize(("case", "tp"), list(_cases(quick_tp=2)))
 def test_slices_that_share_tokens_score_and_learn_as_the_whole_model(
     rank_pool: RankPool, tmp_path: Path, case: str, tp: int
 ) -> None:
@@ -230,12 +231,14 @@ def test_a_value_head_that_the_folder_lacks_begins_at_zero_on_every_slice(
         assert float(part.gradients["score.weight"].abs().max()) > 0
 
 
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("compute_dtype", "recompute"), [("float32", "selective"), ("bfloat16", "full")]
+)
 def test_recomputation_changes_no_bit_of_a_slice(
-    rank_pool: RankPool, tmp_path: Path, compute_dtype: str
+    rank_pool: RankPool, tmp_path: Path, compute_dtype: str, recompute: str
 ) -> None:
     folder = write_tiny_decoder(tmp_path, "qwen3")
-    passes = [
+    plain_parts, again = (
         rank_pool.run(
             pass_of_rank,
             2,
@@ -243,12 +246,11 @@ def test_recomputation_changes_no_bit_of_a_slice(
             "lm_head",
             TrainLayout(tp=2),
         )
-        for mode in ("none", "selective", "full")
-    ]
-    for parts in passes[1:]:
-        for part, plain in zip(parts, passes[0], strict=True):
-            for name, gradient in plain.gradients.items():
-                assert torch.equal(part.gradients[name], gradient), name
+        for mode in ("none", recompute)
+    )
+    for part, plain in zip(again, plain_parts, strict=True):
+        for name, gradient in plain.gradients.items():
+            assert torch.equal(part.gradients[name], gradient), name
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "empty-vocabulary-slice"])

@@ -137,11 +137,12 @@ def _assert_near(
         assert float((found[name] - gradient).norm() / gradient.norm()) < tolerance, name
 
 
-FAMILIES = ["smollm2", "llama", "qwen2", "qwen3"]
+FAMILIES = ["smollm2", "qwen2", "qwen3"]
+"""Heads of another width than the others', biases, and norms of queries and keys."""
+KINDS = [("policy", family) for family in FAMILIES] + [("critic", "qwen3")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize(("kind", "family"), KINDS)
 def test_states_and_all_gradients_in_float64(tmp_path: Path, family: str, kind: str) -> None:
     model = _model(_folder(tmp_path, family), kind)
     model.lm.double()
@@ -171,8 +172,7 @@ def _states_and_gradients(
     return states_ND.detach(), gradients
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize(("kind", "family"), KINDS)
 def test_outputs_and_all_gradients(tmp_path: Path, family: str, kind: str) -> None:
     model = _model(_folder(tmp_path, family), kind)
     batch = shared_batch()
@@ -296,7 +296,7 @@ def test_the_mask_of_a_pass_is_traced_once_for_all_sizes(monkeypatch: pytest.Mon
     """On a GPU it is compiled, and each pass has its own number of tokens."""
     counter = CompileCounter()
     traced = torch.compile(shared_flex.create_block_mask, dynamic=True, backend=counter)
-    for number in (1, 20, 9):
+    for number in (1, 9, 3):
         rows = [(prompt, 1 + (11 * at) % 40) for at, (prompt, _) in enumerate(ROWS * number)]
         tree = pack_rows(shared_batch(rows), "cpu", WHATEVER).layout
         found = []

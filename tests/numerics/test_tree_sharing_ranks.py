@@ -138,18 +138,23 @@ def _assert_agree(rank_pool: RankPool, job: Job, layout: TrainLayout, expected: 
         assert float(distance / gradient.double().norm()) < GRADIENT_TOLERANCE, name
 
 
+QUICK = {
+    "policy": ("tp4 (2 kv heads)", "dp2", "cp4 (2 kv heads)", "tp2-pp2-cp2-fsdp2"),
+    # A critic is spread as a policy is, but for its head.
+    "critic": ("tp2-pp2-fsdp2",),
+}
+"""Of each way the most ranks; stages and FSDP are in the layouts of several ways."""
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
         pytest.param(
             *(kind, layout),
             id=f"{kind}-{name}",
-            # A critic is spread as a policy is, but for its head.
-            marks=[pytest.mark.slow]
-            if (kind == "critic" and name != "tp2-pp2-fsdp2") or name == "cp2"
-            else [],
+            marks=[] if name in names else [pytest.mark.slow],
         )
-        for kind in ("policy", "critic")
+        for kind, names in QUICK.items()
         for name, layout in LAYOUTS.items()
     ],
 )
@@ -165,7 +170,7 @@ def test_gradients_agree_with_one_rank_that_shares_nothing(
     _assert_agree(rank_pool, job, layout, unshared(job))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_recomputed_activations_agree_on_all_axes(
     rank_pool: RankPool,
     folders: dict[str, Path],
@@ -189,7 +194,9 @@ def test_slices_that_share_tokens_share_prompts_too(
     _assert_agree(rank_pool, sharing, TrainLayout(tp=2, dp=2, cp=2), unshared(job))
 
 
-@pytest.mark.parametrize("name", ["tp4 (2 kv heads)", "tp2-pp2-fsdp2"], ids=str)
+@pytest.mark.parametrize(
+    "name", ["tp4 (2 kv heads)", pytest.param("tp2-pp2-fsdp2", marks=pytest.mark.slow)], ids=str
+)
 def test_norms_of_heads_agree(
     rank_pool: RankPool, folders: dict[str, Path], batch: Experience, unshared: Any, name: str
 ) -> None:

@@ -141,8 +141,16 @@ SOME_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", THREADED)
-@pytest.mark.parametrize("layout", SOME_LAYOUTS, ids=label)
+def in_turn(kinds: list[str]) -> list[Any]:
+    """Each transport with two of the layouts, which they take in turn."""
+    return [
+        pytest.param(kind, layout, id=f"{kind}-{label(layout)}")
+        for number, kind in enumerate(kinds)
+        for layout in SOME_LAYOUTS[number % 2 :: 2]
+    ]
+
+
+@pytest.mark.parametrize(("kind", "layout"), in_turn(THREADED))
 def test_there_and_back_is_bit_exact(kind: str, layout: HybridLayout) -> None:
     shape = decoder()
     train = train_layout(shape, layout.train)
@@ -227,12 +235,11 @@ class TorchCopies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "times"), [("memory", 1), ("shm", 4)])
-@pytest.mark.parametrize("layout", SOME_LAYOUTS, ids=label)
+@pytest.mark.parametrize(("kind", "layout"), in_turn(["memory", "shm"]))
 def test_what_a_rank_lacks_is_copied_once_where_it_may_read_the_others_memory(
-    kind: str, times: int, layout: HybridLayout
+    kind: str, layout: HybridLayout
 ) -> None:
-    shape = decoder()
+    shape, times = decoder(), {"memory": 1, "shm": 4}[kind]
     train = train_layout(shape, layout.train)
     plan = make_plan(train, generate_layout(shape, layout, "float32"), bucket_bytes=BUCKET_BYTES)
     weights = random_weights(train.manifest)

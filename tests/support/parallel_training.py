@@ -43,6 +43,9 @@ EPS = 1e-4
 """Of AdamW. Steps of gradients far below it follow the gradient, and not its sign alone: a number
 that nearly cancels (1e-7 beside ones of 0.1) would else move a weight by what it was rounded to,
 and one that is too large or too small by a factor would not show."""
+WHOLE_STEPS = {"micro_batch_tokens": 1024}
+"""Fields of a ModelSpec with which a step is one pass: what several are together, others prove
+(test_parallel_training, test_routing)."""
 METRIC_TOLERANCE = 1e-5
 """Relative (absolute below 1): sums of float32 numbers that differ in their last bits."""
 

@@ -6,6 +6,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import pickle  # noqa: TID251 - between the processes of one test
 import sys
@@ -17,6 +18,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -79,11 +81,34 @@ def main() -> None:
         # a hundred times a second.
         context = args = function = None
         gc.collect()
+        # What is left are modules that the function imported: the next collection is short again.
+        gc.freeze()
 
 
 def by_value(message: object) -> bytes:
     """A message for `send_bytes`; `send` would lend torch's shared memory to the reader."""
-    return pickle.dumps(message)
+    written = io.BytesIO()
+    _ByValue(written).dump(message)
+    return written.getvalue()
+
+
+class _ByValue(pickle.Pickler):
+    """Writes plain tensors as their bytes: a small one takes far less time than in torch's form."""
+
+    def reducer_override(self, value: object) -> Any:
+        """How to make the value again, or NotImplemented."""
+        if type(value) is not torch.Tensor or value.requires_grad or value.device.type != "cpu":
+            return NotImplemented
+        if value.layout is not torch.strided:
+            return NotImplemented
+        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (content, value.dtype, tuple(value.shape))
+
+
+def _tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 
 def _module(where: Location) -> ModuleType:

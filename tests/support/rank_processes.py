@@ -17,7 +17,7 @@ Usage, with processes that outlive the test, by the session's fixture (see tests
 
 The function stands at the top level of any importable module or test file; it travels by name. It
 gets the rank's RankContext and then the arguments, which are pickled, as is what it returns
-(tensors by value, whole storages: clone a view of something large). Module state, torch's seed and
+(tensors by value, without what they share with others). Module state, torch's seed and
 its default dtype stay as a function leaves them: seed in the function. Torch's world is closed
 after it. Whoever wants a rank's failure rather than an exception takes `RankPool.outcomes`.
 """

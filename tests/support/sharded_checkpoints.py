@@ -39,20 +39,17 @@ def save(at: RankContext, job: Job, directory: Path) -> Loaded:
     """Trains and saves."""
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
-        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
+        _train(trainer, job)
         torch.manual_seed(100 + at.rank)
         trainer.save(directory, {"kl_coefficient": 0.25, "rank": at.rank})
         return _state(trainer, {})
 
 
-def load(at: RankContext, job: Job, directory: Path, copy: Path | None = None) -> Loaded:
-    """Loads; saves again as `copy`."""
+def load(at: RankContext, job: Job, directory: Path) -> Loaded:
+    """Loads."""
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
-        extra = trainer.load(directory)
-        if copy is not None:
-            trainer.save(copy, extra)
-        return _state(trainer, extra)
+        return _state(trainer, trainer.load(directory))
 
 
 def load_and_train(at: RankContext, job: Job, directory: Path | None) -> Loaded:
@@ -60,39 +57,43 @@ def load_and_train(at: RankContext, job: Job, directory: Path | None) -> Loaded:
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
         if directory is None:
-            update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
+            _train(trainer, job)
             torch.manual_seed(100 + at.rank)
         else:
             trainer.load(directory)
-        metrics = update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=6)
+        metrics = _train(trainer, job, seed=6)
         loaded = _state(trainer, {})
         loaded.later = metrics
         return loaded
 
 
-def refused_load(at: RankContext, job: Job, directory: Path) -> tuple[str, str, bool]:
-    """Class and message of what a load raises, and whether the trainer is as before."""
+def refused_load(at: RankContext, job: Job, *directories: Path) -> list[tuple[str, str, bool]]:
+    """Class and message of what loads raise, and whether the trainer is as before each."""
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
-        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
-        torch.manual_seed(3)
-        before = _state(trainer, {})
-        torch.manual_seed(3)
-        try:
-            trainer.load(directory)
-        except Exception as error:
-            after = _state(trainer, {})
-            is_same = (
-                _equal(before.part.weights, after.part.weights)
-                and all(
-                    _equal(before.part.moments[name], after.part.moments[name])
-                    for name in before.part.moments
-                )
-                and (before.steps, before.policy_version, before.draw)
-                == (after.steps, after.policy_version, after.draw)
+        _train(trainer, job)
+        return [_refused(trainer, directory) for directory in directories]
+
+
+def _refused(trainer: Trainer, directory: Path) -> tuple[str, str, bool]:
+    torch.manual_seed(3)
+    before = _state(trainer, {})
+    torch.manual_seed(3)
+    try:
+        trainer.load(directory)
+    except Exception as error:
+        after = _state(trainer, {})
+        is_same = (
+            _equal(before.part.weights, after.part.weights)
+            and all(
+                _equal(before.part.moments[name], after.part.moments[name])
+                for name in before.part.moments
             )
-            return type(error).__name__, str(error), is_same
-        raise AssertionError("the load was not refused")
+            and (before.steps, before.policy_version, before.draw)
+            == (after.steps, after.policy_version, after.draw)
+        )
+        return type(error).__name__, str(error), is_same
+    raise AssertionError("the load was not refused")
 
 
 def killed_save(at: RankContext, job: Job, directory: Path, victim: int) -> str:
@@ -110,7 +111,7 @@ def killed_save(at: RankContext, job: Job, directory: Path, victim: int) -> str:
         checkpoint_writing.save_file = dying
     with at.connect(HybridLayout(job.layout), timeout_s=30.0) as mesh:
         trainer = make_trainer(job, at, mesh)
-        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
+        _train(trainer, job)
         try:
             trainer.save(directory)
         except Exception as error:
@@ -156,6 +157,11 @@ def export(
             trainer.export(directory, dtype)
     finally:
         export_module.FILE_BYTES, export_module.MESSAGE_BYTES = before
+
+
+def _train(trainer: Trainer, job: Job, seed: int = 5) -> dict[str, float]:
+    """Two optimizer steps."""
+    return update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=4, seed=seed)
 
 
 def _state(trainer: Trainer, extra: dict[str, Any]) -> Loaded:

@@ -104,9 +104,9 @@ def hybrids(most_ranks: int, grouping: Grouping = "interval") -> Iterator[Hybrid
 
 
 def thinned(layouts: Iterable[HybridLayout]) -> list[Any]:
-    """Parameters of a test: every fourth layout, and as slow tests the others."""
+    """Parameters of a test: every sixth layout, and as slow tests the others."""
     return [
-        pytest.param(layout, id=label(layout), marks=[pytest.mark.slow] if number % 4 else [])
+        pytest.param(layout, id=label(layout), marks=[pytest.mark.slow] if number % 6 else [])
         for number, layout in enumerate(layouts)
     ]
 
