@@ -29,11 +29,14 @@ os.environ |= {"ROLEMESH_SERVICE__FOLDERS": "/", "ROLEMESH_SERVICE__CODE_ROOTS":
 
 
 LOAD_VLLM = [
-    f"tests/numerics/test_{name}.py"
-    for name in (
-        *("rollout_vllm", "rollout_vllm_bfloat16", "rollout_vllm_fast", "rollout_vllm_one_rank"),
-        "sampler_sleep",
-    )
+    *("tests/integration/test_agents.py", "tests/integration/test_endpoint_images.py"),
+    *(
+        f"tests/numerics/test_{name}.py"
+        for name in (
+            *("rollout_vllm", "rollout_vllm_bfloat16", "rollout_vllm_fast"),
+            *("rollout_vllm_one_rank", "sampler_sleep"),
+        )
+    ),
 ]
 """Loading it takes ten seconds of computing. So do those of one folder, which share an engine."""
 ENDPOINT = "tests/integration/endpoint/"
