@@ -29,17 +29,18 @@ os.environ |= {"ROLEMESH_SERVICE__FOLDERS": "/", "ROLEMESH_SERVICE__CODE_ROOTS":
 
 
 LOAD_VLLM = [
-    *("tests/integration/test_agents.py", "tests/integration/test_endpoint_images.py"),
-    *(
-        f"tests/numerics/test_{name}.py"
-        for name in (
-            *("rollout_vllm", "rollout_vllm_bfloat16", "rollout_vllm_fast"),
-            *("rollout_vllm_one_rank", "sampler_sleep"),
-        )
-    ),
+    f"tests/numerics/test_{name}.py"
+    for name in (
+        *("rollout_vllm", "rollout_vllm_bfloat16", "rollout_vllm_fast", "rollout_vllm_one_rank"),
+        "sampler_sleep",
+    )
 ]
 """Loading it takes ten seconds of computing. So do those of one folder, which share an engine."""
-ENDPOINT = "tests/integration/endpoint/"
+ENDPOINT = (
+    "tests/integration/endpoint/",
+    "tests/integration/test_agents.py",
+    "tests/integration/test_endpoint_images.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
