@@ -38,7 +38,11 @@ LOAD_VLLM = [
     )
 ]
 """Loading it takes ten seconds of computing. So do those of one folder, which share an engine."""
-ENDPOINT = "tests/integration/endpoint/"
+ENDPOINT = (
+    "tests/integration/endpoint/",
+    "tests/integration/test_agents.py",
+    "tests/integration/test_endpoint_images.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -149,24 +149,21 @@ def test_each_trajectory_has_its_own_instance_until_it_ends(code: Path) -> None:
     assert first.step("living").reward == 1.0
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_an_environment_that_fails_says_why(code: Path) -> None:
+    make = environment_maker(PythonEnvironmentSpec(environment=f"{code}:Bad"), SANDBOX)
+    for text, message in (
         ("raise", r"^KeyError\('missing'\) \(at .*own\.py:\d+, in step\)$"),
         ("leave", r"^SystemExit\(3\) \(at"),
         ("nan", "reward of the observation is nan"),
         ("none", "step gave a NoneType: return an Observation"),
         ("die", r"the process of '.*:Bad' has ended"),
-    ],
-)
-def test_an_environment_that_fails_says_why(code: Path, text: str, message: str) -> None:
-    make = environment_maker(PythonEnvironmentSpec(environment=f"{code}:Bad"), SANDBOX)
-    it = make()
-    it.reset(ROW)
-    with pytest.raises(EnvironmentFailedError, match=message):
-        it.step(text)
-    # The next generation has instances of its own.
-    assert make().reset(ROW) is None
+    ):
+        it = make()
+        it.reset(ROW)
+        with pytest.raises(EnvironmentFailedError, match=message):
+            it.step(text)
+        # The next generation has instances of its own.
+        assert make().reset(ROW) is None
 
 
 @pytest.mark.parametrize(

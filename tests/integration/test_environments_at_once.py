@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,9 +102,9 @@ class OnLoop(Environment):
 """
 
 
-@pytest.fixture
-def started(tmp_path: Path) -> Callable[..., EnvironmentProcess]:
-    file = tmp_path / "own.py"
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EnvironmentProcess]:
+    file = tmp_path_factory.mktemp("code") / "own.py"
     file.write_text(CLASSES)
 
     def start(name: str, **spec: Any) -> EnvironmentProcess:
@@ -112,6 +112,12 @@ def started(tmp_path: Path) -> Callable[..., EnvironmentProcess]:
         return EnvironmentProcess(whole, SANDBOX)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def shared(started: Callable[..., EnvironmentProcess]) -> Callable[[str], EnvironmentProcess]:
+    """A process that no test ends: it imports for most of a second."""
+    return functools.cache(started)
 
 
 def begun(process: EnvironmentProcess, number: int) -> list[Any]:
@@ -153,9 +159,9 @@ def step(it: Any, text: str) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("name", ["Threaded", "OnLoop"])
 def test_calls_take_their_time_together_and_each_thread_gets_its_own_answer(
-    started: Callable[..., EnvironmentProcess], name: str
+    shared: Callable[[str], EnvironmentProcess], name: str
 ) -> None:
-    made = begun(started(name), 16)
+    made = begun(shared(name), 16)
     calls = [step(it, f"say{n} {1.5 - n / 16}") for n, it in enumerate(made)]
     at_once = AtOnce(calls)
     outcomes, took_s = at_once.wait()
@@ -167,10 +173,9 @@ def test_calls_take_their_time_together_and_each_thread_gets_its_own_answer(
 
 @pytest.mark.parametrize("name", ["Threaded", "OnLoop"])
 def test_calls_of_one_instance_never_overlap(
-    started: Callable[..., EnvironmentProcess], name: str
+    shared: Callable[[str], EnvironmentProcess], name: str
 ) -> None:
-    process = started(name)
-    it, other = begun(process, 2)
+    it, other = begun(shared(name), 2)
     outcomes, took_s = AtOnce([step(it, f"say{n} 0.3") for n in range(4)]).wait()
     assert sorted(one.text for one in outcomes) == [f"0 say{n}" for n in range(4)]
     assert took_s >= 4 * 0.3
@@ -300,15 +305,15 @@ def test_many_threads_leave_the_address_space_to_the_class(
 
 
 def test_what_reset_bound_to_the_loop_serves_step(
-    started: Callable[..., EnvironmentProcess],
+    shared: Callable[[str], EnvironmentProcess],
 ) -> None:
-    made = begun(started("OnLoop"), 4)
+    made = begun(shared("OnLoop"), 4)
     outcomes, _ = AtOnce([step(it, "bound") for it in made]).wait()
     assert [it.text for it in outcomes] == ["bound True end_token"] * 4
 
 
-def test_a_coroutine_that_fails_says_why(started: Callable[..., EnvironmentProcess]) -> None:
-    it = begun(started("OnLoop"), 1)[0]
+def test_a_coroutine_that_fails_says_why(shared: Callable[[str], EnvironmentProcess]) -> None:
+    it = begun(shared("OnLoop"), 1)[0]
     for text, message in (
         ("raise", r"^KeyError\('missing'\) \(at .*own\.py:\d+, in step\)$"),
         ("leave", r"^SystemExit\(3\) \(at"),

@@ -319,6 +319,8 @@ def test_a_runs_held_out_rows_get_the_score_that_the_run_gave_them(run: Path) ->
     assert not list(run.glob(".serve-*"))
 
 
+# Episodes of an evaluation: endpoint/test_playing_episodes, without a run of its own.
+@pytest.mark.slow
 def test_held_out_episodes_get_the_score_that_the_run_gave_them(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     environment = {"type": "python", "environment": f"{tmp_path / 'own.py'}:Nods"}

@@ -15,6 +15,7 @@ from support.fake_recipes import PPO_ROLES, fake_recipe, split_pools
 from support.fake_roles import FakeMesh, expected_weight, fake_mesh
 from support.fake_runs import Recorder, kill_during, make_run
 from support.run_results import learnt
+from support.slow_cases import mostly_slow
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.run.saving.resume import reached
@@ -49,6 +50,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, dict[str, float]]] = {
     "metric": ("not_finite", {}, "actor.Update", {"loss": math.nan}),
     "infinite": ("not_finite", {}, "critic.Update", {"loss": math.inf}),
 }  # fmt: skip
+EVERY = (*FAULTS, "loss")
+FEW = mostly_slow(
+    [number for number, fault in enumerate(EVERY) if fault in ("kl", "critic_grad_norm", "loss")],
+    [(fault,) for fault in EVERY],
+)
+"""Where the rule does not matter, which all are held to by what is skipped: a metric from before
+the updates, one of an update, and a refusal."""
 
 
 def in_step(call: str, fault: Mapping[str, float], step: int = BAD) -> Reported:
@@ -89,7 +97,7 @@ def sampled(mesh: FakeMesh) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "loss"])
+@pytest.mark.parametrize("fault", EVERY)
 async def test_a_step_that_is_skipped_leaves_only_its_record(fault: str, tmp_path: Path) -> None:
     rule, section, call, value = FAULTS.get(fault, ("not_finite", {}, "actor.Update", {}))
     recorder, store = Recorder(), MemoryStateStore()
@@ -120,7 +128,7 @@ async def test_a_step_that_is_skipped_leaves_only_its_record(fault: str, tmp_pat
     assert [event.step for event in events if event.note.text == told] == [BAD - 1]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "loss"])
+@pytest.mark.parametrize("fault", FEW)
 async def test_a_run_that_goes_back_draws_the_step_anew(fault: str, tmp_path: Path) -> None:
     rule, section, call, value = FAULTS.get(fault, ("not_finite", {}, "critic.Update", {}))
     recorder, store = Recorder(), MemoryStateStore()
@@ -146,7 +154,7 @@ async def test_a_run_that_goes_back_draws_the_step_anew(fault: str, tmp_path: Pa
     assert marker["roll_backs"] == [1]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "loss"])
+@pytest.mark.parametrize("fault", FEW)
 async def test_a_run_that_is_stopped_says_why_and_keeps_the_step_before(
     fault: str, tmp_path: Path
 ) -> None:
@@ -265,9 +273,20 @@ async def test_a_rule_without_its_metric_is_told_of(tmp_path: Path) -> None:
 AHEAD = ({"type": "one_step_ahead"}, {"type": "async", "max_staleness": 2})
 
 
-@pytest.mark.parametrize("is_refused", [False, True], ids=["metric", "refusal"])
-@pytest.mark.parametrize("action", ["skip", "roll_back"])
-@pytest.mark.parametrize("sampler", AHEAD, ids=lambda sampler: sampler["type"])
+# All pairs of a sampler, an action and a kind of fault.
+@pytest.mark.parametrize(
+    ("sampler", "action", "is_refused"),
+    [
+        pytest.param(
+            AHEAD[number], action, is_refused, marks=marks,
+            id=f"{AHEAD[number]['type']}-{action}-{'refusal' if is_refused else 'metric'}",
+        )
+        for number in range(2)
+        for place, action in enumerate(("skip", "roll_back"))
+        for is_refused in (False, True)
+        for marks in [() if (number + place + is_refused) % 2 else pytest.mark.slow]
+    ],
+)  # fmt: skip
 async def test_what_was_sampled_ahead_of_an_undone_step_is_sampled_anew(
     sampler: dict[str, Any], action: str, is_refused: bool, tmp_path: Path
 ) -> None:

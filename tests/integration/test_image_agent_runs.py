@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm_processes
 from support.image_tasks import data_of, write_task
 from support.mesh_runs import CliRun
 
@@ -82,7 +83,10 @@ def test_what_agents_are_shown_is_trained_as_it_was_sampled(layout: str, tmp_pat
     task = write_task(tmp_path / "task", 1)
     agent = tmp_path / "seeing.py"
     agent.write_text(AGENT)
-    run = CliRun(recipe_of(task, agent, LAYOUTS[layout]), tmp_path)
+    # Services are forked from what has loaded vLLM, which takes ten seconds of computing.
+    with_vllm = warm_processes.with_vllm()["ROLEMESH_TEST_WARM_RANKS"]
+    variables = {"ROLEMESH_TEST_WARM_SERVICES": with_vllm}
+    run = CliRun(recipe_of(task, agent, LAYOUTS[layout]), tmp_path, variables=variables)
     try:
         assert run.wait(WAIT_S) == 0, run.output
     finally:

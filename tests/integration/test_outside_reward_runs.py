@@ -151,16 +151,23 @@ async def test_an_endpoint_that_fails_ends_the_run_with_its_reason_and_the_state
     assert (await again.run.execute()).state is RunState.SUCCEEDED
 
 
+ONE_BY_ONE = {"batch_size": 1, "concurrency": 1}
+
+
+def dropping(server: RewardServer, path: str = "/get_reward", **more: Any) -> dict[str, Any]:
+    """A source that leaves out the group of a row that it cannot judge."""
+    return {
+        "type": "openrlhf",
+        "urls": server.url + path,
+        "on_failure": {"type": "drop_group"},
+        **more,
+    }
+
+
 async def test_a_lost_group_is_left_out_and_the_run_goes_on(
     model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
 ) -> None:
-    source = {
-        "type": "openrlhf",
-        "urls": server.url + "/get_reward",
-        "batch_size": 1,
-        "concurrency": 1,
-        "on_failure": {"type": "drop_group"},
-    }
+    source = dropping(server, **ONE_BY_ONE)
     # One row of eight is lied about in the first step: its prompt's two rows are left out.
     server.faults = [None, None, "nan"]
     algorithm = {**GRPO, "mini_batch_rows": 2}
@@ -178,11 +185,7 @@ async def test_a_step_of_which_nothing_is_left_fails_and_says_so(
     model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
 ) -> None:
     server.always = 404
-    source = {
-        "type": "openrlhf",
-        "urls": server.url + "/get_reward",
-        "on_failure": {"type": "drop_group"},
-    }
+    source = dropping(server)
     run = Run(model, addresses, tmp_path / "steps", {"source": source})
     with pytest.raises(RunError, match="nothing is left to learn from"):
         await run.run.execute()
@@ -197,11 +200,7 @@ async def test_an_evaluation_of_which_nothing_is_left_says_why(
     model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
 ) -> None:
     server.always = 404
-    source = {
-        "type": "openrlhf",
-        "urls": server.url + "/get_reward",
-        "on_failure": {"type": "drop_group"},
-    }
+    source = dropping(server)
     evaluation = {"num_prompts": 4}
     run = Run(model, addresses, tmp_path, {"source": source}, run__evaluation=evaluation)
     with pytest.raises(RunError, match=r"4 of 4 rows could not be judged.*status 404"):
@@ -212,11 +211,7 @@ async def test_a_stated_value_stands_for_what_failed(
     model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
 ) -> None:
     server.always = 404
-    source = {
-        "type": "openrlhf",
-        "urls": server.url + "/get_reward",
-        "on_failure": {"type": "value", "value": -2.5},
-    }
+    source = dropping(server, on_failure={"type": "value", "value": -2.5})
     run = Run(model, addresses, tmp_path, {"source": source})
     assert (await run.run.execute()).state is RunState.SUCCEEDED
     assert [record["reward/mean"] for record in run.metrics] == [-2.5, -2.5]
@@ -230,43 +225,23 @@ async def test_two_ranks_judge_whole_groups_each_and_leave_out_the_same_rows(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    source = {
-        "type": "openrlhf",
-        "urls": server.url + "/get_reward",
-        "batch_size": 1,
-        "concurrency": 1,
-        "on_failure": {"type": "drop_group"},
-    }
+    source = dropping(server, **ONE_BY_ONE)
     server.faults = [None, None, "nan"]
     folder = tmp_path_factory.mktemp("wide")
     with service_processes(folder, ("reward",), "--layout", "dp=2") as wide:
-        run = Run(
-            model,
-            {**addresses, **wide},
-            tmp_path / "run",
-            {"source": source, "layout": {"dp": 2}},
-            run__steps=1,
-        )
+
+        def judged_by(judge: dict[str, Any], name: str) -> Run:
+            reward = {"source": judge, "layout": {"dp": 2}}
+            return Run(model, {**addresses, **wide}, tmp_path / name, reward, run__steps=1)
+
+        run = judged_by(source, "run")
         assert (await run.run.execute()).state is RunState.SUCCEEDED
         # What fails on one rank alone is told by all, and leaves the service as fit as before.
         server.faults = [None, None, "nan"]
-        failing = {**source, "on_failure": {"type": "fail"}}
-        broken = Run(
-            model,
-            {**addresses, **wide},
-            tmp_path / "broken",
-            {"source": failing, "layout": {"dp": 2}},
-            run__steps=1,
-        )
+        broken = judged_by({**source, "on_failure": {"type": "fail"}}, "broken")
         with pytest.raises(RunError, match=r"reward\.compute_reward failed.*a finite number"):
             await broken.run.execute()
-        again = Run(
-            model,
-            {**addresses, **wide},
-            tmp_path / "again",
-            {"source": source, "layout": {"dp": 2}},
-            run__steps=1,
-        )
+        again = judged_by(source, "again")
         assert (await again.run.execute()).state is RunState.SUCCEEDED
     (record,) = run.metrics
     assert record["reward/dropped_rows"] == 2
@@ -278,15 +253,6 @@ async def test_two_ranks_judge_whole_groups_each_and_leave_out_the_same_rows(
 async def test_what_reward_or_cost_drop_is_left_out_by_actor_and_critic_alike(
     model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
 ) -> None:
-    def dropping(path: str) -> dict[str, Any]:
-        return {
-            "type": "openrlhf" if path == "/get_reward" else "slime",
-            "urls": server.url + path,
-            "batch_size": 1,
-            "concurrency": 1,
-            "on_failure": {"type": "drop_group"},
-        }
-
     # Rows come in the order of prompts; the first prompt fails the reward, the second one the cost.
     server.faults = ["nan"] + [None] * (NUM_ROWS - 1) + [None, None, 404]
     services = tmp_path / "services"
@@ -302,8 +268,8 @@ async def test_what_reward_or_cost_drop_is_left_out_by_actor_and_critic_alike(
                 "sampling": {"samples_per_prompt": 2, "max_new_tokens": 6},
                 "mini_batch_rows": 2,
             },
-            reward={"source": dropping("/get_reward")},
-            cost={"source": dropping("/slime")},
+            reward={"source": dropping(server, **ONE_BY_ONE)},
+            cost={"source": dropping(server, "/slime", type="slime", **ONE_BY_ONE)},
             services={role: {"address": address} for role, address in everybody.items()},
             store={"type": "memory"},
         )

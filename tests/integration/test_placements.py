@@ -25,15 +25,14 @@ from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.rollout.servicers import RolloutRole
 from rolemesh.v1 import experience_pb2
 
-STEPS = 3
+STEPS = 2
 UPDATES_PER_STEP = 2
 SYNC = {"type": "sync", "block_rows": 4}
 """Two blocks of the eight trajectories of a step."""
 
 ONE_POOL = ("actor", "critic", "reference", "reward")
-COLOCATED = {"one": {"roles": ONE_POOL}}
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "colocated": COLOCATED,
+    "colocated": {"one": {"roles": ONE_POOL}},
     "taking turns on the device": {"one": {"roles": ONE_POOL, "sleep": "always"}},
     "split": {
         "policy": {"roles": ["actor", "reference"]},
@@ -89,15 +88,13 @@ async def test_placements_of_a_synchronous_run_give_the_same_weights_and_metrics
     runs = {}
     for name, pools in PLACEMENTS.items():
         runs[name] = await services.train(recipe_of(services, pools))
-    again = await services.train(recipe_of(services, COLOCATED))
-    assert_same(runs["colocated"], again)
     for name, run in runs.items():
         pools = {node["pool"] for node in run.graphs[-1]}
         assert pools == set(PLACEMENTS[name]), name
         assert_same(runs["colocated"], run)
     # Weights did change, and rewards were not all one number.
-    assert all(step["reward/max"] > step["reward/min"] for step in again.numbers)
-    assert again.records[-1]["sampler_logprob_diff_mean"] < 1e-5
+    assert all(step["reward/max"] > step["reward/min"] for step in runs["split"].numbers)
+    assert runs["split"].records[-1]["sampler_logprob_diff_mean"] < 1e-5
 
 
 @pytest.mark.slow

@@ -50,8 +50,19 @@ async def steps_with_loads(store: MemoryStateStore, run_id: str) -> list[int | N
     return [entry.step for entry in await store.read_entries(run_id, RunStream.EXPERTS)]
 
 
-@pytest.mark.parametrize("victim", ROLES)
-@pytest.mark.parametrize(("service", "method"), PHASES)
+# In each phase the service that answers is killed, and one other.
+@pytest.mark.parametrize(
+    ("service", "method", "victim"),
+    [
+        pytest.param(
+            service, method, victim,
+            marks=() if victim in (service, other) else pytest.mark.slow,
+        )
+        for number, (service, method) in enumerate(PHASES)
+        for other in [ROLES[(ROLES.index(service) + 1 + number % 3) % 4]]
+        for victim in ROLES
+    ],
+)  # fmt: skip
 async def test_a_kill_in_any_phase_changes_nothing_that_is_learnt(
     service: str, method: str, victim: str, tmp_path: Path
 ) -> None:
@@ -463,9 +474,17 @@ def ahead_recipe(sampler: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("victim", ["actor", "rollout-1"])
-@pytest.mark.parametrize(("service", "method"), AHEAD_PHASES)
-@pytest.mark.parametrize("sampler", ["sync", "one_step_ahead"])
+# All pairs of a phase, a sampler and a victim; each third thing goes with one of the two others.
+@pytest.mark.parametrize(
+    ("service", "method", "sampler", "victim"),
+    [
+        pytest.param(*phase, sampler, victim, marks=marks)
+        for number, phase in enumerate(AHEAD_PHASES)
+        for ahead, sampler in enumerate(("sync", "one_step_ahead"))
+        for place, victim in enumerate(("actor", "rollout-1"))
+        for marks in [() if (number + ahead + place) % 2 else pytest.mark.slow]
+    ],
+)
 async def test_a_kill_with_rollout_services_changes_nothing_that_is_learnt(
     sampler: str, service: str, method: str, victim: str, tmp_path: Path
 ) -> None:

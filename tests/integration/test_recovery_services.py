@@ -119,6 +119,8 @@ def hashes_of(folder):
     }
 
 
+# With fakes: test_damaged_checkpoints. Each file is held to its hash in numerics/test_checkpoint.
+@pytest.mark.slow
 def test_a_flipped_bit_in_the_only_checkpoint_ends_a_resume_that_changes_nothing(model, tmp_path):
     recipe = tiny_recipe(model, run__steps=100000, run__checkpoint={"every_steps": 0})
     run = CliRun(recipe, tmp_path)

@@ -46,6 +46,13 @@ class Letters(Environment):
 '''
 
 
+LETTERS_FUNCTION = """
+def share(completions, **kwargs):
+    return [sum(map(str.isupper, text)) / LENGTH for text in completions]
+"""
+"""What the environment gives where each letter is worth 1."""
+
+
 def write_task(folder: Path, seed: int) -> Path:
     """A model, prompts and the environment: what all tasks start from."""
     write_tiny_llama(
@@ -58,6 +65,7 @@ def write_task(folder: Path, seed: int) -> Path:
     )
     write_rows(folder / "prompts.jsonl", [{"prompt": letter} for letter in PROMPTS])
     (folder / "letters.py").write_text(LETTERS_ENVIRONMENT)
+    (folder / "share.py").write_text(f"LENGTH = {WORD_LENGTH}\n{LETTERS_FUNCTION}")
     return folder
 
 
@@ -136,6 +144,12 @@ def sampled_recipe(
     if algorithm["type"] in ("ppo", "safe_rlhf"):
         recipe["critic"] = {"model": model, "optimizer": optimizer}
     return recipe
+
+
+def judged_by_function(recipe: dict[str, Any], task: Path) -> dict[str, Any]:
+    """The same without an environment, whose process imports for most of a second in each run."""
+    actor = {name: value for name, value in recipe["actor"].items() if name != "environment"}
+    return {**recipe, "actor": actor, "reward": {"source": f"python:{task / 'share.py'}:share"}}
 
 
 def given_recipe(

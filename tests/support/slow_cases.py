@@ -11,6 +11,6 @@ import pytest
 def mostly_slow(fast: Container[int], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """The cases for `parametrize`: those of the numbers in `fast` as they are, the others slow."""
     return [
-        case if number in fast else pytest.param(*case, marks=pytest.mark.slow)
+        pytest.param(*case, marks=() if number in fast else pytest.mark.slow)
         for number, case in enumerate(cases)
     ]

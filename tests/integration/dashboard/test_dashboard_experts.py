@@ -49,13 +49,16 @@ def write_run(server: PageServer, run_id: str, folder: Path, steps: Mapping[int,
         write_loads(server, run_id, step, loads)
 
 
+@pytest.fixture(scope="module")
+def mixture(server: PageServer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    write_run(server, "mixture", tmp_path_factory.mktemp("mixture"), STEPS)
+    return "mixture"
+
+
 @pytest.fixture
-def panel(opened: Any, server: PageServer, tmp_path: Path, request: Any) -> Any:
-    run_id = f"mixture-{request.node.name}"
-    write_run(server, run_id, tmp_path, STEPS)
+def page(looked_at: Any, mixture: str) -> Any:
     # It has no graphs and samples: what else the page asks for is not found.
-    page = opened(run_id, is_quiet=False)
-    return page, run_id
+    return looked_at(mixture, is_quiet=False)
 
 
 def cells(page: Page) -> list[list[str]]:
@@ -79,8 +82,7 @@ def pixel(page: Page, row: float, column: float, *, rows: int, columns: int) -> 
     return found
 
 
-def test_the_newest_step_is_drawn_and_told_in_words(panel: Any) -> None:
-    page, _ = panel
+def test_the_newest_step_is_drawn_and_told_in_words(page: Any) -> None:
     expect(page.locator("#experts")).to_be_visible()
     expect(page.get_by_role("link", name="Experts")).to_be_visible()
     told = (
@@ -110,8 +112,7 @@ def test_the_newest_step_is_drawn_and_told_in_words(panel: Any) -> None:
     assert less[0] > less[2]
 
 
-def test_a_reader_without_eyes_has_the_table(panel: Any) -> None:
-    page, _ = panel
+def test_a_reader_without_eyes_has_the_table(page: Any) -> None:
     button = page.get_by_role("button", name="Loads of experts as a table")
     expect(button).to_have_attribute("aria-expanded", "false")
     button.focus()
@@ -127,8 +128,7 @@ def test_a_reader_without_eyes_has_the_table(panel: Any) -> None:
     expect(page.get_by_role("region", name="Loads of experts")).to_be_hidden()
 
 
-def test_a_cell_tells_its_numbers_to_pointer_and_keys(panel: Any) -> None:
-    page, _ = panel
+def test_a_cell_tells_its_numbers_to_pointer_and_keys(page: Any) -> None:
     plot, tip = page.locator("#experts .heat-plot"), page.locator("#tip")
     plot.focus()
     page.keyboard.press("ArrowRight")
@@ -144,8 +144,11 @@ def test_a_cell_tells_its_numbers_to_pointer_and_keys(panel: Any) -> None:
     expect(tip.locator("dd")).to_have_text(["0.5", "2", "13 %"])
 
 
-def test_the_reader_picks_a_step_and_a_model(panel: Any) -> None:
-    page, _ = panel
+def test_a_picked_step_and_model_stay_and_the_newest_step_is_followed(
+    opened: Any, server: PageServer, tmp_path: Path
+) -> None:
+    write_run(server, "followed", tmp_path, STEPS)
+    page = opened("followed", is_quiet=False)
     step = page.get_by_label("Step of the experts")
     assert step.locator("option").all_text_contents() == ["newest (step 2)", "step 2", "step 1"]
     role = page.get_by_label("Model whose experts are shown")
@@ -160,26 +163,22 @@ def test_the_reader_picks_a_step_and_a_model(panel: Any) -> None:
         "of the actor in step 1; 1 is even. Most uneven is layer 3: expert 0 has 4 times the mean."
     )
     expect(role).to_be_hidden()
-
-
-def test_the_newest_step_is_followed_and_a_picked_one_stays(panel: Any, server: PageServer) -> None:
-    page, run_id = panel
+    step.select_option("0")
     body = page.locator("#experts-body")
 
-    def make(step: int, choices: list[int]) -> None:
-        write_loads(server, run_id, step, {"actor": {1: choices}})
-        metrics = {"step": float(step), "experts/load_ratio": 2.0}
-        server.call(server.store.append_metrics(run_id, metrics))
+    def make(number: int, choices: list[int]) -> None:
+        write_loads(server, "followed", number, {"actor": {1: choices}})
+        metrics = {"step": float(number), "experts/load_ratio": 2.0}
+        server.call(server.store.append_metrics("followed", metrics))
         made = coordinator_pb2.RunEvent(step_made=coordinator_pb2.StepMade(metrics=metrics))
-        server.tell(run_id, made, step=step)
+        server.tell("followed", made, step=number)
 
     make(3, [0, 8, 0, 8])
     expect(body).to_contain_text("in step 3; 1 is even. Most uneven is layer 1: expert 1 has 2")
-    page.get_by_label("Step of the experts").select_option("2")
+    step.select_option("2")
     expect(body).to_contain_text("in step 2")
     make(4, [8, 0, 0, 0])
-    option = page.get_by_label("Step of the experts").locator("option")
-    expect(option.first).to_have_text("newest (step 4)")
+    expect(step.locator("option").first).to_have_text("newest (step 4)")
     expect(body).to_contain_text("in step 2")
     page.keyboard.press("f")
     expect(body).to_contain_text("in step 4; 1 is even. Most uneven is layer 1: expert 0 has 4")

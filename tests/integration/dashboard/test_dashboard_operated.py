@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,6 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from support.browser import wait_for
-from support.dashboard_pages import (
-    HISTORY_STEPS,
-)
 from support.page_server import PageServer
 
 from rolemesh.coordinator.state.store import RunState, RunStream
@@ -60,7 +58,7 @@ def test_stop_asks_again(opened: Any, server: PageServer, tmp_path: Path) -> Non
 
 
 def test_every_shortcut_is_told_and_leads_somewhere(opened: Any) -> None:
-    page = opened("history")
+    page = opened("begun")
     page.keyboard.press("?")
     help_dialog = page.get_by_role("dialog")
     for key in "12345678pcsr[]ft?":
@@ -80,26 +78,38 @@ def test_every_shortcut_is_told_and_leads_somewhere(opened: Any) -> None:
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-def test_charts_are_read_by_arrow_keys(opened: Any, server: PageServer) -> None:
-    page = opened("history")
-    plot = page.locator('figure[data-chart="KL to reference"] .plot')
-    assert "newest" in (plot.get_attribute("aria-label") or "")
-    plot.focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    cursors = page.locator("figure.chart:not([hidden]) .cursor").evaluate_all(
-        "(all) => new Set(all.map((one) => one.dataset.at)).size"
+def test_smoothing_is_an_unbiased_moving_mean(looked_at: Any) -> None:
+    page = looked_at("begun")
+    values, weight = [4.0, -1.0, 2.5, 0.0, 8.0], 0.7
+    shown = page.evaluate(
+        "async ([values, weight]) => (await import('/series.js')).smoothed(values, weight)",
+        [values, weight],
     )
-    assert cursors == 1
-    expect(plot.locator(".cursor")).to_have_attribute("data-at", "step 2")
-    page.keyboard.press("End")
-    expect(plot.locator(".cursor")).to_have_attribute("data-at", f"step {HISTORY_STEPS:,}")
-    page.keyboard.press("Enter")
-    expect(page.locator(".flow-summary")).to_contain_text(f"Step {HISTORY_STEPS:,}: ")
+    # The definition as a weighted mean: weights of older values shrink by the factor.
+    for end, smooth in enumerate(shown, 1):
+        weights = [weight ** (end - 1 - place) for place in range(end)]
+        mean = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert math.isclose(smooth, mean, rel_tol=1e-12)
 
 
-def test_every_control_has_a_name(opened: Any) -> None:
-    nameless = opened("live").evaluate(
+def test_thinned_lines_keep_every_peak(looked_at: Any) -> None:
+    page = looked_at("begun")
+    points = page.evaluate(
+        """async () => {
+          const values = Array.from({ length: 100000 }, (_, i) => Math.sin(i / 900));
+          values[77777] = 50; values[12345] = -50;
+          const xs = values.map((_, i) => i);
+          return (await import('/series.js')).thinned(xs, values, (x) => x / 250, (y) => y);
+        }"""
+    )
+    heights = [y for _, y in points]
+    assert max(heights) == 50
+    assert min(heights) == -50
+    assert len(points) <= 2 * 401
+
+
+def test_every_control_has_a_name(looked_at: Any) -> None:
+    nameless = looked_at("begun").evaluate(
         """() => [...document.querySelectorAll("button, select, input, summary, [role=img], [tabindex]")]
         .filter((one) => one.id !== "main" && !(one.getAttribute("aria-label")
           || one.getAttribute("aria-labelledby") || one.labels?.length || one.textContent.trim()))
@@ -108,15 +118,14 @@ def test_every_control_has_a_name(opened: Any) -> None:
     assert nameless == []
 
 
-@pytest.mark.parametrize("run", ["history", "begun"])
-def test_a_phone_needs_no_sideways_scrolling(opened: Any, run: str) -> None:
-    page = opened(run, viewport=PHONE)
+def test_a_phone_needs_no_sideways_scrolling(opened: Any) -> None:
+    page = opened("begun", viewport=PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast_in_both_themes(opened: Any, scheme: str) -> None:
-    page = opened("history", color_scheme=scheme)
+    page = opened("begun", color_scheme=scheme)
     colours = page.evaluate(
         """async () => {
           const { colour } = await import("/theme.js");

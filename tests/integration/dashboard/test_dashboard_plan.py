@@ -93,8 +93,8 @@ def test_the_panel_follows_the_steps(opened: Any, server: PageServer) -> None:
     )
 
 
-def test_a_pool_that_is_not_as_planned_is_told(opened: Any) -> None:
-    page = opened("live")
+def test_a_pool_that_is_not_as_planned_is_told(looked_at: Any) -> None:
+    page = looked_at("begun")
     roles = {"planned_roles": ["actor 1-1-2"], "roles": ["actor 1-1-2"]}
     cases = [
         ({"planned_devices": "2 h100", "devices": ["cuda:4", "cuda:5"], **roles}, True),

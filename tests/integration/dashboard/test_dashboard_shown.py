@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 from support.browser import drawn_after_ms
 from support.dashboard_pages import (
+    HISTORY_STEPS,
     is_painted,
     plotted,
     records_of,
@@ -42,9 +43,9 @@ TRAINED, SHARED, UNTRAINED = (
 
 @pytest.mark.parametrize("run", ["history", "begun"])
 def test_every_panel_is_drawn_without_a_complaint(
-    opened: Any, server: PageServer, run: str
+    looked_at: Any, server: PageServer, history: str, run: str
 ) -> None:
-    page = opened(run)
+    page = looked_at(run)
     painted = is_painted(page, "figure.chart") + is_painted(page, "#devices")
     assert len(painted) > 15
     assert all(painted)
@@ -59,9 +60,11 @@ def test_every_panel_is_drawn_without_a_complaint(
     expect(page.locator("#live")).to_have_text("ended" if run == "history" else "live")
 
 
-def test_curves_agree_with_the_metrics_file(opened: Any, server: PageServer) -> None:
-    page = opened("history")
-    records = records_of(server, "history")
+def test_curves_agree_with_the_metrics_file(
+    looked_at: Any, server: PageServer, history: str
+) -> None:
+    page = looked_at(history)
+    records = records_of(server, history)
     for title, lines in {
         "Reward": {"mean": "reward/mean"},
         "KL to reference": {"KL": "kl/mean"},
@@ -113,8 +116,8 @@ def test_a_run_without_a_score_shows_its_held_out_loss_from_the_start(
         assert held_out == [LOSSES[0][f"held_out/{metric}"], LOSSES[2][f"held_out/{metric}"]]
 
 
-def test_other_metrics_are_shown_on_request(opened: Any, server: PageServer) -> None:
-    page = opened("live")
+def test_other_metrics_are_shown_on_request(looked_at: Any, server: PageServer) -> None:
+    page = looked_at("live")
     page.get_by_text("All other metrics").click()
     page.get_by_label("Filter other metrics").fill("coordinator/c")
     expect(page.locator('.more figure[data-chart="coordinator/calls"]')).to_be_visible()
@@ -123,37 +126,7 @@ def test_other_metrics_are_shown_on_request(opened: Any, server: PageServer) -> 
     assert plotted(page, "coordinator/calls")["coordinator/calls"] == [24.0] * made
 
 
-def test_smoothing_is_an_unbiased_moving_mean(opened: Any) -> None:
-    page = opened("live")
-    values, weight = [4.0, -1.0, 2.5, 0.0, 8.0], 0.7
-    shown = page.evaluate(
-        "async ([values, weight]) => (await import('/series.js')).smoothed(values, weight)",
-        [values, weight],
-    )
-    # The definition as a weighted mean: weights of older values shrink by the factor.
-    for end, smooth in enumerate(shown, 1):
-        weights = [weight ** (end - 1 - place) for place in range(end)]
-        mean = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
-        assert math.isclose(smooth, mean, rel_tol=1e-12)
-
-
-def test_thinned_lines_keep_every_peak(opened: Any) -> None:
-    page = opened("live")
-    points = page.evaluate(
-        """async () => {
-          const values = Array.from({ length: 100000 }, (_, i) => Math.sin(i / 900));
-          values[77777] = 50; values[12345] = -50;
-          const xs = values.map((_, i) => i);
-          return (await import('/series.js')).thinned(xs, values, (x) => x / 250, (y) => y);
-        }"""
-    )
-    heights = [y for _, y in points]
-    assert max(heights) == 50
-    assert min(heights) == -50
-    assert len(points) <= 2 * 401
-
-
-def test_runs_are_compared_in_colours_of_their_own(opened: Any) -> None:
+def test_runs_are_compared_in_colours_of_their_own(opened: Any, history: str) -> None:
     page = opened("live")
     page.get_by_text("Compare").click()
     page.locator("#compare-runs input[value=history]").check()
@@ -169,8 +142,28 @@ def test_runs_are_compared_in_colours_of_their_own(opened: Any) -> None:
     assert set(plotted(page, "Reward")) == {"", "live", "history"}
 
 
-def test_the_critical_path_is_marked_in_the_flow_and_told_in_words(opened: Any) -> None:
-    page = opened("history")
+def test_charts_are_read_by_arrow_keys(looked_at: Any, history: str) -> None:
+    page = looked_at(history)
+    plot = page.locator('figure[data-chart="KL to reference"] .plot')
+    assert "newest" in (plot.get_attribute("aria-label") or "")
+    plot.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    cursors = page.locator("figure.chart:not([hidden]) .cursor").evaluate_all(
+        "(all) => new Set(all.map((one) => one.dataset.at)).size"
+    )
+    assert cursors == 1
+    expect(plot.locator(".cursor")).to_have_attribute("data-at", "step 2")
+    page.keyboard.press("End")
+    expect(plot.locator(".cursor")).to_have_attribute("data-at", f"step {HISTORY_STEPS:,}")
+    page.keyboard.press("Enter")
+    expect(page.locator(".flow-summary")).to_contain_text(f"Step {HISTORY_STEPS:,}: ")
+
+
+def test_the_critical_path_is_marked_in_the_flow_and_told_in_words(
+    looked_at: Any, history: str
+) -> None:
+    page = looked_at(history)
     path = page.locator("#flow .path li")
     assert page.locator("#flow .call.critical").count() == path.count()
     expect(path.last).to_contain_text("actor.publish_weights")
@@ -181,8 +174,8 @@ def test_the_critical_path_is_marked_in_the_flow_and_told_in_words(opened: Any) 
     expect(page.locator("#tip")).to_be_hidden()
 
 
-def test_a_step_is_chosen_and_followed_again(opened: Any, server: PageServer) -> None:
-    page = opened("live")
+def test_a_step_is_chosen_and_followed_again(looked_at: Any, server: PageServer) -> None:
+    page = looked_at("live")
     page.get_by_role("spinbutton", name="step").fill("3")
     page.keyboard.press("Enter")
     expect(page.locator(".flow-summary")).to_contain_text("Step 3: ")
@@ -376,8 +369,10 @@ def test_health_of_outside_rewards_is_shown(
     expect(rows.first.locator(".trouble")).to_have_text("3")
 
 
-def test_tokens_are_coloured_by_log_prob_and_foreign_ones_are_hatched(opened: Any) -> None:
-    page = opened("history")
+def test_tokens_are_coloured_by_log_prob_and_foreign_ones_are_hatched(
+    looked_at: Any, history: str
+) -> None:
+    page = looked_at(history)
     cells = page.locator("#samples .tokens .token")
     assert cells.count() == 12
     expect(cells.last).to_have_class(re.compile("foreign"))

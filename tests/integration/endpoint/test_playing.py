@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.agents import write_agents
 from support.endpoints import Served, Session
-from support.evaluations import scored, told_of
+from support.evaluations import by_row, scored, told_of
 
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.engine.specs.evaluation import EvaluationQuestion
@@ -26,7 +26,8 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_agents(tmp_path_factory.mktemp("agents"))
 
 
-def question(served: Served, folder: Path, agent: dict[str, Any], **drawing: Any) -> str:
+def question(served: Served, folder: Path, *agents: dict[str, Any], **drawing: Any) -> str:
+    """Has each agent play three rows, as a task of its own."""
     rows = folder / "rows.jsonl"
     rows.write_text(
         "".join(
@@ -41,9 +42,23 @@ def question(served: Served, folder: Path, agent: dict[str, Any], **drawing: Any
         {
             "asked": {"url": f"{served.endpoint.url}/v1", "tokenizer": str(served.sampler.folder)},
             "drawing": {"samples": 2, "temperature": 0.8, "max_tokens": 5, **drawing},
-            "tasks": [{"name": "counting", "data": data, "agent": agent}],
+            "tasks": [
+                {"name": f"task-{number}", "data": data, "agent": agent}
+                for number, agent in enumerate(agents)
+            ],
         }
     ).model_dump_json()
+
+
+def split_by_task(told: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows of each task, in the order of the data."""
+    found: list[list[dict[str, Any]]] = []
+    for one in told:
+        if one["type"] == "task":
+            found.append([])
+        elif one["type"] == "row":
+            found[-1].append(one)
+    return [by_row(rows) for rows in found]
 
 
 def test_rows_are_scored_as_an_agent_plays_them(
@@ -69,17 +84,19 @@ def test_rows_are_scored_as_an_agent_plays_them(
 def test_an_agent_that_fails_or_gives_no_reward_leaves_a_row_unscored(
     served: Served, agents: Path, tmp_path: Path
 ) -> None:
-    for agent, why in (
+    fails = (
         ({"type": "python_agent", "run": f"{agents}:unrewarded"}, "no reward"),
         ({"type": "python_agent", "run": f"{agents}:silent"}, "made no call"),
         ({"type": "program", "command": ["python", str(agents), "exit"]}, "what went wrong"),
-    ):
-        rows = scored(question(served, tmp_path, agent, samples=1))
+    )
+    falls = {"type": "python_agent", "run": f"{agents}:falls"}
+    asked = question(served, tmp_path, *(agent for agent, _ in fails), falls, samples=1)
+    by_task = split_by_task(told_of(asked))
+    assert len(by_task) == len(fails) + 1
+    for (_, why), rows in zip(fails, by_task, strict=False):
         assert [one["score"] for one in rows] == [None] * 3
         assert all(why in one["why"] for one in rows), rows[0]["why"]
-    one_falls = scored(
-        question(served, tmp_path, {"type": "python_agent", "run": f"{agents}:falls"}, samples=1)
-    )
+    one_falls = by_task[-1]
     assert [one["score"] is None for one in one_falls] == [False, True, False]
     assert "the tool is out of order" in one_falls[1]["why"]
     assert len(served.endpoint.sessions) == 0

@@ -232,7 +232,7 @@ async def made_run(
     async with world.client() as client:
         model = await client.create(seed=seed, rank=2 + seed)
         sampled: list[list[list[int]]] = []
-        for step in range(4):
+        for step in range(3):
             bodies = [
                 ("forward_backward", model.gradient_body([datum(FIRST), datum([9, 8, 7 + step])])),
                 ("forward_backward", model.gradient_body([datum(SECOND, weights=[0.5] * 6)])),
@@ -268,7 +268,7 @@ async def test_clients_at_once_get_what_each_gets_alone(
 
 
 async def test_a_killed_service_changes_no_bit(world: TinkerWorld, undisturbed: Any) -> None:
-    at = [(0, "within"), (2, "between"), (3, "sampling")]
+    at = [(0, "within"), (1, "between"), (2, "sampling")]
     kills = 0
 
     def kill(step: int, where: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from pydantic import TypeAdapter, ValidationError
 from support.tiny_images import IMAGE_PAD, noise, plain, png, write_tiny_image_model
 from support.tiny_models import write_tiny_llama
 
+from rolemesh.engine.data import image_rows
 from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
 from rolemesh.engine.data.row_store import RowStore
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow, PromptTooLongError
 from rolemesh.engine.data.trajectories import read_trajectories
 from rolemesh.engine.granted.grants import Grant, NotGrantedError
-from rolemesh.engine.images.decoding import MAX_PIXELS
+from rolemesh.engine.images.decoding import MAX_PIXELS, ImageReader
 from rolemesh.engine.images.prompt_images import images_of
 from rolemesh.engine.model_folders.model_files import ModelFolderError
 from rolemesh.engine.model_folders.pretrained import load_tokenizer
@@ -45,6 +46,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(model: Path) -> Any:
     return load_tokenizer(model)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_reader() -> Iterator[None]:
+    """One process reads the images of all tests; each load of rows would start its own."""
+    readers: dict[int, ImageReader] = {}
+
+    def reader(*, max_pixels: int) -> ImageReader:
+        return readers.setdefault(max_pixels, ImageReader(max_pixels=max_pixels))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_rows, "ImageReader", reader)
+        yield
+    for one in readers.values():
+        one.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,14 @@ from rolemesh.engine.rollout.endpoint.wire import (
     unpack_output,
 )
 
-vllm_inputs = pytest.importorskip("vllm.inputs.engine")
+
+@pytest.fixture
+def vllm_inputs() -> Any:
+    # Imported by the one process that runs these tests, and not by each that collects them.
+    return pytest.importorskip("vllm.inputs.engine")
 
 
-def test_a_call_arrives_as_it_was() -> None:
+def test_a_call_arrives_as_it_was(vllm_inputs: Any) -> None:
     from vllm.sampling_params import (
         RequestOutputKind,
         SamplingParams,

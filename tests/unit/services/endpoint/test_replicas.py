@@ -17,13 +17,18 @@ from rolemesh.services.endpoint.replicas import RemoteCalls, Replicas
 from rolemesh.services.endpoint.turns import RankTurns
 from rolemesh.v1 import endpoint_pb2, endpoint_pb2_grpc
 
-outputs = pytest.importorskip("vllm.outputs")
-sampling = pytest.importorskip("vllm.sampling_params")
-
 PATIENCE_S = 20.0
 
 
+@pytest.fixture(autouse=True)
+def _has_vllm() -> None:
+    # Imported by the one process that runs these tests, and not by each that collects them.
+    pytest.importorskip("vllm")
+
+
 def output(text: str, *, finished: bool) -> Any:
+    from vllm import outputs
+
     one = outputs.CompletionOutput(0, text, [1], None, None)
     return outputs.RequestOutput("theirs", None, [1], None, [one], finished)
 
@@ -39,10 +44,12 @@ class OtherRank(endpoint_pb2_grpc.EndpointServiceServicer):
     async def SampleCall(
         self, request: endpoint_pb2.SampleCallRequest, context: Any
     ) -> AsyncIterator[endpoint_pb2.SampleCallResponse]:
+        from vllm import SamplingParams
+
         from rolemesh.engine.rollout.endpoint.wire import pack_output, unpack_call
 
         assert request.run_id == "run"
-        assert unpack_call(request.call)[1] == sampling.SamplingParams(seed=3)
+        assert unpack_call(request.call)[1] == SamplingParams(seed=3)
         self.num_begun += 1
         try:
             while True:
@@ -59,12 +66,14 @@ class Client:
     """A call, and what it is told."""
 
     def __init__(self, call_id: str, session_id: str = "") -> None:
+        from vllm import SamplingParams
+
         self.told: list[Any] = []
         self.heard = threading.Event()
         self.call = EndpointCall(
             call_id=call_id,
             prompt={"type": "token", "prompt_token_ids": [1]},
-            params=sampling.SamplingParams(seed=3),
+            params=SamplingParams(seed=3),
             told=self._hear,
             session_id=session_id,
         )
