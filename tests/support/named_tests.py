@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @functools.cache
 def collected(file: str) -> dict[str, set[str]]:
-    """Tests of a file below tests/ that pytest takes, with their marks."""
+    """Tests of a file below tests/ that pytest takes, with the marks of all of their cases."""
     tree = ast.parse((TESTS / file).read_text())
     of_all = set[str]()
     for node in tree.body:
@@ -21,6 +21,9 @@ def collected(file: str) -> dict[str, set[str]]:
     found = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            decorators = " ".join(ast.unparse(one) for one in node.decorator_list)
-            found[node.name] = of_all | set(re.findall(r"mark\.(\w+)", decorators))
+            applied = [
+                ast.unparse(one.func if isinstance(one, ast.Call) else one)
+                for one in node.decorator_list
+            ]
+            found[node.name] = of_all | set(re.findall(r"mark\.(\w+)", " ".join(applied)))
     return found
