@@ -194,6 +194,14 @@ def test_a_damaged_file_is_named_and_changes_no_weight(
     assert other.policy_version == 0
 
 
+def test_a_manifest_that_reads_well_and_was_changed_is_damaged(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_mine": 1}))
+    with pytest.raises(CheckpointCorruptError, match="does not match its own SHA-256"):
+        open_checkpoint(tmp_path / "checkpoint")
+
+
 def test_a_file_that_the_disk_does_not_give_is_damaged(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
