@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.fake_models import STRIDE
-from support.fake_recipes import PPO_ROLES, fake_recipe, split_pools
+from support.fake_recipes import GRPO, PPO_ROLES, fake_recipe, split_pools
 from support.fake_roles import FakeMesh, expected_weight, fake_mesh
 from support.fake_runs import Recorder, kill_during, make_run
 from support.run_results import learnt
@@ -167,6 +167,8 @@ async def test_a_run_that_is_stopped_says_why_and_keeps_the_step_before(
             await run.execute()
     said = "LOSS_NOT_FINITE" if fault == "loss" else f"step {BAD}: run.health.{rule} struck"
     assert said in str(ended.value)
+    # A refusal says more than a rule could.
+    assert isinstance(ended.value, UnhealthyError) == (fault != "loss")
     record = await store.get_run(run.run_id)
     assert (record.state, record.step) == (RunState.FAILED, BAD - 1)
     assert said in record.failure
@@ -180,6 +182,17 @@ async def test_metrics_that_are_no_numbers_may_be_switched_off(tmp_path: Path) -
         summary = await make_run(mesh, tmp_path, wanted, MemoryStateStore()).execute()
         assert mesh.roles["actor"].weight == expected_weight(STEPS)
     assert summary.state is RunState.SUCCEEDED
+
+
+async def test_a_norm_that_names_no_role_is_of_the_one_that_learns(tmp_path: Path) -> None:
+    roles = ("actor", "reference", "reward")
+    async with fake_mesh(roles=roles, has_cuts=True) as mesh:
+        mesh.reported = in_step("actor.Update", {"grad_norm": 50.0})
+        section = {"grad_norm": {"above": {"actor": 10}, "do": "skip"}}
+        wanted = recipe(section, algorithm=GRPO, roles=roles)
+        await make_run(mesh, tmp_path, wanted, MemoryStateStore()).execute()
+    skipped = [record["step"] for record in learnt(tmp_path) if "health/skipped" in record]
+    assert skipped == [BAD]
 
 
 async def test_a_rule_waits_for_its_steps_in_a_row(tmp_path: Path) -> None:
