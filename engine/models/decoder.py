@@ -226,15 +226,16 @@ class Decoder(nn.Module):
         """Makes the layers compute with weights rounded to bfloat16, and float32 activations."""
         layers, head = self.lm.base_model, self.lm.get_output_embeddings()
         is_wide = all(weight.dtype == torch.float32 for weight in layers.parameters())
-        is_frozen = not trainable or (self.spec.adapter is not None and not narrow_gradients)
+        is_frozen = not trainable or self.spec.adapter is not None
         # Parts that a data axis cuts are read later, and gathered for each pass.
         if is_wide and is_frozen and self.mesh.fsdp.size == 1:
             for part in (layers, head):
                 if part is not None:
                     round_for_good(part)
             self.is_rounded = True
-        else:
-            round_weights(layers, narrow_gradients=narrow_gradients)
+        # Without gradients, or with float32 ones, torch's own layers then compute all of it.
+        if not self.is_rounded or (trainable and narrow_gradients):
+            round_weights(layers, narrow_gradients=narrow_gradients, are_rounded=self.is_rounded)
 
     def _hold_in_bfloat16(self) -> None:
         """Halves the memory of a frozen model whose products are bfloat16 all the same.

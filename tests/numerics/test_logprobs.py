@@ -174,6 +174,50 @@ def test_the_gradient_of_an_entropy_is_made_only_where_a_loss_reads_it() -> None
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("scale", "trains_entropy"),
+    [(0.3, False), (3.0, False), (0.3, True)],
+    ids=["doubtful", "certain", "with entropy"],
+)
+@pytest.mark.parametrize(
+    ("compute_dtype", "tolerance"),
+    [(torch.float32, 100 * FLOAT32_TOLERANCE), (torch.bfloat16, BFLOAT16_GRADIENT_TOLERANCE)],
+    ids=["float32", "bfloat16"],
+)
+def test_the_gradient_of_states_before_a_frozen_vocabulary(
+    compute_dtype: torch.dtype, tolerance: float, scale: float, trains_entropy: bool
+) -> None:
+    """Of each token by itself, those with a probability near 1 as well.
+
+    There a gradient is a hundredth of its summands or less, so float32's tolerance is larger.
+    """
+    hidden, vocabulary, _, weights = _inputs(torch.float64, scale)
+    vocabulary = vocabulary.detach().bfloat16().double()
+    targets = (hidden @ vocabulary.T).argmax(1)
+    logprobs, entropy = _whole(hidden, vocabulary, targets, 0.7)
+    (weights[0] @ logprobs + trains_entropy * (weights[1] @ entropy)).backward()
+    ours = hidden.detach().float().requires_grad_()
+    found, also = token_logprobs(
+        ours, vocabulary.float(), targets, temperature=0.7, chunk_tokens=8,
+        compute_dtype=compute_dtype, with_entropy=True,
+    )  # fmt: skip
+    loss = weights[0].float() @ found
+    (loss + weights[1].float() @ also if trains_entropy else loss).backward()
+    error_N = (ours.grad.double() - hidden.grad).norm(dim=1) / hidden.grad.norm(dim=1)
+    clear_N = hidden.grad.norm(dim=1) > 1e-3
+    assert int(clear_N.sum()) > NUM_TOKENS // 2
+    assert float(error_N[clear_N].max()) < tolerance
+
+
+def test_a_frozen_vocabulary_is_multiplied_no_more_in_the_backward_pass() -> None:
+    hidden, vocabulary, targets, _ = _inputs(torch.float32)
+    for is_trained in (True, False):
+        logprobs, _ = token_logprobs(hidden, vocabulary.requires_grad_(is_trained), targets)
+        with _Writes(NUM_TOKENS * VOCABULARY) as logits:
+            logprobs.sum().backward()
+        assert (logits.count > 0) == is_trained
+
+
 def test_an_entropy_alone_can_be_trained() -> None:
     hidden, vocabulary, targets, weights = _inputs(torch.float64)
     _, entropy = token_logprobs(hidden, vocabulary, targets, chunk_tokens=8, with_entropy=True)

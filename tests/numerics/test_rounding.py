@@ -26,7 +26,7 @@ from rolemesh.engine.models.layers.rounding import (
 )
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.packed_rows import pack_rows
-from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.specs import AdapterSpec, ModelSpec
 from rolemesh.engine.specs.by_device import Device
 
 FLOAT32_TOLERANCE = 1e-6
@@ -164,6 +164,36 @@ def test_a_reference_is_rounded_once_and_scores_as_the_policy_does(
         expected, _ = score(policy, rows, temperature=0.8)
     # Biases are added in the product here, and after it there.
     torch.testing.assert_close(found, expected, rtol=0, atol=MODEL_TOLERANCE)
+
+
+def test_a_base_beneath_an_adapter_is_rounded_once_and_computes_as_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "device_of", lambda _: Device("cpu", multiplies_bfloat16=True))
+    rows = pack_rows(token_batch(vocab_size=100), "cpu")
+    found = []
+    for is_rounded in (True, False):
+        spec = ModelSpec(path=folder, compute_dtype="bfloat16", adapter=AdapterSpec(rank=2))
+        if not is_rounded:
+            monkeypatch.setattr(decoder, "round_for_good", lambda part: None)
+            monkeypatch.setattr(decoder, "round_weights", _anew)
+        model = CausalLm(spec)
+        for name, weight in model.trained_weights():
+            nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        base = model.lm.base_model.layers[0].mlp.down_proj.weight
+        assert torch.equal(base, base.bfloat16().float()) == is_rounded
+        logprobs, _ = score(model, rows, temperature=0.8)
+        logprobs.square().sum().backward()
+        gradients = [weight.grad for _, weight in model.trained_weights()]
+        found.append((logprobs, *gradients))
+    for once, anew in zip(*found, strict=True):
+        assert torch.equal(once, anew)
+
+
+def _anew(model: nn.Module, *, narrow_gradients: bool, are_rounded: bool) -> None:
+    assert narrow_gradients
+    assert are_rounded
+    round_weights(model, narrow_gradients=True)
 
 
 def test_an_autocast_around_the_caller_rounds_no_activation(folder: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.rollout_checks import load_trainer_model, rounded_copy
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.hardware.devices import Device
-from rolemesh.engine.models import decoder
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.rollout.factory import make_backend
@@ -59,8 +58,11 @@ def test_two_adapters_have_one_base_and_factors_of_their_own(folder: Path) -> No
 
 
 def test_a_critic_of_the_same_layers_shares_them_and_trains_its_head(folder: Path) -> None:
-    actor = policy(folder)
-    critic = ScoringModel(ModelSpec(path=folder, adapter=ADAPTER), VALUE_HEAD)
+    # As models of the hub are: the policy's base is rounded to bfloat16, and the critic's is not.
+    narrow = folder.with_name("bfloat16")
+    rounded_copy(load_trainer_model(folder)).save_pretrained(narrow)
+    actor = policy(narrow)
+    critic = ScoringModel(ModelSpec(path=narrow, adapter=ADAPTER), VALUE_HEAD)
     common = places(actor).items() & places(critic).items()
     layers = [name for name in places(critic) if ".layers." in name]
     assert {name for name, _ in common} >= set(layers)
@@ -68,11 +70,8 @@ def test_a_critic_of_the_same_layers_shares_them_and_trains_its_head(folder: Pat
 
 
 def test_what_is_rounded_otherwise_is_not_shared(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
 ) -> None:
-    # Where the CPU multiplies bfloat16, weights beneath an adapter are rounded anew in each pass.
-    slow = Device("cpu", multiplies_bfloat16=False)
-    monkeypatch.setattr(decoder, "device_of", lambda _: slow)
     rounded, whole = policy(folder), policy(folder, compute_dtype="float32")
     with torch.no_grad():
         values = [dict(model.named_weights()) for model in (rounded, whole)]

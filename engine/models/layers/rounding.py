@@ -36,7 +36,9 @@ from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear
 _Map = Callable[[torch.Tensor], torch.Tensor]
 
 
-def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
+def round_weights(
+    model: nn.Module, *, narrow_gradients: bool = True, are_rounded: bool = False
+) -> None:
     """Makes a model compute with its weights rounded to bfloat16, and float32 activations.
 
     In place. The parameters stay what they are, whole or a slice or gathered for a pass only: they
@@ -46,13 +48,15 @@ def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
         model: float32, or bfloat16 where it is frozen. A forward that a module has for itself is
             kept, as a method of the module.
         narrow_gradients: Whether backward products are of bfloat16, else of float32.
+        are_rounded: Whether `round_for_good` has rounded the weights, which no pass then does anew.
 
     Raises:
         ValueError: A module has a forward of its own that is no method; names the module.
     """
     gradients = torch.bfloat16 if narrow_gradients else torch.float32
-    arithmetic = Arithmetic(rounds=True, products=torch.float32, gradients=gradients)
-    _see_weights(model, rounded, lambda module: _linear(module, narrow_gradients), arithmetic)
+    arithmetic = Arithmetic(rounds=not are_rounded, products=torch.float32, gradients=gradients)
+    view = _as_it_is if are_rounded else rounded
+    _see_weights(model, view, lambda module: _linear(module, narrow_gradients, view), arithmetic)
 
 
 def round_for_good(model: nn.Module) -> None:
@@ -95,7 +99,11 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_product(
-    x: torch.Tensor, weight: torch.Tensor, *, narrow_gradients: bool = True
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    narrow_gradients: bool = True,
+    is_rounded: bool = False,
 ) -> torch.Tensor:
     """Product of x and the transposed weight rounded to bfloat16, in float32.
 
@@ -103,15 +111,20 @@ def rounded_product(
         x: float32 [..., K].
         weight: float32 [M, K].
         narrow_gradients: See `round_weights`.
+        is_rounded: Whether the weight's values are those of bfloat16.
 
     Returns:
         float32 [..., M]. Its gradients are bfloat16 products of rounded factors, as float32; or
         float32 products of which only the weight is rounded.
     """
     product: torch.Tensor = _RoundedProduct.apply(  # type: ignore[no-untyped-call]
-        x, weight, torch.bfloat16 if narrow_gradients else torch.float32
+        x, weight, torch.bfloat16 if narrow_gradients else torch.float32, is_rounded
     )
     return product
+
+
+def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 class _Rounded(torch.autograd.Function):
@@ -127,27 +140,28 @@ class _Rounded(torch.autograd.Function):
 class _RoundedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, factors: torch.dtype
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, factors: torch.dtype, is_rounded: bool
     ) -> torch.Tensor:
         # The weight itself, not its rounded copy: what gathers cut weights for a pass frees it
         # between forward and backward, and copies of all layers would stay.
         # A frozen weight, of which no gradient is asked, needs no input either.
-        ctx.factors = factors
+        ctx.factors, ctx.is_rounded = factors, is_rounded
         ctx.save_for_backward(x.to(factors) if ctx.needs_input_grad[1] else None, weight)
-        return functional.linear(x, weight.bfloat16().float())
+        return functional.linear(x, weight if is_rounded else weight.bfloat16().float())
 
     @staticmethod
     def backward(
         ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, _ = ctx.needs_input_grad
+        need_x, need_weight = ctx.needs_input_grad[:2]
         factor = gradient.to(ctx.factors)
-        grad_x = (factor @ weight.bfloat16().to(ctx.factors)).float() if need_x else None
+        values = weight if ctx.is_rounded else weight.bfloat16()
+        grad_x = (factor @ values.to(ctx.factors)).float() if need_x else None
         grad_weight = (
             (factor.flatten(0, -2).t() @ x.flatten(0, -2)).float() if need_weight else None
         )
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 def _see_weights(
@@ -197,13 +211,15 @@ def _forward_of(module: nn.Module, name: str) -> Callable[..., Any]:
     )
 
 
-def _linear(module: nn.Linear, narrow_gradients: bool) -> _Map:
+def _linear(module: nn.Linear, narrow_gradients: bool, view: _Map) -> _Map:
+    how = {"narrow_gradients": narrow_gradients, "is_rounded": view is _as_it_is}
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        product = rounded_product(x, module.weight, narrow_gradients=narrow_gradients)
+        product = rounded_product(x, module.weight, **how)
         product = adapted(module, x, product)
         if isinstance(module, RowParallelLinear):
             product = module.summed(product)
-        return product if module.bias is None else product + rounded(module.bias)
+        return product if module.bias is None else product + view(module.bias)
 
     return forward
 

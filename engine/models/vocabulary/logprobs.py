@@ -14,7 +14,7 @@ Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary, J ids to sc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -107,6 +107,20 @@ def default_chunk_tokens(vocabulary_VD: torch.Tensor) -> int:
     return max(1, GPU_CHUNK_ELEMENTS // max(1, len(vocabulary_VD)))
 
 
+class _Others(NamedTuple):
+    """What tokens other than a place's target have of its softmax."""
+
+    sum_ND: torch.Tensor
+    """Their rows of the vocabulary, each times its probability, summed."""
+    share_N1: torch.Tensor
+    """Their probabilities, summed: as exact as a target that is nearly certain needs it."""
+
+    @classmethod
+    def like(cls, hidden_ND: torch.Tensor) -> Self:
+        """Not filled."""
+        return cls(torch.empty_like(hidden_ND), hidden_ND.new_empty(len(hidden_ND), 1))
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward in chunks, backward in the same chunks with the logits computed again.
 
@@ -114,6 +128,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
         logprob = z[target] - L          d logprob / d z_j = [j = target] - p_j
         H = L - sum_j p_j z_j            d H / d z_j       = -p_j (z_j - L + H)
+
+    A vocabulary that is not trained, as beneath an adapter, needs no logits in the backward pass.
+    With w_j its rows, T the temperature, and sums over all j but the target:
+
+        d logprob / d hidden = (w_target sum_j p_j - sum_j p_j w_j) / T
+
+    The forward pass, which has p, makes the second sum: one product of three less.
     """
 
     @staticmethod
@@ -129,11 +150,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         vocabulary: VocabularySlice | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         project = Projection(vocabulary_VD, compute_dtype, temperature)
+        # A slice of the vocabulary has no p before the slices have told their sums.
+        is_frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        keeps_others = is_frozen and vocabulary is None and targets_NJ.shape[1] == 1
+        others = _Others.like(hidden_ND) if keeps_others else None
         with project.without_autocast():
             logprobs_NJ, lse_N, entropy_N = _scores(
-                project, hidden_ND, targets_NJ, chunk_tokens, with_entropy, vocabulary
+                project, hidden_ND, targets_NJ, chunk_tokens, with_entropy, vocabulary, others
             )
-        ctx.save_for_backward(hidden_ND, vocabulary_VD, targets_NJ, lse_N, entropy_N)
+        ctx.save_for_backward(
+            *(hidden_ND, vocabulary_VD, targets_NJ, lse_N, entropy_N),
+            *((None, None) if others is None else others),
+        )
         ctx.arguments = (temperature, chunk_tokens, compute_dtype, vocabulary)
         # What no loss reads gets None: the gradient of an entropy costs passes over the logits.
         ctx.set_materialize_grads(False)
@@ -145,10 +173,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_NJ: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, vocabulary_VD, targets_NJ, lse_N, entropy_N = ctx.saved_tensors
+        hidden_ND, vocabulary_VD, targets_NJ, lse_N, entropy_N, *others = ctx.saved_tensors
         temperature, chunk_tokens, compute_dtype, vocabulary = ctx.arguments
         if grad_logprobs_NJ is None:
             grad_logprobs_NJ = lse_N.new_zeros(targets_NJ.shape)
+        if others[0] is not None and grad_entropy_N is None:
+            rows_ND, (sum_ND, share_N1) = vocabulary_VD[targets_NJ[:, 0]], others
+            if compute_dtype == torch.bfloat16:
+                rows_ND = rows_ND.bfloat16()
+            grad_ND = (rows_ND * share_N1).sub_(sum_ND).mul_(grad_logprobs_NJ / temperature)
+            return grad_ND, None, None, None, None, None, None, None
         project = Projection(vocabulary_VD, compute_dtype, temperature)
         need_hidden, need_vocabulary = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
@@ -287,8 +321,9 @@ def _scores(
     chunk_tokens: int,
     with_entropy: bool,
     vocabulary: VocabularySlice | None,
+    others: _Others | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs [N, J], log-sum-exp [N] and entropy [N] ([0] where not wanted)."""
+    """Log-probs [N, J], log-sum-exp [N] and entropy [N] ([0] where not wanted); fills `others`."""
     lse_N = hidden_ND.new_empty(len(hidden_ND), dtype=project.accumulate_dtype)
     if vocabulary is not None:
         largest_N = torch.empty_like(lse_N)
@@ -309,6 +344,12 @@ def _scores(
         logprobs_NJ[chunk] = target_CJ - lse_C[:, None]
         if with_entropy:
             entropy_N[chunk] = lse_C - logits_CV.mul_(probs_CV).sum(1)
+        if others is not None:
+            del logits_CV
+            probs_CV.scatter_(1, targets_NJ[chunk], 0.0)
+            others.share_N1[chunk] = probs_CV.sum(1, keepdim=True)
+            factor_CV = project.to_compute(probs_CV)
+            others.sum_ND[chunk] = project.product(factor_CV, project.vocabulary_VD)
     return logprobs_NJ, lse_N, entropy_N
 
 
