@@ -42,6 +42,7 @@ from rolemesh.engine.hardware.cpu_threads import largest_product
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.rollout.vllm import sampler
 from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
 
@@ -262,6 +263,23 @@ def test_parts_placed_by_one_rank_are_whole_weights_loaded(
     # The two ways can follow each other.
     perturb(model, seed=3)
     backend.update_weights(model.named_parameters(), 6)
+    assert backend.weight_checksums() == trainer_checksums(model, torch.float32)
+
+
+def test_whole_weights_are_written_in_any_order_without_vllms_loaders(
+    backend: VllmBackend, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perturb(model, seed=1)
+    weights = list(model.named_parameters())
+    random.Random(5).shuffle(weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "load_whole", lambda *_: pytest.fail("its loaders were asked"))
+        backend.update_weights(weights, 4)
+    assert backend.weight_checksums() == trainer_checksums(model, torch.float32)
+    # What they write, over it.
+    perturb(model, seed=2)
+    monkeypatch.setattr(backend, "_shard", None)
+    backend.update_weights(model.named_parameters(), 5)
     assert backend.weight_checksums() == trainer_checksums(model, torch.float32)
 
 

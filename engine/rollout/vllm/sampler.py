@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.hardware.devices import current_device, device_of, free_bytes, give_back_memory
+from rolemesh.engine.layout.manifest import RankShard
 from rolemesh.engine.model_folders.model_files import check_sampled
 from rolemesh.engine.models.parameter_files import named_as_in_files
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -42,7 +43,12 @@ from rolemesh.engine.rollout.vllm.engine.settings import FirstWeights, make_engi
 from rolemesh.engine.rollout.vllm.requests.image_prompts import ImagePrompts
 from rolemesh.engine.rollout.vllm.requests.returned_routes import ENGINE_ARGUMENTS, ReturnedRoutes
 from rolemesh.engine.rollout.vllm.requests.sampling import VllmSampling
-from rolemesh.engine.rollout.vllm.weights.updates import load_whole, place_parts
+from rolemesh.engine.rollout.vllm.weights.updates import (
+    load_whole,
+    place_parts,
+    place_whole,
+    whole_shard,
+)
 from rolemesh.engine.specs import AdapterSpec, Numerics, VllmSpec
 from rolemesh.engine.specs.by_device import Choices, described, sampler_choices
 
@@ -79,6 +85,8 @@ class VllmBackend(VllmSampling):
     """How the adapter is served; None where there is none."""
     _factors: Mapping[str, torch.Tensor] = MappingProxyType({})
     """Of the adapter, as they came last."""
+    _shard: RankShard | None = None
+    """Where a whole weight goes, if it is written in place."""
 
     def __init__(
         self,
@@ -164,6 +172,8 @@ class VllmBackend(VllmSampling):
             if shares_engine:
                 share(held)
         self._held = held
+        if adapter is None and self._num_slices == 1:
+            self._shard = whole_shard(self.engine, self._folder.shape)
         if spec.replay_routes:
             self._routes = self._engine_routes()
         if self._served is not None:
@@ -258,14 +268,16 @@ class VllmBackend(VllmSampling):
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """Replaces every weight through vLLM's own loaders, which cut them for this rank.
+        """Replaces every weight: in place on one slice on a CPU, else through vLLM's own loaders.
 
         With an adapter, its factors instead: whole, by Hugging Face name, float32 [R, I] of A and
         [O, R] of B.
         """
         with self._update(policy_version):
             checked = self._expected.checked(weights)
-            if self._served is None:
+            if self._served is None and self._shard is not None:
+                place_whole(self.engine, self._shard, map(self._rounded, checked))
+            elif self._served is None:
                 # Its loaders know the names of files: of experts, those of each.
                 named = named_as_in_files(self._folder.shape, map(self._rounded, checked))
                 load_whole(self.engine, named)

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.layout.boxes import generate_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.manifest import RankShard
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
 
 
@@ -43,6 +47,33 @@ def place_parts(engine: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
         WeightsStaleError: The set is not whole or does not fit.
     """
     _transfer(engine, {"weights": tensors, "are_shards": True})
+
+
+def whole_shard(engine: Any, shape: DecoderShape | None) -> RankShard | None:
+    """What `place_whole` writes; None where vLLM's loaders have to do it.
+
+    Args:
+        engine: VLLM's LLMEngine, of one slice.
+        shape: Of the model; None for a family without a record.
+    """
+    from rolemesh.engine.rollout.vllm.weights.whole import holds_as
+
+    if shape is None:
+        return None
+    shard = generate_layout(shape, HybridLayout(TrainLayout()), "float32").shard(0)
+    (fits,) = engine.apply_model(lambda model: holds_as(model, shard))
+    return shard if fits else None
+
+
+def place_whole(engine: Any, shard: RankShard, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replaces every weight of a lone rank on a CPU; see `whole.place_whole`.
+
+    Args:
+        engine: VLLM's LLMEngine.
+        shard: From `whole_shard`.
+        weights: (Hugging Face name, floating [global shape]), each of the shard's once.
+    """
+    _transfer(engine, {"weights": weights, "shard": shard})
 
 
 def _transfer(engine: Any, update_info: dict[str, Any]) -> None:

@@ -33,9 +33,11 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rolemesh.engine.layout.manifest import RankShard
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.vllm.weights.experts import expert_weights, experts_packed_anew
 from rolemesh.engine.rollout.vllm.weights.shards import place_shards
+from rolemesh.engine.rollout.vllm.weights.whole import place_whole
 
 # Columns of a packed matrix read back at a time: bounds the extra memory.
 _READ_BACK_COLUMNS = 256
@@ -57,6 +59,8 @@ class InProcessUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Receives the names of the sampler's parameters that were written."""
     are_shards: bool = False
     """The weights are this rank's parts under vLLM's names instead (see `shards.py`)."""
+    shard: RankShard | None = None
+    """Of a lone rank: where each weight goes (see `whole.py`); None: vLLM's loaders know."""
 
 
 class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -80,6 +84,9 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Reads the weights into the model and packs them for the kernels."""
         if update_info.are_shards:
             place_shards(self.model, update_info.weights, self.model_config.dtype)
+        elif update_info.shard is not None:
+            dtype = self.model_config.dtype
+            place_whole(self.model, update_info.shard, update_info.weights, dtype)
         else:
             with experts_packed_anew(self.model):
                 initialize_layerwise_reload(self.model)
