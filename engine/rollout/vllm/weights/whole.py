@@ -1,7 +1,7 @@
 """Whole weights of a lone rank, written straight into its vLLM model on a CPU.
 
-Imports vLLM, so it is itself imported late. An update of SmolLM2-135M takes half of the time of
-one by vLLM's loaders, which copy each matrix once more.
+Imports vLLM, so it is itself imported late. An update of SmolLM2-135M takes 0.28 s, and 0.38 s by
+vLLM's loaders, which copy each matrix once more.
 """
 
 from __future__ import annotations
