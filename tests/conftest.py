@@ -40,11 +40,6 @@ LOAD_VLLM = [
 """Loading it takes ten seconds of computing. So do those of one folder, which share an engine."""
 LOADS_VLLM = "tests/numerics/test_routing.py::test_the_sampler_vllm_keeps_routes"
 """One of a file whose others do not."""
-RANKS_LOAD_VLLM = (
-    "tests/numerics/test_rollout_vllm_ranks.py",
-    "tests/numerics/test_families.py::test_vllm_computes_with_each_update_and_loads_the_export",
-)
-"""In ranks that stay for the next test; of the second file, one alone does."""
 ENDPOINT = (
     "tests/integration/endpoint/",
     "tests/integration/test_agents.py",
@@ -62,14 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each file to one process, as `--dist loadfile`; what loads vLLM, all to one or two."""
+    """Each file to one process, as `--dist loadfile`; what loads vLLM, all to one."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            if nodeid.startswith(RANKS_LOAD_VLLM):
-                return "vllm in ranks"
             loads = file in LOAD_VLLM or file.startswith(ENDPOINT) or nodeid.startswith(LOADS_VLLM)
             return "vllm" if loads else file
 

@@ -47,6 +47,7 @@ from rolemesh.engine.rollout.vllm.weights.updates import (
     load_whole,
     place_parts,
     place_whole,
+    takes_whole,
     whole_shard,
 )
 from rolemesh.engine.specs import AdapterSpec, Numerics, VllmSpec
@@ -113,6 +114,7 @@ class VllmBackend(VllmSampling):
             ValueError: The folder is missing or does not fit the spec or vLLM, a lone rank has
                 another GPU than the first, or vLLM cannot serve the adapter.
             RuntimeError: An engine of this process could not be closed whole.
+            UnsupportedFamilyError: vLLM's model of the family lacks a parameter of this one.
         """
         mesh = mesh or RankMesh.single()
         check_generate_layout(mesh)
@@ -143,6 +145,8 @@ class VllmBackend(VllmSampling):
         super().__init__(spec, model_path, adapter)
         self._device = device
         self._num_slices = mesh.generate_tp.size
+        is_whole = adapter is None and self._num_slices == 1
+        shard = whole_shard(self._folder.shape) if is_whole else None
         self.yields_to_training = self._device.type == "cuda"
         if self._device.type == "cpu" and choices["activations"].value == "float32":
             self.rounds_to = spec.dtype
@@ -172,8 +176,8 @@ class VllmBackend(VllmSampling):
             if shares_engine:
                 share(held)
         self._held = held
-        if adapter is None and self._num_slices == 1:
-            self._shard = whole_shard(self.engine, self._folder.shape)
+        if shard is not None and takes_whole(self.engine, shard):
+            self._shard = shard
         if spec.replay_routes:
             self._routes = self._engine_routes()
         if self._served is not None:

@@ -15,6 +15,7 @@ from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
 from rolemesh.coordinator.run.checks.model_folders import ModelFolder
 from rolemesh.engine.data.rendering.tokenizers import load_light_tokenizer
+from rolemesh.engine.layout.families import UnsupportedFamilyError
 from rolemesh.engine.model_folders.model_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -271,3 +272,10 @@ def test_a_family_that_vllm_cannot_be_given_weights_of_is_refused_at_the_start(
     with pytest.raises(ModelFolderError, match=told):
         VllmBackend(VllmSpec(max_model_len=48), folder)
     check_sampled(folder, "hf")
+
+
+def test_a_setting_that_vllms_model_lacks_is_refused_before_vllm_is_imported(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    put(folder / "config.json", {**config, "model_type": "qwen3", "attention_bias": True})
+    with pytest.raises(UnsupportedFamilyError, match=r"vLLM's has no o_proj\.bias: sample with"):
+        VllmBackend(VllmSpec(max_model_len=48), folder)

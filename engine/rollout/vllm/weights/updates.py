@@ -49,20 +49,28 @@ def place_parts(engine: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
     _transfer(engine, {"weights": tensors, "are_shards": True})
 
 
-def whole_shard(engine: Any, shape: DecoderShape | None) -> RankShard | None:
-    """What `place_whole` writes; None where vLLM's loaders have to do it.
+def whole_shard(shape: DecoderShape | None) -> RankShard | None:
+    """What a lone rank holds; None for a family without a record.
+
+    Raises:
+        UnsupportedFamilyError: vLLM has no such model.
+    """
+    if shape is None:
+        return None
+    return generate_layout(shape, HybridLayout(TrainLayout()), "float32").shard(0)
+
+
+def takes_whole(engine: Any, shard: RankShard) -> bool:
+    """Whether `place_whole` can write a shard; else vLLM's loaders have to; see `whole.holds_as`.
 
     Args:
         engine: VLLM's LLMEngine, of one slice.
-        shape: Of the model; None for a family without a record.
+        shard: From `whole_shard`.
     """
     from rolemesh.engine.rollout.vllm.weights.whole import holds_as
 
-    if shape is None:
-        return None
-    shard = generate_layout(shape, HybridLayout(TrainLayout()), "float32").shard(0)
-    (fits,) = engine.apply_model(lambda model: holds_as(model, shard))
-    return shard if fits else None
+    (holds,) = engine.apply_model(lambda model: holds_as(model, shard))
+    return bool(holds)
 
 
 def place_whole(engine: Any, shard: RankShard, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -70,7 +78,7 @@ def place_whole(engine: Any, shard: RankShard, weights: Iterable[tuple[str, torc
 
     Args:
         engine: VLLM's LLMEngine.
-        shard: From `whole_shard`.
+        shard: From `whole_shard`, which the engine `takes_whole`.
         weights: (Hugging Face name, floating [global shape]), each of the shard's once.
     """
     _transfer(engine, {"weights": weights, "shard": shard})
