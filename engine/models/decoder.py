@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.hardware.devices import device_of, kind_of, memory_left
 from rolemesh.engine.images.processing import image_tokens_of
-from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.layout.adapters import is_factor, split_factor
 from rolemesh.engine.layout.families import (
     EMBEDDING,
@@ -134,9 +133,8 @@ class Decoder(nn.Module):
         adapter = spec.adapter
         self.shares_tokens = mesh.tp.size > 1 and spec.sequence_parallel
         """Whether each tensor slice holds only its share of the tokens between its blocks."""
-        if self.shape is not None and triton_serves(self.device):
-            fuse_layers(self.shape.family)
         if self.shape is not None:
+            fuse_layers(self.shape.family)
             check_layout(self.shape, mesh.layout)
         is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size * mesh.experts.size > 1
         if self.shape is not None and (is_cut or maker_without_values() is not None):

@@ -2,13 +2,14 @@
 
     python tests/benchmarks/packed_rows.py --before CHECKOUT [--model .models/SmolLM2-135M-Instruct]
         [--layers 15] [--repetitions 2] [--threads 2] [--micro-batch-tokens 4096]
+        [--compute-dtype float32]
 
 Each side is a process of its own with that checkout's code; it makes the same rows, and then one
 after the other computes forward and backward of a PPO loss over them (without the optimizer's own
-step, which does not depend on rows), in float32. `tokens` are those of the rows, `computed` those
-that a side put through the model, padding included. Prints one JSON line; seconds are medians,
-`ratio` is before over now (`ratio_cpu` of the processors' time, since other programs may have had
-them), `saved` is what the tokens computed fell by.
+step, which does not depend on rows). Both keep the memory that they freed, as services do. `tokens`
+are those of the rows, `computed` those that a side put through the model, padding included. Prints
+one JSON line; seconds are medians, `ratio` is before over now (`ratio_cpu` of the processors' time,
+since other programs may have had them), `saved` is what the tokens computed fell by.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+KEEPS_MEMORY = {
+    **{"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)},
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""As `coordinator/run/services/commands.py` has it for services on a CPU."""
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -96,7 +103,7 @@ def serve(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     spec = ModelSpec(
         path=arguments.model,
-        compute_dtype="float32",
+        compute_dtype=arguments.compute_dtype,
         num_layers=arguments.layers,
         micro_batch_tokens=arguments.micro_batch_tokens,
     )
@@ -155,7 +162,7 @@ def start(checkout: Path, arguments: list[str]) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(checkout / "src"), str(checkout / "tests")])
     side = subprocess.Popen(
         [sys.executable, __file__, "--serve", *arguments],
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**KEEPS_MEMORY, **os.environ, "PYTHONPATH": paths},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -186,6 +193,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -234,6 +242,7 @@ def main() -> int:
                     "micro_batch_tokens": arguments.micro_batch_tokens,
                     "repetitions": arguments.repetitions,
                     "threads": arguments.threads,
+                    "compute_dtype": arguments.compute_dtype,
                 },
                 "points": points,
                 "versions": {"python": platform.python_version()},

@@ -232,13 +232,46 @@ def test_an_entropy_alone_can_be_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "expected"), [("cpu", 49152, 512), ("meta", 49152, 5461), ("meta", 0, 2**28)]
+    ("device", "rows", "chunk", "kept"),
+    [
+        ("cpu", 49152, 512, 2730),
+        ("cpu", 2**20, 512, 512),
+        ("meta", 49152, 5461, 5461),
+        ("meta", 0, 2**28, 2**28),
+    ],
 )
 def test_chunks_suit_the_device_where_no_number_is_given(
-    device: str, rows: int, expected: int
+    device: str, rows: int, chunk: int, kept: int
 ) -> None:
     """Every device but a CPU counts as a GPU: 5,461 rows of 49,152 float32 logits are 1 GiB."""
-    assert head.default_chunk_tokens(torch.empty(rows, 1, device=device)) == expected
+    vocabulary = torch.empty(rows, 1, device=device)
+    assert head.default_chunk_tokens(vocabulary) == chunk
+    assert head.default_kept_tokens(vocabulary) == kept
+
+
+@pytest.mark.parametrize(("chunk_tokens", "num_chunks", "num_again"), [(None, 1, 0), (10, 4, 3)])
+def test_the_last_logits_are_kept_for_one_backward_pass(
+    chunk_tokens: int | None, num_chunks: int, num_again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+
+    class Counting(head.Projection):
+        def __call__(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+            nonlocal made
+            made += 1
+            return super().__call__(hidden_CD)
+
+    monkeypatch.setattr(head, "Projection", Counting)
+    hidden, vocabulary, targets, _ = _inputs(torch.float32)
+    logprobs, _ = token_logprobs(hidden, vocabulary, targets, chunk_tokens=chunk_tokens)
+    assert made == num_chunks
+    logprobs.sum().backward(retain_graph=True)
+    assert made == num_chunks + num_again
+    once = hidden.grad.clone(), vocabulary.grad.clone()
+    logprobs.sum().backward()
+    assert made == 2 * num_chunks + num_again
+    for leaf, first in zip((hidden, vocabulary), once, strict=True):
+        assert torch.equal(leaf.grad, 2 * first)
 
 
 def test_gradients_pass_torchs_finite_differences() -> None:

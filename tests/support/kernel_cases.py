@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from support.token_batches import token_batch, with_shared_prompts
@@ -18,6 +19,7 @@ from rolemesh.engine.algorithms.estimators.advantages import gae
 from rolemesh.engine.algorithms.losses.base import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
 from rolemesh.engine.kernels.choice import KERNELS_VARIABLE
+from rolemesh.engine.models.layers import fused_layers
 from rolemesh.engine.models.layers.shared_attention import inputs_of, sharing_attention
 from rolemesh.engine.models.vocabulary.logprobs import token_logprobs
 from rolemesh.engine.packing.packed_rows import pack_rows
@@ -34,11 +36,12 @@ Tensors = dict[str, torch.Tensor]
 
 @contextmanager
 def kernels(choice: str) -> Iterator[None]:
-    """Has the switch say so."""
+    """Has the switch say so; torch: transformers' own layers on a CPU, too."""
     before = os.environ.get(KERNELS_VARIABLE)
     os.environ[KERNELS_VARIABLE] = choice
     try:
-        yield
+        with mock.patch.object(fused_layers, "_serve_on_cpu", return_value=False):
+            yield
     finally:
         if before is None:
             del os.environ[KERNELS_VARIABLE]

@@ -100,39 +100,38 @@ def _attend_tree(
         return flex_shared_attention(query, key, value, tree, scaling)
     packed, heads, width = query.shape[2], query.shape[1], query.shape[3]
     # Rows of the gathers: a token with all of its heads.
-    query_S, key_S, value_S = (_by_token(tensor) for tensor in (query, key, value))
+    whole = [_by_token(tensor) for tensor in (query, key, value)]
+    # Each block's own tokens by one split: the gradient of a slice is as large as all tokens.
+    sizes = [block.num_tokens for block in tree.blocks]
+    own = zip(*(torch.split(tensor, sizes) for tensor in whole), strict=True)
     attended = [
-        _attend_block(block, query_S, key_S, value_S, width=width, scaling=scaling, window=window)
-        for block in tree.blocks
+        _attend_block(block, of_block, whole[1:], width=width, scaling=scaling, window=window)
+        for block, of_block in zip(tree.blocks, own, strict=True)
     ]
     # The kernel keeps its output for the backward pass; a copy of it would be kept as well.
-    whole = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return whole.view(1, packed, heads, width)
+    joined = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return joined.view(1, packed, heads, width)
 
 
 def _attend_block(
     block: Block,
-    query_S: torch.Tensor,
-    key_S: torch.Tensor,
-    value_S: torch.Tensor,
+    own: tuple[torch.Tensor, ...],
+    keys_and_values: list[torch.Tensor],
     *,
     width: int,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attended values of a block's tokens, [tokens, H * E]."""
-    own = slice(block.first, block.first + block.num_tokens)
+    """Attended values of a block's tokens, [tokens, H * E].
 
-    def of_own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[own] if block.queries is None else block.queries(tensor[own])
-
-    queries = _rectangle(of_own(query_S), block.num_branches, width)
-    keys, values = (
-        _rectangle(
-            of_own(tensor) if block.keys is None else block.keys(tensor), block.num_branches, width
-        )
-        for tensor in (key_S, value_S)
-    )
+    `own` are its tokens' queries, keys and values, and `keys_and_values` those of all tokens.
+    """
+    gathered = own if block.keys is None else own[:1]
+    if block.queries is not None:
+        gathered = tuple(block.queries(tensor) for tensor in gathered)
+    if block.keys is not None:
+        gathered += tuple(block.keys(tensor) for tensor in keys_and_values)
+    queries, keys, values = (_rectangle(tensor, block.num_branches, width) for tensor in gathered)
     mask = block.may_attend
     if window is not None and window < block.longest:
         mask = _within(window, mask, queries.shape[2], queries.device)

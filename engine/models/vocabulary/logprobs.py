@@ -1,8 +1,9 @@
 """Log-probs and entropy of given tokens, straight from hidden states, in chunks.
 
 The logits of all tokens never exist: a chunk of rows is projected, reduced to one log-prob (and
-one entropy) a row, and dropped; the backward pass projects it again. The largest temporary is
-[C, V]. Where the vocabulary is cut over ranks, each works on its own rows (V is then their
+one entropy) a row, and dropped; the backward pass projects it again. The largest temporaries are
+two of [C, V]. The last chunk, on a CPU the last few, are kept for the backward pass: one product of
+four less. Where the vocabulary is cut over ranks, each works on its own rows (V is then their
 number), and a few numbers a token are combined at the end: two all-reduces of at most [3, N].
 
 Where `kernels/choice.py` says so, Triton's kernels compute the same (`kernels/linear_logprobs.py`).
@@ -26,6 +27,8 @@ from rolemesh.engine.parallel.tensor_parallel import all_reduce
 
 CPU_CHUNK_TOKENS = 512
 """Rows of logits that exist at a time on a CPU, unless a number is given."""
+CPU_KEPT_ELEMENTS = 2**27
+"""Logits that a CPU keeps for the backward pass where the recipe gives no number: 512 MiB."""
 GPU_CHUNK_ELEMENTS = 2**28
 """Logits that exist at a time on a GPU, unless a number of rows is given: 1 GiB of float32. There
 small chunks read and write the gradient of the vocabulary, float32 [V, D], more often than the
@@ -59,8 +62,8 @@ def token_logprobs(
             (there may be none).
         targets: int64 [N], token ids, or [N, J], several at each place.
         temperature: Divides the logits, > 0.
-        chunk_tokens: Most rows of logits that exist at a time, or as many numbers in blocks of
-            another shape; None: as many as suit the device.
+        chunk_tokens: Most rows of logits that are computed at a time, and kept, or as many numbers
+            in blocks of another shape; None: as many as suit the device.
         compute_dtype: Type of matrix products; float32 leaves float64 inputs as they are.
         with_entropy: Whether the entropy is wanted too.
         group: Ranks that cut the vocabulary among them; None where it is whole.
@@ -93,6 +96,7 @@ def token_logprobs(
         targets if targets.dim() == 2 else targets[:, None],
         temperature,
         chunk_tokens or default_chunk_tokens(vocabulary_VD),
+        chunk_tokens or default_kept_tokens(vocabulary_VD),
         compute_dtype,
         with_entropy,
         rows,
@@ -105,6 +109,16 @@ def default_chunk_tokens(vocabulary_VD: torch.Tensor) -> int:
     if kind_of(vocabulary_VD.device) == "cpu":
         return CPU_CHUNK_TOKENS
     return max(1, GPU_CHUNK_ELEMENTS // max(1, len(vocabulary_VD)))
+
+
+def default_kept_tokens(vocabulary_VD: torch.Tensor) -> int:
+    """Rows of logits that are kept for the backward pass where the recipe gives no number.
+
+    A chunk adds nothing to the peak: the forward pass has two at a time.
+    """
+    if kind_of(vocabulary_VD.device) == "cpu":
+        return max(CPU_CHUNK_TOKENS, CPU_KEPT_ELEMENTS // max(1, len(vocabulary_VD)))
+    return default_chunk_tokens(vocabulary_VD)
 
 
 class _Others(NamedTuple):
@@ -121,8 +135,26 @@ class _Others(NamedTuple):
         return cls(torch.empty_like(hidden_ND), hidden_ND.new_empty(len(hidden_ND), 1))
 
 
+class _Kept:
+    """Logits of the last chunks of a pass, for its backward pass, which uses them up."""
+
+    def __init__(self, first: int) -> None:
+        """Keeps chunks that begin at a row, or after it."""
+        self._first = first
+        self._by_start: dict[int, torch.Tensor] = {}
+
+    def keep(self, chunk: slice, logits_CV: torch.Tensor) -> None:
+        """Takes a chunk's logits, if they are to be kept."""
+        if chunk.start >= self._first:
+            self._by_start[chunk.start] = logits_CV
+
+    def taken(self, chunk: slice) -> torch.Tensor | None:
+        """A chunk's logits, to write into, where they were kept and nobody took them."""
+        return self._by_start.pop(chunk.start, None)
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward in chunks, backward in the same chunks with the logits computed again.
+    """Forward in chunks, backward in the same chunks; logits not kept are computed again.
 
     With z the logits after temperature, p = softmax(z), L the log-sum-exp and H the entropy:
 
@@ -145,6 +177,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets_NJ: torch.Tensor,
         temperature: float,
         chunk_tokens: int,
+        kept_tokens: int,
         compute_dtype: torch.dtype,
         with_entropy: bool,
         vocabulary: VocabularySlice | None,
@@ -154,9 +187,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         is_frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
         keeps_others = is_frozen and vocabulary is None and targets_NJ.shape[1] == 1
         others = _Others.like(hidden_ND) if keeps_others else None
+        # What needs no gradient keeps nothing.
+        num_kept = kept_tokens if any(ctx.needs_input_grad) and others is None else 0
+        ctx.kept = _Kept(len(hidden_ND) - num_kept)
         with project.without_autocast():
             logprobs_NJ, lse_N, entropy_N = _scores(
-                project, hidden_ND, targets_NJ, chunk_tokens, with_entropy, vocabulary, others
+                *(project, hidden_ND, targets_NJ, chunk_tokens, with_entropy, vocabulary, others),
+                ctx.kept,
             )
         ctx.save_for_backward(
             *(hidden_ND, vocabulary_VD, targets_NJ, lse_N, entropy_N),
@@ -182,7 +219,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if compute_dtype == torch.bfloat16:
                 rows_ND = rows_ND.bfloat16()
             grad_ND = (rows_ND * share_N1).sub_(sum_ND).mul_(grad_logprobs_NJ / temperature)
-            return grad_ND, None, None, None, None, None, None, None
+            return grad_ND, *(None,) * 8
         project = Projection(vocabulary_VD, compute_dtype, temperature)
         need_hidden, need_vocabulary = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
@@ -195,7 +232,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_vocabulary_VD.zero_()
         with project.without_autocast():
             for chunk in _chunks(len(hidden_ND), chunk_tokens):
-                logits_CV = project(hidden_ND[chunk])
+                logits_CV = ctx.kept.taken(chunk)
+                if logits_CV is None:
+                    logits_CV = project(hidden_ND[chunk])
                 lse_C1 = lse_N[chunk, None]
                 grad_CJ = grad_logprobs_NJ[chunk]
                 grad_C1 = grad_CJ.sum(1, keepdim=True)
@@ -223,7 +262,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_vocabulary_VD = grad_vocabulary_VD.to(vocabulary_VD.dtype)
         if vocabulary is not None and grad_hidden_ND is not None:
             grad_hidden_ND = all_reduce(grad_hidden_ND, vocabulary.group)
-        return grad_hidden_ND, grad_vocabulary_VD, None, None, None, None, None, None
+        return grad_hidden_ND, grad_vocabulary_VD, *(None,) * 7
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -237,6 +276,7 @@ class _FusedLogprobs(torch.autograd.Function):
         targets_N1: torch.Tensor,
         temperature: float,
         chunk_tokens: int,
+        kept_tokens: int,
         compute_dtype: torch.dtype,
         with_entropy: bool,
         vocabulary: VocabularySlice | None,
@@ -303,7 +343,7 @@ class _FusedLogprobs(torch.autograd.Function):
             if vocabulary is not None:
                 grad_hidden_ND = all_reduce(grad_hidden_ND, vocabulary.group)
             grad_hidden_ND = grad_hidden_ND.to(hidden_ND.dtype)
-        return grad_hidden_ND, grad_vocabulary_VD, None, None, None, None, None, None
+        return grad_hidden_ND, grad_vocabulary_VD, *(None,) * 7
 
 
 def _blocks(num_rows: int, max_elements: int, num_tokens: int) -> list[slice]:
@@ -322,8 +362,12 @@ def _scores(
     with_entropy: bool,
     vocabulary: VocabularySlice | None,
     others: _Others | None,
+    kept: _Kept,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs [N, J], log-sum-exp [N] and entropy [N] ([0] where not wanted); fills `others`."""
+    """Log-probs [N, J], log-sum-exp [N] and entropy [N] ([0] where not wanted).
+
+    Fills `others`, and gives `kept` a whole vocabulary's logits: a slice's are written over.
+    """
     lse_N = hidden_ND.new_empty(len(hidden_ND), dtype=project.accumulate_dtype)
     if vocabulary is not None:
         largest_N = torch.empty_like(lse_N)
@@ -342,9 +386,13 @@ def _scores(
         probs_CV, lse_C = _softmax_and_lse(logits_CV)
         lse_N[chunk] = lse_C
         logprobs_NJ[chunk] = target_CJ - lse_C[:, None]
-        if with_entropy:
-            entropy_N[chunk] = lse_C - logits_CV.mul_(probs_CV).sum(1)
-        if others is not None:
+        if others is None:
+            kept.keep(chunk, logits_CV)
+            if with_entropy:
+                entropy_N[chunk] = lse_C - probs_CV.mul_(logits_CV).sum(1)
+        else:
+            if with_entropy:
+                entropy_N[chunk] = lse_C - logits_CV.mul_(probs_CV).sum(1)
             del logits_CV
             probs_CV.scatter_(1, targets_NJ[chunk], 0.0)
             others.share_N1[chunk] = probs_CV.sum(1, keepdim=True)
