@@ -113,8 +113,8 @@ class FamilyRecord:
     """Layers of the tower, where vision_config names none, whose features are added behind the
     first layers of the decoder (DeepStack, arXiv 2406.04334); empty: the family has no such."""
     kernel_classes: str = ""
-    """Begins the names of the classes in transformers whose forward passes `kernels/layers.py`
-    computes on a GPU, e.g. "Llama"; empty: transformers' code runs there."""
+    """Begins the names of the classes in transformers that are like Llama's, so that
+    `models/layers/fused_layers.py` may compute their forward passes; empty: they are not."""
 
     def norms_queries(self, config: Mapping[str, Any]) -> bool:
         """Whether queries and keys are normed, a head or the whole width."""
@@ -268,6 +268,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
                     "original_max_position_embeddings": "original_max_position_embeddings",
                 }
             },
+            kernel_classes="Ministral3",
         ),
         "granite": FamilyRecord(
             parts=(
@@ -277,6 +278,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             ),
             enters_times="embedding_multiplier",
             logits_over="logits_scaling",
+            kernel_classes="Granite",
         ),
         "smollm3": FamilyRecord(
             parts=(
@@ -286,6 +288,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             ),
             defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
             per_layer=("layer_types", "no_rope_layers"),
+            kernel_classes="SmolLM3",
         ),
         "olmo2": FamilyRecord(parts=_OLMO, vllm_whole=_OLMO_NORMS),
         "olmo3": FamilyRecord(parts=_OLMO, per_layer=("layer_types",), vllm_whole=_OLMO_NORMS),
@@ -342,6 +345,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             defaults={"num_key_value_heads": 8},
             experts=ExpertFields(default=8, inner_size="intermediate_size"),
             vllm_mlp="block_sparse_moe",
+            kernel_classes="Mixtral",
         ),
         "qwen3_moe": FamilyRecord(
             parts=(
@@ -354,6 +358,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             defaults={"num_key_value_heads": 4, "moe_intermediate_size": 768},
             experts=ExpertFields(default=128),
             not_in_vllm={"attention_bias": "o_proj.bias"},
+            kernel_classes="Qwen3Moe",
         ),
         "olmoe": FamilyRecord(
             parts=(
@@ -368,6 +373,7 @@ RECORDS: Mapping[str, FamilyRecord] = MappingProxyType(
             refused={"clip_qkv": "vLLM computes without it"},
             vllm_whole=_OLMO_NORMS,
             not_in_vllm={"attention_bias": "biases"},
+            kernel_classes="Olmoe",
         ),
         "glm4_moe": FamilyRecord(
             parts=(

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.kernel_cases import both, kernels
 from support.layer_cases import (
     BFLOAT16_TOLERANCE,
-    FAMILIES,
+    MODELS,
     TYPES,
     assert_near,
     gated,
@@ -74,7 +74,7 @@ def test_a_norms_gradient_is_the_same_twice():
 
 
 @pytest.mark.parametrize("numerics", MODEL_TOLERANCE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_a_model_of_each_family_computes_what_it_does_without(tmp_path, family, numerics):
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = write_tiny_decoder(tmp_path / family, family)

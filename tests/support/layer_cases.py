@@ -12,9 +12,14 @@ import torch
 from support.kernel_cases import Tensors
 from transformers import AutoConfig
 
+from rolemesh.engine.layout.family_records import RECORDS
 from rolemesh.engine.models.layers.fused_layers import fuse_layers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = tuple(family for family, record in RECORDS.items() if record.kernel_classes)
+MODELS = ("llama", "mistral", "qwen2", "qwen3")
+"""Of which a whole model is tried; others have the same parts."""
+WITHOUT_MLP = frozenset({"mixtral"})
+"""Families whose layers have experts alone."""
 FLOAT32_TOLERANCE = 2e-6
 """Relative and absolute, of numbers of size 1: sums of a row in another order, a root and a sigmoid
 to their last two places."""
@@ -38,6 +43,11 @@ def modeling(family: str) -> Any:
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
+def class_of(family: str, part: str) -> Any:
+    """A class of transformers for a part of the family's layers."""
+    return getattr(modeling(family), RECORDS[family].kernel_classes + part)
+
+
 def _pulled(result: torch.Tensor, inputs: Tensors) -> Tensors:
     """The result, and gradients of the inputs under a weighted sum of it."""
     generator = torch.Generator().manual_seed(3)
@@ -57,7 +67,7 @@ def normed(
 ) -> Tensors:
     """A norm of that shape, with rows of zeros and of large numbers."""
     generator = torch.Generator().manual_seed(sum(shape))
-    module = getattr(modeling(family), f"{family.capitalize()}RMSNorm")(shape[-1], eps=1e-5)
+    module = class_of(family, "RMSNorm")(shape[-1], eps=1e-5)
     weight = 1 + 0.3 * torch.randn(shape[-1], generator=generator)
     module.weight = torch.nn.Parameter(weight.to(device, types[1]))
     x = torch.randn(shape, generator=generator)
@@ -71,11 +81,10 @@ def normed(
 
 def gated(device: str, family: str, tokens: int, dtype: torch.dtype) -> Tensors:
     """An MLP, whose gates are sometimes far from 0."""
-    name = family.capitalize()
     config = AutoConfig.for_model(family, hidden_size=24, intermediate_size=40, **HEADS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        module = getattr(modeling(family), f"{name}MLP")(config)
+        module = class_of(family, "MLP")(config)
     module.gate_proj.weight.data *= 30
     module = module.to(device, dtype)
     generator = torch.Generator().manual_seed(tokens)

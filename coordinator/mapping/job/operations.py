@@ -20,8 +20,8 @@ def update_flops(model: Model, work: Work, *, recomputes: bool = False) -> float
     """Of all optimizer steps of an update.
 
     A backward pass multiplies with weights and with activations, with an adapter's frozen weights
-    once. The head's makes its logits again, and layers that are recomputed make one forward pass
-    more.
+    once. The head's makes its logits again, but for a pass's last ones, which are not counted
+    apart; and layers that are recomputed make one forward pass more.
     """
     rows = min(work.rows, work.mini_batch_rows)
     layers, head = _forward(model, work, rows)

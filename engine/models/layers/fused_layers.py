@@ -39,9 +39,11 @@ def fuse_layers(family: str) -> None:
     if not name:
         return
     modeling: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    norm, mlp = getattr(modeling, f"{name}RMSNorm"), getattr(modeling, f"{name}MLP")
+    norm = getattr(modeling, f"{name}RMSNorm")
     norm.forward = _norm_forward(norm.forward)
-    mlp.forward = _mlp_forward(mlp.forward)
+    # A family may have experts alone.
+    if mlp := getattr(modeling, f"{name}MLP", None):
+        mlp.forward = _mlp_forward(mlp.forward)
     modeling.apply_rotary_pos_emb = _rotary(modeling.apply_rotary_pos_emb)
 
 

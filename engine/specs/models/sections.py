@@ -74,8 +74,9 @@ class ModelSpec(Spec):
     passes in which that saves. It changes memory and time; numbers change as they do with other
     micro-batches."""
     logprob_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Rows of the vocabulary projection computed at a time: bounds the largest temporary. None
-    takes 512 on a CPU, and on a GPU as many as make 1 GiB of float32 logits."""
+    """Rows of the vocabulary projection computed at a time, and kept for the backward pass: bounds
+    the largest temporary. None takes 512 on a CPU, which keeps as many as make 512 MiB of float32
+    logits, and on a GPU as many as make 1 GiB."""
 
 
 class ScheduledSpec(Spec):
