@@ -29,6 +29,10 @@ from rolemesh.engine.parallel.mesh import RankGroup
 GROUPED = "rolemesh_grouped"
 """Name of `grouped_experts` in transformers' table of ways to compute experts."""
 
+NUMBERS_AT_A_TIME = 2**22
+"""Weights of neighbouring experts that a CPU casts, and writes gradients of, in one operation: of
+many small experts several, of large ones each by itself."""
+
 
 def group_experts(model: nn.Module, owners: RankGroup | None = None) -> None:
     """Has the experts of a model, if it has any, computed by `grouped_experts`. In place.
@@ -255,9 +259,10 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x.to(ctx.factors) if ctx.needs_input_grad[1] else None, weight_EOC)
         rows_of = _reader(x.to(products), reads)
         made_NO = x.new_empty(sum(counts), weight_EOC.shape[1])
-        for expert, place in _places(counts):
-            weight_OC = _seen(weight_EOC[expert], products, rounds=arithmetic.rounds)
-            _multiply(rows_of(place), weight_OC.t(), into=made_NO[place])
+        for experts, places in _groups(counts, weight_EOC):
+            weight_GOC = _seen(weight_EOC[experts], products, rounds=arithmetic.rounds)
+            for weight_OC, place in zip(weight_GOC, places, strict=True):
+                _multiply(rows_of(place), weight_OC.t(), into=made_NO[place])
         return made_NO if sums is None else sums.summed(made_NO)
 
     @staticmethod
@@ -268,21 +273,34 @@ class _GroupedLinear(torch.autograd.Function):
         need_x, *_ = ctx.needs_input_grad
         grads_of = _reader(grad.to(ctx.factors), ctx.sums)
         rows_of = None if x is None else _reader(x, ctx.reads)
-        grad_x = grad.new_empty(sum(ctx.counts), weight_EOC.shape[2]) if need_x else None
+        # In the type of the products: one cast of many rows or experts is faster than many casts.
+        size_NC = (sum(ctx.counts), weight_EOC.shape[2])
+        grad_x = grad.new_empty(size_NC, dtype=ctx.factors) if need_x else None
         grad_weight = None if rows_of is None else torch.empty_like(weight_EOC)
-        for expert, place in _places(ctx.counts):
-            grad_MO = grads_of(place)
-            if grad_x is not None:
-                weight_OC = _seen(weight_EOC[expert], ctx.factors, rounds=ctx.rounds)
-                _multiply(grad_MO, weight_OC, into=grad_x[place])
-            if rows_of is not None and grad_weight is not None:
-                _multiply(grad_MO.t(), rows_of(place), into=grad_weight[expert])
+        for experts, places in _groups(ctx.counts, weight_EOC):
+            weight_GOC = _seen(weight_EOC[experts], ctx.factors, rounds=ctx.rounds)
+            made_GOC = None if grad_weight is None else grad_weight[experts]
+            if made_GOC is not None and made_GOC.dtype != ctx.factors:
+                made_GOC = torch.empty_like(made_GOC, dtype=ctx.factors)
+            for at, place in enumerate(places):
+                grad_MO = grads_of(place)
+                if grad_x is not None:
+                    torch.mm(grad_MO, weight_GOC[at], out=grad_x[place])
+                if rows_of is not None and made_GOC is not None:
+                    torch.mm(grad_MO.t(), rows_of(place), out=made_GOC[at])
+            if (
+                grad_weight is not None
+                and made_GOC is not None
+                and made_GOC.dtype != weight_EOC.dtype
+            ):
+                grad_weight[experts] = made_GOC
         if grad_weight is not None:
             for expert, count in enumerate(ctx.counts):
                 if not count:
                     grad_weight[expert] = 0
-        if grad_x is not None and ctx.reads is not None:
-            grad_x = ctx.reads.summed(grad_x)
+        if grad_x is not None:
+            grad_x = grad_x if ctx.reads is None else ctx.reads.summed(grad_x)
+            grad_x = grad_x.to(grad.dtype)
         return grad_x, grad_weight, None, None, None, None
 
 
@@ -294,9 +312,9 @@ def _reader(x: torch.Tensor, dealt: Dealt | None) -> Callable[[slice], torch.Ten
     return lambda place: x.index_select(0, tokens_N[place])
 
 
-def _seen(weight_OC: torch.Tensor, dtype: torch.dtype, *, rounds: bool) -> torch.Tensor:
-    """One expert's weight as a factor."""
-    return (weight_OC.bfloat16() if rounds else weight_OC).to(dtype)
+def _seen(weight_GOC: torch.Tensor, dtype: torch.dtype, *, rounds: bool) -> torch.Tensor:
+    """Experts' weights as factors."""
+    return (weight_GOC.bfloat16() if rounds else weight_GOC).to(dtype)
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, *, into: torch.Tensor) -> None:
@@ -306,12 +324,19 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, *, into: torch.Tensor) ->
         into.copy_(left @ right)
 
 
-def _places(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """Experts that have rows, and which."""
-    found, start = [], 0
+def _groups(counts: Sequence[int], weight_EOC: torch.Tensor) -> list[tuple[slice, list[slice]]]:
+    """Neighbouring experts that have rows, and the rows of each; see `NUMBERS_AT_A_TIME`."""
+    most = max(1, NUMBERS_AT_A_TIME // max(1, weight_EOC[0].numel()))
+    found: list[tuple[slice, list[slice]]] = []
+    start = 0
     for expert, count in enumerate(counts):
         if count:
-            found.append((expert, slice(start, start + count)))
+            if found and found[-1][0].stop == expert and len(found[-1][1]) < most:
+                experts, places = found.pop()
+            else:
+                experts, places = slice(expert, expert), []
+            place = slice(start, start + count)
+            found.append((slice(experts.start, expert + 1), [*places, place]))
         start += count
     return found
 
