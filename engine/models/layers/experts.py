@@ -279,20 +279,16 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weight = None if rows_of is None else torch.empty_like(weight_EOC)
         for experts, places in _groups(ctx.counts, weight_EOC):
             weight_GOC = _seen(weight_EOC[experts], ctx.factors, rounds=ctx.rounds)
-            made_GOC = None if grad_weight is None else grad_weight[experts]
-            if made_GOC is not None and made_GOC.dtype != ctx.factors:
-                made_GOC = torch.empty_like(made_GOC, dtype=ctx.factors)
+            made_GOC = torch.empty_like(weight_GOC)
+            if grad_weight is not None and grad_weight.dtype == ctx.factors:
+                made_GOC = grad_weight[experts]
             for at, place in enumerate(places):
                 grad_MO = grads_of(place)
                 if grad_x is not None:
                     torch.mm(grad_MO, weight_GOC[at], out=grad_x[place])
-                if rows_of is not None and made_GOC is not None:
+                if rows_of is not None:
                     torch.mm(grad_MO.t(), rows_of(place), out=made_GOC[at])
-            if (
-                grad_weight is not None
-                and made_GOC is not None
-                and made_GOC.dtype != weight_EOC.dtype
-            ):
+            if grad_weight is not None and grad_weight.dtype != ctx.factors:
                 grad_weight[experts] = made_GOC
         if grad_weight is not None:
             for expert, count in enumerate(ctx.counts):
