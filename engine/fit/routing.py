@@ -29,7 +29,7 @@ def evenly_spread() -> Iterator[None]:
     """
     with (
         replaced(expert_exchange, "_told", _as_this_one),
-        replaced(experts, "_places", _all_at_once),
+        replaced(experts, "_groups", _all_at_once),
         replaced(experts, "_reader", _without_copies),
     ):
         yield
@@ -40,9 +40,9 @@ def _as_this_one(asked_RL: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return asked_RL[group.index].expand_as(asked_RL)
 
 
-def _all_at_once(counts: Sequence[int]) -> list[tuple[int, slice]]:
+def _all_at_once(counts: Sequence[int], _: torch.Tensor) -> list[tuple[slice, list[slice]]]:
     """All rows as those of one expert, so that no time goes by over products without values."""
-    return [(0, slice(0, sum(counts)))]
+    return [(slice(0, 1), [slice(0, sum(counts))])]
 
 
 def _without_copies(x: torch.Tensor, dealt: Dealt | None) -> Callable[[slice], torch.Tensor]:
