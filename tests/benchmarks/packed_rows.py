@@ -6,10 +6,11 @@
 
 Each side is a process of its own with that checkout's code; it makes the same rows, and then one
 after the other computes forward and backward of a PPO loss over them (without the optimizer's own
-step, which does not depend on rows). Both keep the memory that they freed, as services do. `tokens`
-are those of the rows, `computed` those that a side put through the model, padding included. Prints
-one JSON line; seconds are medians, `ratio` is before over now (`ratio_cpu` of the processors' time,
-since other programs may have had them), `saved` is what the tokens computed fell by.
+step, which does not depend on rows). Both keep the memory that they freed and let threads wait as
+services do. `tokens` are those of the rows, `computed` those that a side put through the model,
+padding included. Prints one JSON line; seconds are medians, `ratio` is before over now (`ratio_cpu`
+of the processors' time, since other programs may have had them), `saved` is what the tokens
+computed fell by.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KEEPS_MEMORY = {
+AS_A_SERVICE = {
+    **{"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "4000"},
     **{"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)},
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""As `coordinator/run/services/commands.py` has it for services on a CPU."""
+"""Variables of `coordinator/run/services/commands.py` for services of one pool on a CPU."""
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -162,7 +164,7 @@ def start(checkout: Path, arguments: list[str]) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(checkout / "src"), str(checkout / "tests")])
     side = subprocess.Popen(
         [sys.executable, __file__, "--serve", *arguments],
-        env={**KEEPS_MEMORY, **os.environ, "PYTHONPATH": paths},
+        env={**AS_A_SERVICE, **os.environ, "PYTHONPATH": paths},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
