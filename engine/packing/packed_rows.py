@@ -271,7 +271,6 @@ def pack_rows(
         blocks=tuple(
             _lay_out(
                 block,
-                first_of[block[0].place],
                 [places_by_row[order.rows[one.place]] for one in block],
                 num_tokens,
             )
@@ -303,7 +302,6 @@ def pack_rows(
 
 def _lay_out(
     block: Sequence[Branch],
-    first: int,
     places_by_branch: Sequence[np.ndarray],
     num_tokens: int,
 ) -> Block:
@@ -328,7 +326,6 @@ def _lay_out(
             shared_R = shared_R[:1]  # one mask for all rows
         may_attend = (place_T <= shared_R[:, None, None] + place_C[:, None])[:, None]
     return Block(
-        first=first,
         num_tokens=own,
         num_branches=len(block),
         queries=into_rectangle,

@@ -78,9 +78,8 @@ class RowGather:
 class Block:
     """Branches whose attention is computed at once, as a rectangle."""
 
-    first: int
-    """Where their tokens begin in S; they stand there one branch after another."""
     num_tokens: int
+    """Of all of them, one branch after another; in S they follow those of the block before."""
     num_branches: int
     """R."""
     queries: RowGather | None

@@ -19,6 +19,7 @@ from support.layer_cases import (
     TYPES,
     WITHOUT_MLP,
     assert_near,
+    counted,
     gated,
     modeling,
     normed,
@@ -191,15 +192,7 @@ def test_a_model_of_each_family_computes_what_it_does_without(
 ) -> None:
     from rolemesh.engine.kernels import layers
 
-    calls = dict.fromkeys(("rms_norm", "swiglu", "rotate"), 0)
-    for name in calls:
-        real = getattr(layers, name)
-
-        def counting(*args: Any, name: str = name, real: Any = real) -> Any:
-            calls[name] += 1
-            return real(*args)
-
-        monkeypatch.setattr(layers, name, counting)
+    calls = counted(monkeypatch, layers, "rms_norm", "swiglu", "rotate")
     folder = write_tiny_decoder(tmp_path / family, family)
     recompute = {"llama": "full", "mistral": "selective"}.get(family, "none")
     found, expected = both(lambda: scored(folder, numerics, recompute))
@@ -224,17 +217,10 @@ def train_by(at: RankContext, job: Job, choice: str) -> Trained:
     """Trains as one rank, by the kernels or without them."""
     from rolemesh.engine.kernels import layers
 
-    real, calls = layers.rms_norm, 0
-
-    def counting(*args: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return real(*args)
-
     with kernels(choice), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "rms_norm", counting)
+        calls = counted(patch, layers, "rms_norm")
         trained = train(at, job)
-    assert bool(calls) == (choice == "triton")
+    assert bool(calls["rms_norm"]) == (choice == "triton")
     return trained
 
 

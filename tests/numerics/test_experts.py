@@ -116,16 +116,25 @@ def test_groups_compute_what_a_loop_over_experts_does(
     assert max(apart.values()) < DOUBLE_TOLERANCE, apart
 
 
-def test_a_gradient_is_asked_of_what_is_trained_alone() -> None:
-    x_NC = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    weight_EOC = torch.randn(3, 5, 4, dtype=torch.float64)
-    made_NO = grouped_linear(x_NC, weight_EOC, [4, 0, 2])
-    expected = torch.cat([x_NC[:4] @ weight_EOC[0].t(), x_NC[4:] @ weight_EOC[2].t()])
-    torch.testing.assert_close(made_NO, expected)
+@pytest.mark.parametrize(("at_a_time", "num_groups"), [(1, 4), (2 * 5 * 4, 3), (10**6, 2)])
+def test_a_gradient_is_asked_of_what_is_trained_alone(
+    monkeypatch: pytest.MonkeyPatch, at_a_time: int, num_groups: int
+) -> None:
+    """However many neighbouring experts are taken together; one between them has no rows."""
+    from rolemesh.engine.models.layers import experts
+
+    monkeypatch.setattr(experts, "NUMBERS_AT_A_TIME", at_a_time)
+    x_NC = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
+    weight_EOC = torch.randn(5, 5, 4, dtype=torch.float64)
+    counts = [4, 0, 2, 1, 3]
+    assert len(experts._groups(counts, weight_EOC)) == num_groups
+    made_NO = grouped_linear(x_NC, weight_EOC, counts)
+    each = zip(x_NC.split(counts), weight_EOC, strict=True)
+    torch.testing.assert_close(made_NO, torch.cat([x_MC @ one_OC.t() for x_MC, one_OC in each]))
     made_NO.sum().backward()
     assert weight_EOC.grad is None
     assert torch.autograd.gradcheck(
-        lambda x, w: grouped_linear(x, w, [4, 0, 2]), (x_NC, weight_EOC.requires_grad_())
+        lambda x, w: grouped_linear(x, w, counts), (x_NC, weight_EOC.requires_grad_())
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from support.layer_cases import (
     FLOAT32_TOLERANCE,
     TYPES,
     assert_near,
+    counted,
     modeling,
     normed,
     rotated,
@@ -27,16 +27,7 @@ WIDE = TYPES["float32"]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each was asked."""
-    counts = dict.fromkeys(("rms_norm", "rotate"), 0)
-    for name in counts:
-        real = getattr(layers_on_cpu, name)
-
-        def counting(*args: Any, name: str = name, real: Any = real) -> Any:
-            counts[name] += 1
-            return real(*args)
-
-        monkeypatch.setattr(layers_on_cpu, name, counting)
-    return counts
+    return counted(monkeypatch, layers_on_cpu, "rms_norm", "rotate")
 
 
 def assert_agree(compute: Callable[[], Tensors]) -> None:

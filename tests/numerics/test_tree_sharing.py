@@ -231,6 +231,33 @@ def test_prompts_without_any_completion_leave_no_trace(tmp_path: Path) -> None:
         assert float(weight.grad.abs().max()) == 0, name
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-13)], ids=str
+)
+def test_many_short_rows_attend_by_products_as_by_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Rows that share a prompt, and prompts by themselves; sums in another order."""
+    found = {}
+    asked = 0
+    real = shared_attention._attend_by_products
+
+    def counting(*args: Any) -> torch.Tensor:
+        nonlocal asked
+        asked += 1
+        return real(*args)
+
+    monkeypatch.setattr(shared_attention, "_attend_by_products", counting)
+    for least in (1, 10**9):
+        monkeypatch.setattr(shared_attention, "MANY_HEADS", least)
+        before = asked
+        found[least] = attended("cpu", 2, 20, (5, 30, 1, 9), dtype=dtype)
+        assert (asked > before) == (least == 1)
+    for name, expected in found[10**9].items():
+        error = (found[1][name] - expected).abs().max()
+        assert error <= tolerance * expected.abs().max(), name
+
+
 @pytest.mark.parametrize("autocasts", [False, True], ids=["bfloat16", "autocast"])
 def test_attention_by_products_is_as_near_as_the_kernel(
     monkeypatch: pytest.MonkeyPatch, autocasts: bool

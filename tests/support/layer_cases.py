@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import pytest
 import torch
 from support.kernel_cases import Tensors
 from transformers import AutoConfig
@@ -46,6 +47,20 @@ def modeling(family: str) -> Any:
 def class_of(family: str, part: str) -> Any:
     """A class of transformers for a part of the family's layers."""
     return getattr(modeling(family), RECORDS[family].kernel_classes + part)
+
+
+def counted(patch: pytest.MonkeyPatch, module: Any, *names: str) -> dict[str, int]:
+    """How often each function of a module is called from now on."""
+    calls = dict.fromkeys(names, 0)
+    for name in names:
+        real = getattr(module, name)
+
+        def counting(*args: Any, name: str = name, real: Any = real) -> Any:
+            calls[name] += 1
+            return real(*args)
+
+        patch.setattr(module, name, counting)
+    return calls
 
 
 def _pulled(result: torch.Tensor, inputs: Tensors) -> Tensors:

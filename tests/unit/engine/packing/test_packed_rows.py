@@ -309,8 +309,7 @@ def attended(layout: TreeLayout) -> list[list[int]]:
     """By packed token, the places that it attends to."""
     seen: list[list[int]] = []
     for block in layout.blocks:
-        assert block.first == len(seen)
-        own = torch.arange(block.first, block.first + block.num_tokens)
+        own = torch.arange(len(seen), len(seen) + block.num_tokens)
         shape = (block.num_branches, -1)
         assert (block.queries is None) == (block.back is None)
         queries = (own if block.queries is None else own[block.queries.index_M]).view(shape)
