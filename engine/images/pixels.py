@@ -6,6 +6,7 @@ A file comes from strangers, and Pillow's readers are written in C: only the pro
 
 from __future__ import annotations
 
+import importlib
 import io
 import warnings
 from typing import Any
@@ -30,6 +31,10 @@ _TURNS = {
 _LIES = (5, 6, 7, 8)
 """Values of those whose width becomes the height."""
 
+# Readers are loaded before the first image, whose time would count them. Those that Pillow loads
+# first have PNG and JPEG. For a format that is not there it would load all that it has.
+Image.preinit()
+importlib.import_module("PIL.WebPImagePlugin")
 # Our bound is checked before a pixel is decoded; Pillow's own would only warn.
 Image.MAX_IMAGE_PIXELS = None
 

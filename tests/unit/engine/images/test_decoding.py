@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -21,6 +23,7 @@ from PIL import Image
 from support.tiny_images import noise, plain, png
 
 from rolemesh.engine.images.decoding import ImageReader
+from rolemesh.engine.images.pixels import FORMATS
 from rolemesh.engine.images.prompt_images import ImageInvalidError
 from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
 
@@ -159,14 +162,27 @@ def test_no_image_has_its_digest_in_the_message(reader: ImageReader) -> None:
         reader.size(b"")
 
 
+def test_readers_are_loaded_before_the_first_image() -> None:
+    """By a process that has opened none: its time would count them."""
+    images = [saved(Image.new("RGB", (5, 4)), kind) for kind in FORMATS]
+    code = (
+        "import sys; from rolemesh.engine.images.pixels import size_of; before = set(sys.modules)\n"
+        f"for data in {images}: assert size_of(data, 20) == (5, 4)\n"
+        "print(*(name for name in set(sys.modules) - before if name.startswith('PIL.')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == []
+
+
 def test_a_hanging_worker_costs_one_image() -> None:
-    with ImageReader(timeout_s=1.0) as reader:
+    # Long enough for a first image on a machine with much else to do.
+    with ImageReader(timeout_s=3.0) as reader:
         data = png(noise())
         reader.size(data)
         first = reader.pid
         assert first is not None
         os.kill(first, signal.SIGSTOP)
-        with pytest.raises(ImageInvalidError, match=r"cat.png was not read.*no answer within 1"):
+        with pytest.raises(ImageInvalidError, match=r"cat.png was not read.*no answer within 3"):
             reader.size(data, "cat.png")
         assert reader.size(data) == (112, 84)
         assert reader.pid != first
@@ -227,7 +243,8 @@ def test_the_worker_reaches_no_file_and_no_network(
     package = tmp_path / "packages" / "PIL"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (package / "ExifTags.py").write_text("")
+    for name in ("ExifTags", "WebPImagePlugin"):
+        (package / f"{name}.py").write_text("")
     tries = {
         "read": f"open({str(secret)!r}).read()",
         "write": f"open({str(tmp_path / 'made')!r}, 'w')",
@@ -242,6 +259,7 @@ def test_the_worker_reaches_no_file_and_no_network(
         "class Found:\n    size = (1, 1)\n    format = 'PNG'\n    n_frames = 1\n"
         f"TRIES = {tries!r}\n"
         "class Image:\n    pass\n"
+        "def preinit():\n    pass\n"
         "def open(file, formats):\n"
         "    found = 0\n"
         "    import builtins\n"
