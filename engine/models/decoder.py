@@ -34,7 +34,12 @@ from rolemesh.engine.models.images.shown_images import Features, Shown, show_ima
 from rolemesh.engine.models.layers.experts import group_experts
 from rolemesh.engine.models.layers.fused_layers import fuse_layers
 from rolemesh.engine.models.layers.recompute import apply_recompute
-from rolemesh.engine.models.layers.rounding import narrow_layers, round_for_good, round_weights
+from rolemesh.engine.models.layers.rounding import (
+    multiply_as_they_are,
+    narrow_layers,
+    round_for_good,
+    round_weights,
+)
 from rolemesh.engine.models.layers.routing import Routed, Routers, routes_of
 from rolemesh.engine.models.layers.scaled_ends import divide_states, unscaled
 from rolemesh.engine.models.layers.shared_attention import (
@@ -187,6 +192,8 @@ class Decoder(nn.Module):
             narrow_layers(self.lm.base_model, narrow_products=not self.multiplies_in_float32)
         elif self.multiplies_in_float32:
             self._round_layers(trainable, narrow_gradients=False)
+        elif spec.compute_dtype == "float32" and kind_of(self.device) == "cpu":
+            multiply_as_they_are(self.lm.base_model)
         self.image_tokens = image_tokens_of(spec.path)
         """How images stand among tokens; None for a model that takes none."""
         self._tower: Tower | None = None
@@ -231,9 +238,10 @@ class Decoder(nn.Module):
                 if part is not None:
                     round_for_good(part)
             self.is_rounded = True
-        # Without gradients, or with float32 ones, torch's own layers then compute all of it.
         if not self.is_rounded or (trainable and narrow_gradients):
             round_weights(layers, narrow_gradients=narrow_gradients, are_rounded=self.is_rounded)
+        else:
+            multiply_as_they_are(layers)
 
     def _hold_in_bfloat16(self) -> None:
         """Halves the memory of a frozen model whose products are bfloat16 all the same.

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rolemesh.engine.models.layers.experts import Arithmetic, set_arithmetic
+from rolemesh.engine.models.layers import products_on_cpu
+from rolemesh.engine.models.layers.experts import PLAIN, Arithmetic, set_arithmetic
 from rolemesh.engine.models.layers.scaled_ends import unscaled
 from rolemesh.engine.parallel.experts.modules import experts_of
 from rolemesh.engine.parallel.low_rank import Factor, adapted, has_adapter
@@ -89,6 +90,15 @@ def narrow_layers(model: nn.Module, *, narrow_products: bool = True) -> None:
     )
 
 
+def multiply_as_they_are(model: nn.Module) -> None:
+    """Makes linear layers multiply by `products_on_cpu`, in place. Nothing is rounded.
+
+    Args:
+        model: Of any floating type, on a CPU, as `round_weights` takes it.
+    """
+    _see_weights(model, _as_it_is, _plain_linear, PLAIN)
+
+
 def rounded(weight: torch.Tensor) -> torch.Tensor:
     """The nearest bfloat16 values of a weight (float32, of any shape), as float32.
 
@@ -147,7 +157,7 @@ class _RoundedProduct(torch.autograd.Function):
         # A frozen weight, of which no gradient is asked, needs no input either.
         ctx.factors, ctx.is_rounded = factors, is_rounded
         ctx.save_for_backward(x.to(factors) if ctx.needs_input_grad[1] else None, weight)
-        return functional.linear(x, weight if is_rounded else weight.bfloat16().float())
+        return products_on_cpu.product(x, weight if is_rounded else weight.bfloat16().float())
 
     @staticmethod
     def backward(
@@ -156,8 +166,8 @@ class _RoundedProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
         factor = gradient.to(ctx.factors)
-        values = weight if ctx.is_rounded else weight.bfloat16()
-        grad_x = (factor @ values.to(ctx.factors)).float() if need_x else None
+        values = (weight if ctx.is_rounded else weight.bfloat16()).to(ctx.factors)
+        grad_x = products_on_cpu.product(factor, values.t()).float() if need_x else None
         grad_weight = (
             (factor.flatten(0, -2).t() @ x.flatten(0, -2)).float() if need_weight else None
         )
@@ -180,15 +190,29 @@ def _see_weights(
             set_arithmetic(module, arithmetic)
             continue
         has_own_weights = next(module.parameters(recurse=False), None) is not None
-        if isinstance(module, nn.Embedding):
-            patched.forward = _embedding(module, view)
-        elif isinstance(module, nn.Linear) and (
-            "forward" not in vars(module) or has_adapter(module)
-        ):
+        if isinstance(module, nn.Linear) and ("forward" not in vars(module) or has_adapter(module)):
             # An adapter's own forward is not lost: `linear` adds the adapter as well.
             patched.forward = linear(module)
+        elif view is _as_it_is:
+            continue
+        elif isinstance(module, nn.Embedding):
+            patched.forward = _embedding(module, view)
         elif has_own_weights:
             patched.forward = _seeing(module, _forward_of(module, name), view)
+
+
+def _plain_linear(module: nn.Linear) -> _Map:
+    return lambda x: _finished(module, x, products_on_cpu.linear(x, module.weight), _as_it_is)
+
+
+def _finished(
+    module: nn.Linear, x: torch.Tensor, product: torch.Tensor, view: _Map
+) -> torch.Tensor:
+    """What a layer gives, from its product: with its adapter, all slices' parts and its bias."""
+    product = adapted(module, x, product)
+    if isinstance(module, RowParallelLinear):
+        product = module.summed(product)
+    return product if module.bias is None else product + view(module.bias)
 
 
 def _forward_of(module: nn.Module, name: str) -> Callable[..., Any]:
@@ -214,14 +238,7 @@ def _forward_of(module: nn.Module, name: str) -> Callable[..., Any]:
 def _linear(module: nn.Linear, narrow_gradients: bool, view: _Map) -> _Map:
     how = {"narrow_gradients": narrow_gradients, "is_rounded": view is _as_it_is}
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        product = rounded_product(x, module.weight, **how)
-        product = adapted(module, x, product)
-        if isinstance(module, RowParallelLinear):
-            product = module.summed(product)
-        return product if module.bias is None else product + view(module.bias)
-
-    return forward
+    return lambda x: _finished(module, x, rounded_product(x, module.weight, **how), view)
 
 
 def _embedding(embedding: nn.Embedding, view: _Map) -> _Map:
@@ -231,14 +248,16 @@ def _embedding(embedding: nn.Embedding, view: _Map) -> _Map:
 
 
 def _narrow_linear(module: nn.Linear, products: torch.dtype) -> _Map:
+    linear = products_on_cpu.linear if products == torch.float32 else functional.linear
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = None if module.bias is None else module.bias.bfloat16()
         factor, weight = x.bfloat16().to(products), module.weight.bfloat16().to(products)
         if not isinstance(module, RowParallelLinear):
             wide_bias = None if bias is None else bias.to(products)
-            product = functional.linear(factor, weight, wide_bias)
+            product = linear(factor, weight, wide_bias)
             return adapted(module, factor, product).bfloat16()
-        product = adapted(module, factor, functional.linear(factor, weight)).bfloat16()
+        product = adapted(module, factor, linear(factor, weight)).bfloat16()
         product = module.summed(product, in_own_type=True)
         return product if bias is None else product + bias
 

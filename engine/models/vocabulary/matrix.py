@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rolemesh.engine.hardware.devices import kind_of
+from rolemesh.engine.models.layers import products_on_cpu
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.parallel.tensor_parallel import all_reduce
 
@@ -41,12 +42,11 @@ class Projection:
 
     def __call__(self, hidden_CD: torch.Tensor) -> torch.Tensor:
         """Logits after temperature, [C, V]; the caller may write into them."""
-        factor_CD = (
-            self.to_compute(hidden_CD)
-            if self._has_wide_output
-            else hidden_CD.to(self.accumulate_dtype)
-        )
-        logits_CV = self.product(factor_CD, self._logit_factor_VD.t())
+        if self._has_wide_output:
+            logits_CV = self.product(self.to_compute(hidden_CD), self._logit_factor_VD.t())
+        else:
+            factor_CD = hidden_CD.to(self.accumulate_dtype)
+            logits_CV = products_on_cpu.product(factor_CD, self._logit_factor_VD)
         return logits_CV if self._temperature == 1.0 else logits_CV.div_(self._temperature)
 
     def to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
