@@ -25,12 +25,18 @@ from support.slow_cases import mostly_slow
 from support.tiny_families import write_tiny_decoder
 from support.token_batches import token_batch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.layout.slices import check_layout
-from rolemesh.engine.models.layers.experts import fits_grouped_kernel, group_experts, grouped_linear
+from rolemesh.engine.models.layers.experts import (
+    Dealt,
+    fits_grouped_kernel,
+    group_experts,
+    grouped_linear,
+)
 from rolemesh.engine.models.layers.rounding import round_weights, rounded_product
 from rolemesh.engine.parallel.experts.exchange import computed_by_owners
 from rolemesh.engine.parallel.experts.modules import experts_of
@@ -154,6 +160,53 @@ def test_numbers_of_bfloat16_are_multiplied_as_the_machine_is_fast(
     )
     # A step of bfloat16.
     torch.testing.assert_close(made_NO.float(), expected, rtol=2**-7, atol=1e-2)
+
+
+class _Sizes(TorchDispatchMode):
+    """Sizes of the left factors of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.out:
+            self.made.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dealt", ["reads", "sums", ""])
+def test_products_of_bfloat16_have_few_sizes_and_no_part_of_other_experts(
+    monkeypatch: pytest.MonkeyPatch, dealt: str
+) -> None:
+    from rolemesh.engine.models.layers import experts
+
+    machine = replace(experts.device_of("cpu"), multiplies_bfloat16=True)
+    monkeypatch.setattr(experts, "device_of", lambda kind: machine)
+    torch.manual_seed(0)
+    chosen_SK = torch.multinomial(torch.tensor([1.0, 0.0, 9.0, 3.0, 0.2]).expand(90, -1), 2)
+    counts = torch.bincount(chosen_SK.flatten(), minlength=5).tolist()
+    how = {dealt: Dealt.by_expert(chosen_SK)} if dealt else {}
+    x = torch.randn(90 if dealt == "reads" else 180, 24).bfloat16()
+    weight_EOC = torch.randn(5, 8, 24).bfloat16()
+    upstream = torch.randn(90 if dealt == "sums" else 180, 8).bfloat16()
+    found, uneven = [], []
+    for rows_at_a_time in (16, 1):
+        monkeypatch.setattr(experts, "ROWS_AT_A_TIME", rows_at_a_time)
+        leaves = [one.clone().requires_grad_() for one in (x, weight_EOC)]
+        with _Sizes() as sizes:
+            made = grouped_linear(*leaves, counts, **how)
+            made.backward(upstream)
+        found.append([made.detach(), *(leaf.grad for leaf in leaves)])
+        # Gradients of weights are [O, rows] @ [rows, C]; only copies are widened there.
+        rows = {size for shape in sizes.made if dealt or shape[0] != 8 for size in shape} - {8, 24}
+        uneven.append(sum(size % 16 > 0 for size in rows))
+    # Those of the last experts end where all rows do.
+    assert uneven[0] <= 2 < uneven[1]
+    for widened, own in zip(*found, strict=True):
+        assert widened is not None
+        # Sums of float32 in another order, and then a step of bfloat16.
+        torch.testing.assert_close(widened, own, rtol=2**-7, atol=1e-2)
 
 
 def test_gradients_of_rounded_weights_are_narrow_where_those_of_a_linear_layer_are() -> None:

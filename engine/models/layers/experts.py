@@ -29,6 +29,10 @@ from rolemesh.engine.parallel.mesh import RankGroup
 GROUPED = "rolemesh_grouped"
 """Name of `grouped_experts` in transformers' table of ways to compute experts."""
 
+ROWS_AT_A_TIME = 16
+"""On a CPU products of bfloat16 have a multiple of so many rows, where rows of the next experts
+follow. oneDNN makes code for each size, which takes half a millisecond; this leaves few sizes."""
+
 NUMBERS_AT_A_TIME = 2**22
 """Weights of neighbouring experts that a CPU casts, and writes gradients of, in one operation: of
 many small experts several, of large ones each by itself."""
@@ -259,10 +263,13 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x.to(ctx.factors) if ctx.needs_input_grad[1] else None, weight_EOC)
         rows_of = _reader(x.to(products), reads)
         made_NO = x.new_empty(sum(counts), weight_EOC.shape[1])
+        at_a_time = _rows_at_a_time(products, x.device)
         for experts, places in _groups(counts, weight_EOC):
             weight_GOC = _seen(weight_EOC[experts], products, rounds=arithmetic.rounds)
             for weight_OC, place in zip(weight_GOC, places, strict=True):
-                _multiply(rows_of(place), weight_OC.t(), into=made_NO[place])
+                # The next expert writes over what is too much.
+                wide = _widened(place, at_a_time, len(made_NO))
+                _multiply(rows_of(wide), weight_OC.t(), into=made_NO[wide])
         return made_NO if sums is None else sums.summed(made_NO)
 
     @staticmethod
@@ -274,7 +281,8 @@ class _GroupedLinear(torch.autograd.Function):
         grads_of = _reader(grad.to(ctx.factors), ctx.sums)
         rows_of = None if x is None else _reader(x, ctx.reads)
         # In the type of the products: one cast of many rows or experts is faster than many casts.
-        size_NC = (sum(ctx.counts), weight_EOC.shape[2])
+        num_rows, at_a_time = sum(ctx.counts), _rows_at_a_time(ctx.factors, grad.device)
+        size_NC = (num_rows, weight_EOC.shape[2])
         grad_x = grad.new_empty(size_NC, dtype=ctx.factors) if need_x else None
         grad_weight = None if rows_of is None else torch.empty_like(weight_EOC)
         for experts, places in _groups(ctx.counts, weight_EOC):
@@ -283,11 +291,20 @@ class _GroupedLinear(torch.autograd.Function):
             if grad_weight is not None and grad_weight.dtype == ctx.factors:
                 made_GOC = grad_weight[experts]
             for at, place in enumerate(places):
-                grad_MO = grads_of(place)
+                wide = _widened(place, at_a_time, num_rows)
+                grad_MO, own = grads_of(wide), place.stop - place.start
                 if grad_x is not None:
-                    torch.mm(grad_MO, weight_GOC[at], out=grad_x[place])
+                    torch.mm(grad_MO, weight_GOC[at], out=grad_x[wide])
                 if rows_of is not None:
-                    torch.mm(grad_MO.t(), rows_of(place), out=made_GOC[at])
+                    rows_MC = rows_of(wide)
+                    # Nothing comes of other experts' rows: they become 0 in what is a copy.
+                    if ctx.sums is not None:
+                        grad_MO[own:] = 0
+                    elif ctx.reads is not None:
+                        rows_MC[own:] = 0
+                    else:
+                        grad_MO, rows_MC = grad_MO[:own], rows_MC[:own]
+                    torch.mm(grad_MO.t(), rows_MC, out=made_GOC[at])
             if grad_weight is not None and grad_weight.dtype != ctx.factors:
                 grad_weight[experts] = made_GOC
         if grad_weight is not None:
@@ -318,6 +335,18 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, *, into: torch.Tensor) ->
         torch.mm(left, right, out=into)
     else:
         into.copy_(left @ right)
+
+
+def _rows_at_a_time(products: torch.dtype, device: torch.device) -> int:
+    """See `ROWS_AT_A_TIME`; 1 where other products are made."""
+    is_widened = products == torch.bfloat16 and kind_of(device) == "cpu"
+    return ROWS_AT_A_TIME if is_widened else 1
+
+
+def _widened(place: slice, rows_at_a_time: int, num_rows: int) -> slice:
+    """An expert's rows, and so many of those after them that their number is a multiple."""
+    count = -(-(place.stop - place.start) // rows_at_a_time) * rows_at_a_time
+    return slice(place.start, min(place.start + count, num_rows))
 
 
 def _groups(counts: Sequence[int], weight_EOC: torch.Tensor) -> list[tuple[slice, list[slice]]]:
