@@ -1,8 +1,8 @@
 """What is known of each decoder family that can be spread over ranks: one record a family.
 
 Pure: no torch. `families.py` has the arithmetic; a new family is a record here. What a record says
-of parameters, one test compares with transformers, vLLM and one rank (tests/numerics/
-test_families.py).
+of parameters, tests compare with transformers, one rank and vLLM (test_families.py and
+test_families_vllm.py in tests/numerics/).
 """
 
 from __future__ import annotations

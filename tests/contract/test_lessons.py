@@ -131,7 +131,7 @@ LESSONS = (
         "OpenRLHF#1317, CVE-2026-6878",
         """
         integration/test_grpc_rewards.py: a_lying_server_is_not_believed_and_not_asked_again
-        integration/test_outside_http_rewards.py:
+        integration/test_outside_http_faults.py:
             a_lie_fails_its_rows_and_is_not_asked_for_again
             a_number_that_float32_does_not_hold_fails_its_row
         unit/engine/test_rewards.py: a_reward_that_is_not_finite_names_the_row

@@ -1,7 +1,8 @@
 """vLLM as several ranks: each is given its own part of the weights and samples with the others.
 
 Engines are loaded in processes of their own, a few for the whole file: a load takes many seconds,
-and four processes at once take minutes on two cores.
+and four processes at once take minutes on two cores. What loads others is in
+test_rollout_vllm_layouts.py.
 """
 
 from __future__ import annotations
@@ -10,23 +11,17 @@ import importlib
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.in_flight_checks import scores_by_version
 from support.rank_processes import RankContext, RankPool
 from support.rollout_checks import (
     load_trainer_model,
     logprob_differences,
-    make_requests,
-    rounded_copy,
-    set_stop_tokens,
     tokens_by_row,
     trained_copy,
     versions_of,
@@ -40,81 +35,35 @@ from support.sampler_in_flight import (
     in_flight_story,
     other_weights,
 )
-from support.sampler_shards import folder_weights, rank_shard, shard_tensor, shard_tensors
-from support.tiny_models import write_tiny_llama
+from support.sampler_shards import folder_weights, rank_shard, shard_tensor
+from support.vllm_ranks import (
+    GREEDY,
+    LOAD_TIMEOUT_S,
+    LOGPROB_BOUND,
+    SAMPLED,
+    SPEC,
+    Story,
+    assert_same_trajectories,
+    place,
+    prompts,
+    vllm_group,
+    without_compiler,
+    write_stopping_model,
+)
 
 from rolemesh.engine.hardware.devices import give_back_memory
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import WeightsStaleError
-from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
-from rolemesh.engine.rollout.vllm import sampler as vllm
+from rolemesh.engine.rollout.requests import RolloutTrajectory
 from rolemesh.engine.rollout.vllm.sampler import VllmBackend
-from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
+from rolemesh.engine.specs import HfSpec
 from rolemesh.engine.transport.slots.shm_directory import SHM_DIRECTORY
-
-LOGPROB_BOUND = 5e-4
-"""Mean abs difference promised between sampler and trainer, for both types. Measured: 1e-6 with two
-slices, as with one; a missed update of this model's weights gives 1."""
-SPEC = VllmSpec(dtype="float32", max_model_len=64, max_num_seqs=16)
-GREEDY = SamplingSpec(greedy=True, max_new_tokens=24)
-SAMPLED = SamplingSpec(max_new_tokens=24)
-STOP_TOKENS = (2, *range(300, 400))
-"""A fifth of the vocabulary, so that rows end at different steps."""
-VOCAB_SIZE = 500
-"""Padded to 512: with two slices the last one has 244 real rows of 256."""
-LOAD_TIMEOUT_S = 400.0
-"""For several loads of vLLM at once on a machine that does other work."""
-
-
-@dataclass
-class Story:
-    """What a rank saw."""
-
-    greedy: list[RolloutTrajectory]
-    sampled: list[RolloutTrajectory]
-    checksums: dict[str, str]
-    """After its own parts were placed."""
-    groups: tuple[int, ...] = ()
-    """Torch ranks of vLLM's tensor group."""
-    whole_checksums: dict[str, str] = field(default_factory=dict)
-    """After vLLM's own loaders cut the whole weights."""
-    loaded_checksums: dict[str, str] = field(default_factory=dict)
-    """Of another engine, which read the folder itself."""
-    loaded_greedy: list[RolloutTrajectory] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """policy_version after each refusal, and after the update that follows."""
-    files: list[str] = field(default_factory=list)
-    """Left in shared memory while the engine runs."""
-    environment: dict[str, str | None] = field(default_factory=dict)
-    in_flight: InFlight | None = None
-    continued: list[RolloutTrajectory] = field(default_factory=list)
-    """The other engine's, of what each row had when weights came in flight."""
-
-
-def prompts(num_rows: int, seed: int = 0) -> list[RolloutRequest]:
-    """Uneven prompts within the vocabulary."""
-    return [
-        replace(request, prompt_tokens=[token % VOCAB_SIZE for token in request.prompt_tokens])
-        for request in make_requests(num_rows, seed)
-    ]
 
 
 def shared_memory_files() -> list[str]:
     return sorted(path.name for path in SHM_DIRECTORY.iterdir() if "cpushm" in path.name)
-
-
-def place(backend: VllmBackend, mesh: RankMesh, folder: Path, version: int) -> None:
-    shard = rank_shard(folder, mesh.layout, mesh.rank)
-    backend.update_shard(shard_tensors(shard, folder_weights(folder)), version)
-
-
-def vllm_group() -> tuple[int, ...]:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return tuple(get_tp_group().ranks)
 
 
 def whole_story(at: RankContext, folder: Path, layout: HybridLayout) -> Story:
@@ -172,71 +121,6 @@ def whole_story(at: RankContext, folder: Path, layout: HybridLayout) -> Story:
     return story
 
 
-def without_compiler() -> AbstractContextManager[Any]:
-    """What would be compiled fails, as on a machine without a compiler."""
-    torch._dynamo.reset()  # What was compiled before would be there.
-    return mock.patch(
-        "torch._inductor.compile_fx.compile_fx", side_effect=RuntimeError("vLLM compiles")
-    )
-
-
-def short_story(
-    at: RankContext, folder: Path, layout: HybridLayout, spec: VllmSpec = SPEC
-) -> Story:
-    """One load, parts placed, and each replica samples what only it was asked for.
-
-    Where there are more ranks than the layout has, they are services of their own.
-    """
-    service, rank = divmod(at.rank, layout.world_size)
-    store = at.store(f"service {service}")
-    mesh = RankMesh.connect(layout, rank=rank, store=store, backend="gloo", timeout_s=120)
-    try:
-        backend = VllmBackend(spec, folder, mesh)
-        place(backend, mesh, folder, 3)
-        # A collective over all ranks would hang: replicas have different numbers of rows.
-        requests = chunk_prompts(layout.chunk(rank))
-        story = Story(
-            greedy=list(backend.generate(requests, GREEDY)),
-            sampled=list(backend.generate(requests, SAMPLED)),
-            checksums=dict(backend.weight_checksums()),
-            groups=vllm_group(),
-        )
-        backend.update_weights(folder_weights(folder).items(), 4)
-        story.whole_checksums = dict(backend.weight_checksums())
-        backend.close()
-    finally:
-        mesh.close()
-    return story
-
-
-def plain_story(at: RankContext, folder: Path, layout: HybridLayout) -> tuple[str, Story]:
-    """The short story where vLLM has no collectives of its own, and nothing can be compiled.
-
-    The first is so in its library for AVX2. The second is so in the whole story, too.
-
-    Returns:
-        Name of the module that vLLM adds and gathers with; the story.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.distributed.parallel_state import get_tp_group
-
-    found: list[str] = []
-
-    def check_groups(mesh: RankMesh) -> None:
-        found.append(get_tp_group().device_communicator.dist_module.__name__)
-
-    with (
-        # Asked where the library has them.
-        mock.patch.object(
-            CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False
-        ),
-        mock.patch.object(vllm, "check_groups", check_groups),
-        without_compiler(),
-    ):
-        story = short_story(at, folder, layout)
-    return found[0], story
-
-
 def makes_an_engine_too_late(at: RankContext, folder: Path) -> str:
     """What is said where vLLM's modules were imported before anything was settled."""
     from vllm.platforms import current_platform
@@ -248,11 +132,6 @@ def makes_an_engine_too_late(at: RankContext, folder: Path) -> str:
     ):
         VllmBackend(SPEC, folder)
     return str(caught.value)
-
-
-def chunk_prompts(chunk: int) -> list[RolloutRequest]:
-    """What a replica is asked for."""
-    return prompts(4 * (chunk + 1), seed=chunk)
 
 
 def one_rank_greedy(at: RankContext, folder: Path) -> list[RolloutTrajectory]:
@@ -267,32 +146,9 @@ def one_rank_greedy(at: RankContext, folder: Path) -> list[RolloutTrajectory]:
         assert model() is None
 
 
-def fails_then_starts(at: RankContext, folder: Path, layout: HybridLayout) -> list[float]:
-    """A start that fails at its end, another one, and a collective of the trainer's."""
-
-    def refuse(mesh: RankMesh) -> None:
-        raise RuntimeError("vLLM's order of ranks has changed")
-
-    with at.connect(layout) as mesh:
-        check_groups, vllm.check_groups = vllm.check_groups, refuse
-        try:
-            with pytest.raises(RuntimeError, match="order of ranks has changed"):
-                VllmBackend(SPEC, folder, mesh)
-        finally:
-            vllm.check_groups = check_groups
-        VllmBackend(SPEC, folder, mesh, folder_version=0).close()
-        value = torch.tensor([float(at.rank + 1)])
-        dist.all_reduce(value, group=mesh.tp.process_group)
-        return value.tolist()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_tiny_llama(
-        tmp_path_factory.mktemp("ranks") / "model", tied=True, vocab_size=VOCAB_SIZE
-    )
-    set_stop_tokens(path, STOP_TOKENS)
-    return path
+    return write_stopping_model(tmp_path_factory.mktemp("ranks") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -306,14 +162,6 @@ def vllm_pool() -> Iterator[RankPool]:
 def two_slices(vllm_pool: RankPool, folder: Path) -> list[Story]:
     layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
     return vllm_pool.run(whole_story, 2, folder, layout, timeout_s=LOAD_TIMEOUT_S)
-
-
-def assert_same_trajectories(
-    left: Sequence[RolloutTrajectory], right: Sequence[RolloutTrajectory]
-) -> None:
-    assert [t.row for t in left] == [t.row for t in right]
-    assert tokens_by_row(left) == tokens_by_row(right)
-    assert [list(t.logprobs) for t in left] == [list(t.logprobs) for t in right]
 
 
 def test_both_slices_sample_the_same_tokens(two_slices: list[Story]) -> None:
@@ -436,99 +284,12 @@ def test_weights_that_one_slice_cannot_fetch_are_taken_by_none(two_slices: list[
         assert "the sampler still holds version 13" in one.refusals[1]
 
 
-def assert_replicas_sample(stories: Sequence[Story], folder: Path, layout: HybridLayout) -> None:
-    """Each replica sampled its own rows as one sampler, with the folder's weights."""
-    model = load_trainer_model(folder)
-    numbers = layout.torch_ranks()
-    for ranks in layout.tp_groups():
-        first = stories[ranks[0]]
-        for rank in ranks:
-            assert stories[rank].groups == tuple(numbers[member] for member in ranks)
-            assert stories[rank].checksums == stories[rank].whole_checksums
-            assert_same_trajectories(stories[rank].greedy, first.greedy)
-            assert_same_trajectories(stories[rank].sampled, first.sampled)
-        requests = chunk_prompts(layout.chunk(ranks[0]))
-        assert len(first.sampled) == len(requests)
-        differences = logprob_differences(model, requests, first.sampled)
-        assert differences.mean() < LOGPROB_BOUND
-
-
-@pytest.mark.slow
-def test_replicas_of_whole_models_sample_by_themselves(vllm_pool: RankPool, folder: Path) -> None:
-    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=1))
-    stories = vllm_pool.run(short_story, 2, folder, layout, timeout_s=LOAD_TIMEOUT_S)
-    assert [story.groups for story in stories] == [(0,), (1,)]
-    assert_replicas_sample(stories, folder, layout)
-
-
-@pytest.mark.slow
-def test_vllm_takes_the_interval_groups_of_the_layout(vllm_pool: RankPool, folder: Path) -> None:
-    layout = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=2))
-    assert layout.tp_groups() == ((0, 2), (1, 3))
-    stories = vllm_pool.run(short_story, 4, folder, layout, timeout_s=LOAD_TIMEOUT_S)
-    assert_replicas_sample(stories, folder, layout)
-    # The layout's ranks 0 and 2 are one sampler, not 0 and 1.
-    assert len(stories[0].greedy) == len(stories[2].greedy) == 4
-    assert len(stories[1].greedy) == len(stories[3].greedy) == 8
-    assert stories[0].checksums == stories[1].checksums
-    assert stories[0].checksums != stories[2].checksums
-
-
-@pytest.mark.slow
-def test_more_slices_than_key_value_heads_share_them(vllm_pool: RankPool, folder: Path) -> None:
-    layout = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=4))
-    stories = vllm_pool.run(short_story, 4, folder, layout, timeout_s=LOAD_TIMEOUT_S)
-    assert_replicas_sample(stories, folder, layout)
-    name = "model.layers.0.self_attn.k_proj.weight"
-    held = [story.checksums[name] for story in stories]
-    assert held[0] == held[1] != held[2] == held[3]
-
-
-@pytest.mark.slow
-def test_slices_need_neither_shared_memory_nor_a_compiler(
-    vllm_pool: RankPool, folder: Path
-) -> None:
-    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
-    told = vllm_pool.run(plain_story, 2, folder, layout, timeout_s=LOAD_TIMEOUT_S)
-    assert [name for name, _ in told] == ["torch.distributed", "torch.distributed"]
-    assert_replicas_sample([story for _, story in told], folder, layout)
-
-
 def test_modules_that_vllm_has_compiled_too_early_are_named(
     vllm_pool: RankPool, folder: Path
 ) -> None:
     (text,) = vllm_pool.run(makes_an_engine_too_late, 1, folder)
     assert "vllm.model_executor.layers.vocab_parallel_embedding was imported before" in text
     assert "call leave_uncompiled of rolemesh.engine.rollout.vllm.engine.process first" in text
-
-
-@pytest.mark.slow
-def test_two_services_start_at_once_on_one_host(vllm_pool: RankPool, folder: Path) -> None:
-    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
-    stories = vllm_pool.run(short_story, 4, folder, layout, timeout_s=LOAD_TIMEOUT_S)
-    assert_replicas_sample(stories[:2], folder, layout)
-    assert_replicas_sample(stories[2:], folder, layout)
-
-
-@pytest.mark.slow
-def test_two_slices_of_bfloat16_agree(vllm_pool: RankPool, folder: Path) -> None:
-    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
-    spec = SPEC.model_copy(update={"dtype": "bfloat16"})
-    first, second = vllm_pool.run(short_story, 2, folder, layout, spec, timeout_s=LOAD_TIMEOUT_S)
-    assert_same_trajectories(first.sampled, second.sampled)
-    assert first.checksums == first.whole_checksums
-    model = rounded_copy(load_trainer_model(folder))
-    differences = logprob_differences(model, chunk_prompts(0), first.sampled)
-    assert differences.mean() < LOGPROB_BOUND
-
-
-@pytest.mark.slow
-def test_a_failed_start_spoils_neither_the_next_nor_the_trainers_groups(
-    vllm_pool: RankPool, folder: Path
-) -> None:
-    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
-    sums = vllm_pool.run(fails_then_starts, 2, folder, layout, timeout_s=LOAD_TIMEOUT_S)
-    assert sums == [[3.0], [3.0]]
 
 
 def test_pipelines_of_vllm_are_refused() -> None:

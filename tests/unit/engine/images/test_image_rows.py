@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,98 +10,30 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from pydantic import TypeAdapter, ValidationError
-from support.tiny_images import IMAGE_PAD, noise, plain, png, write_tiny_image_model
+from pydantic import ValidationError
+from support.image_loading import (
+    PART,
+    SMALL,
+    SMALL_TOKENS,
+    SPEC,
+    WIDE,
+    WIDE_TOKENS,
+    Loading,
+    first,
+    url,
+)
+from support.tiny_images import IMAGE_PAD, noise, plain, png
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.data import image_rows
-from rolemesh.engine.data.prompts import Prompt, PromptSet, load_prompts
+from rolemesh.engine.data.prompts import load_prompts
 from rolemesh.engine.data.row_store import RowStore
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow, PromptTooLongError
 from rolemesh.engine.data.trajectories import read_trajectories
-from rolemesh.engine.granted.grants import Grant, NotGrantedError
-from rolemesh.engine.images.decoding import MAX_PIXELS, ImageReader
 from rolemesh.engine.images.prompt_images import images_of
 from rolemesh.engine.model_folders.model_files import ModelFolderError
-from rolemesh.engine.model_folders.pretrained import load_tokenizer
-from rolemesh.engine.specs import CalculatorEnvironmentSpec, DataSpec, ImagesSpec, ModelFolderSpec
+from rolemesh.engine.specs import CalculatorEnvironmentSpec, ModelFolderSpec
 from rolemesh.services.preview.looking import Preview, PreviewSpec
 from rolemesh.services.runtime.servicers.rollout import PromptSource
-
-WIDE, SMALL = png(noise(width=112, height=84)), png(plain((255, 0, 0)))
-WIDE_TOKENS, SMALL_TOKENS = 12, 4
-"""(112 / 28) * (84 / 28), and (56 / 28) squared."""
-PART = {"type": "image"}
-SPEC: TypeAdapter[Any] = TypeAdapter(DataSpec)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_image_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Any:
-    return load_tokenizer(model)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_reader() -> Iterator[None]:
-    """One process reads the images of all tests; each load of rows would start its own."""
-    readers: dict[int, ImageReader] = {}
-
-    def reader(*, max_pixels: int) -> ImageReader:
-        return readers.setdefault(max_pixels, ImageReader(max_pixels=max_pixels))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_rows, "ImageReader", reader)
-        yield
-    for one in readers.values():
-        one.close()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "pictures"
-    (made / "deep").mkdir(parents=True)
-    (made / "wide.png").write_bytes(WIDE)
-    (made / "deep" / "small.png").write_bytes(SMALL)
-    return made
-
-
-class Loading:
-    """Loads rows of a test as a run does."""
-
-    def __init__(self, model: Path, tokenizer: Any, place: Path, folder: Path) -> None:
-        self.model, self.tokenizer, self.place, self.folder = model, tokenizer, place, folder
-
-    def __call__(
-        self, rows: Sequence[dict[str, Any]], images: Any = ..., **others: Any
-    ) -> PromptSet:
-        path = self.place / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        section = {"folder": str(self.folder)} if images is ... else images
-        spec = {"type": "jsonl", "path": str(path), "images": section}
-        loaded = {name: others.pop(name) for name in ("max_model_len", "model") if name in others}
-        return load_prompts(
-            SPEC.validate_python(spec | others),
-            tokenizer=self.tokenizer,
-            seed=0,
-            **{"model": self.model, **loaded},
-        )
-
-
-@pytest.fixture
-def load(model: Path, tokenizer: Any, tmp_path: Path, folder: Path) -> Loading:
-    return Loading(model, tokenizer, tmp_path, folder)
-
-
-def first(prompts: PromptSet) -> Prompt:
-    return prompts.slice("train", 0, 1)[0]
-
-
-def url(data: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def test_a_path_becomes_an_image_with_its_places(load: Loading, tokenizer: Any) -> None:
@@ -245,118 +174,6 @@ def test_the_same_text_with_other_images_is_another_prompt(load: Loading) -> Non
     assert held_out not in left
     # Two rows of the first picture count as one prompt.
     assert len(left) == (1 if held_out == ("wide.png",) else 2)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "<image><image>", "images": ["wide.png"]}, r"shows 2 images.*has 1"),
-        ({"prompt": "<image>", "images": ["wide.png"] * 2}, r"shows 1 images.*has 2"),
-        ({"prompt": [{"role": "user", "content": [PART]}], "images": []}, r"shows 1 .*has 0"),
-        ({"prompt": "?", "images": ["wide.png"] * 9}, r"has 9 images, more than 8: .*per_prompt"),
-        ({"prompt": "?", "images": [7]}, r"images\[0\] is a value of type int: give a path"),
-        ({"prompt": "?", "images": [""]}, r"images\[0\] is empty: give a path"),
-        ({"prompt": "?", "images": ["no.png"]}, r"'no.png' is no file below data.images.folder"),
-        ({"prompt": "?", "images": ["deep"]}, r"'deep' is no file below"),
-        ({"prompt": "?", "images": ["https://a.b/c.png"]}, r"an address, and services fetch"),
-        ({"prompt": "?", "images": ["data:image/png,abc"]}, r"no data URL with bytes"),
-        ({"prompt": "?", "images": ["data:;base64,ab!c"]}, r"no base64 behind its comma"),
-        ({"prompt": "?", "images": ["data:;base64,YWJj"]}, r"is no PNG, JPEG or WebP file"),
-        ({"prompt": "<|image_pad|>", "images": ["wide.png"]}, r"makes 2 places for 1 images"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "video"}]}], "images": []},
-            r"a part of type 'video'",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": [{**PART, "image": "a"}]}], "images": ["a"]},
-            r"a part of type 'image' with image: a part is",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": "b"},
-                    {"role": "user", "content": [PART]},
-                    {"role": "assistant", "content": "c"},
-                ],
-                "images": ["wide.png"],
-            },
-            r"shows an image behind the first answer",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named_with_its_row(
-    load: Loading, row: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataInvalidError, match=rf"rows.jsonl, line 2: .*{message}"):
-        load([{"prompt": "a", "images": []}, row])
-
-
-def test_bounds_have_errors_of_their_own(load: Loading) -> None:
-    row = {"prompt": "?", "images": ["wide.png"]}
-    folder = str(load.folder)
-    with pytest.raises(DataInvalidError, match=r"line 1: .*wide.png' has 112 x 84 pixels, more th"):
-        load([row], images={"folder": folder, "max_pixels": 112 * 84 - 1})
-    with pytest.raises(DataInvalidError, match=r"wide.png' has \d+ bytes, more than 99: .*max_byt"):
-        load([row], images={"folder": folder, "max_bytes": 99})
-    with pytest.raises(DataInvalidError, match=r"data:image/png.*has \d+ bytes, more than 99"):
-        load([{**row, "images": url(WIDE)}], images={"max_bytes": 99})
-    exact = {"folder": folder, "max_pixels": 112 * 84, "max_bytes": len(WIDE), "max_per_prompt": 1}
-    assert len(first(load([row], images=exact)).images) == 1
-
-
-def test_no_more_pixels_may_be_allowed_than_whoever_decodes_takes() -> None:
-    assert ImagesSpec(max_pixels=MAX_PIXELS).max_pixels == MAX_PIXELS
-    with pytest.raises(ValidationError, match=f"less than or equal to {MAX_PIXELS}"):
-        ImagesSpec(max_pixels=MAX_PIXELS + 1)
-
-
-def test_each_source_of_a_mixture_has_its_own_bounds(load: Loading, tmp_path: Path) -> None:
-    row = json.dumps({"prompt": "?", "images": ["wide.png"]})
-    (tmp_path / "one.jsonl").write_text(row)
-    own = {"type": "jsonl", "path": str(tmp_path / "one.jsonl")}
-    images = {"folder": str(load.folder)}
-    sources = [
-        {"data": {**own, "images": images}},
-        {"data": {**own, "images": {**images, "max_pixels": 99}}},
-    ]
-    spec = SPEC.validate_python({"type": "mixture", "sources": sources})
-    with pytest.raises(DataInvalidError, match=r"sources.1.data.path .*more than 99"):
-        load_prompts(spec, tokenizer=load.tokenizer, seed=0, model=load.model)
-
-
-@pytest.mark.parametrize("way", ["dots", "absolute", "link", "linked folder"])
-def test_no_path_leads_out_of_the_folder(load: Loading, tmp_path: Path, way: str) -> None:
-    outside = tmp_path / "outside.png"
-    outside.write_bytes(WIDE)
-    (load.folder / "link.png").symlink_to(outside)
-    (load.folder / "up").symlink_to(tmp_path)
-    name = {
-        "dots": "../outside.png",
-        "absolute": str(outside),
-        "link": "link.png",
-        "linked folder": "up/outside.png",
-    }[way]
-    with pytest.raises(DataInvalidError, match=r"leads to .*out of data.images.folder"):
-        load([{"prompt": "?", "images": [name]}])
-
-
-def test_a_link_within_the_folder_is_followed(load: Loading) -> None:
-    os.symlink("wide.png", load.folder / "link.png")
-    assert first(load([{"prompt": "?", "images": ["link.png"]}])).images[0].data == WIDE
-
-
-def test_paths_need_the_folder(load: Loading) -> None:
-    with pytest.raises(DataInvalidError, match=r"'wide.png' is a path, but data.images.folder is"):
-        load([{"prompt": "?", "images": ["wide.png"]}], images={})
-
-
-def test_the_folder_has_to_be_granted(load: Loading, tmp_path: Path) -> None:
-    spec = SPEC.validate_python(
-        {"type": "jsonl", "path": str(tmp_path / "a"), "images": {"folder": "/etc"}}
-    )
-    with pytest.raises(NotGrantedError, match=r"images\.folder is '/etc'"):
-        Grant(folders=(tmp_path,)).check(spec, "data.")
 
 
 def test_lengths_count_the_places(load: Loading) -> None:
