@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,8 @@ def test_the_peak_falls_with_the_ranks_that_cut_a_row_as_estimated(
     for cp in (1, 4):
         work = _work(folder, cp)
         found[cp] = estimated(work, "cpu").peak
-        # Ranks hold the same, and now and then a message that gloo has not let go of.
-        measured[cp] = min(rank_pool.run(measure, cp, work))
+        # Ranks hold the same, but for a message that gloo has not let go of, or already has.
+        measured[cp] = statistics.median_low(rank_pool.run(measure, cp, work))
         assert found[cp] == pytest.approx(measured[cp], rel=TOLERANCE)
     fall = found[1] - found[4]
     assert fall > 0.5 * found[1], "activations are not most of it"

@@ -297,8 +297,10 @@ class _GroupedLinear(torch.autograd.Function):
                     torch.mm(grad_MO, weight_GOC[at], out=grad_x[wide])
                 if rows_of is not None:
                     rows_MC = rows_of(wide)
+                    if wide == place:
+                        pass
                     # Nothing comes of other experts' rows: they become 0 in what is a copy.
-                    if ctx.sums is not None:
+                    elif ctx.sums is not None:
                         grad_MO[own:] = 0
                     elif ctx.reads is not None:
                         rows_MC[own:] = 0
