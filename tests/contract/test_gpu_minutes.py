@@ -455,6 +455,7 @@ def rehearsed(out: Path, *flags: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_sleep_publication_and_cut_are_measured(tmp_path: Path) -> None:
     report = rehearsed(tmp_path / "report.json", "--only", "memory")
     found = report["parts"]["memory"]["found"]

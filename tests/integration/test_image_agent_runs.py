@@ -76,9 +76,8 @@ def recipe_of(task: Path, agent: Path, layouts: dict[str, Any]) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize(
-    "layout", ["one rank", pytest.param("two replicas of two slices", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_agents_are_shown_is_trained_as_it_was_sampled(layout: str, tmp_path: Path) -> None:
     task = write_task(tmp_path / "task", 1)
     agent = tmp_path / "seeing.py"

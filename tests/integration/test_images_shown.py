@@ -16,6 +16,7 @@ STEPS = 24
 WAIT_S = 500
 
 
+@pytest.mark.slow
 def test_answers_about_images_are_learned_by_two_ranks(tmp_path: Path) -> None:
     """The answer is in the picture alone: without it no loss would fall below that of guessing."""
     task = write_task(tmp_path / "task", seed=1)

@@ -42,9 +42,8 @@ def _recipe(task: Path, seed: int, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "case",
-    # What one rank does, two do as well.
     [
-        pytest.param(case, id=name, marks=[] if name == "two slices" else pytest.mark.slow)
+        pytest.param(case, id=name, marks=[] if name == "one rank" else pytest.mark.slow)
         for name, case in CASES.items()
     ],
 )

@@ -16,6 +16,7 @@ from rolemesh.coordinator.state.store import RunState
 from rolemesh.v1 import coordinator_pb2
 
 
+@pytest.mark.slow
 def test_a_recovery_is_shown_while_it_lasts_and_no_step_is_shown_twice(
     opened: Any, server: PageServer, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ async def test_all_weights_are_trained_and_saved_as_others_load_them(
         assert not torch.equal(values, base[name]), name
 
 
+@pytest.mark.slow
 async def test_training_goes_on_bit_for_bit_also_after_a_kill(
     client: TinkerClient, world: TinkerWorld
 ) -> None:
