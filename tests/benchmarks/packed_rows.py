@@ -1,8 +1,8 @@
 """Measures updates of ragged rows and of turns against those of another checkout, in turns.
 
     python tests/benchmarks/packed_rows.py --before CHECKOUT [--model .models/SmolLM2-135M-Instruct]
-        [--layers 15] [--repetitions 2] [--threads 2] [--micro-batch-tokens 4096]
-        [--compute-dtype float32]
+        [--layers 15] [--mixtures uniform skewed short equal turns] [--repetitions 2] [--threads 2]
+        [--micro-batch-tokens 4096] [--compute-dtype float32]
 
 Each side is a process of its own with that checkout's code; it makes the same rows, and then one
 after the other computes forward and backward of a PPO loss over them (without the optimizer's own
@@ -192,6 +192,7 @@ def main() -> int:
     parser.add_argument("--before", type=Path, help="another checkout of this repository")
     parser.add_argument("--model", type=Path, default=HERE / ".models/SmolLM2-135M-Instruct")
     parser.add_argument("--layers", type=int, default=15, help="keep only the first layers")
+    parser.add_argument("--mixtures", nargs="*", choices=MIXTURES, default=list(MIXTURES))
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
@@ -209,7 +210,7 @@ def main() -> int:
         for name, checkout in (("before", arguments.before.resolve()), ("now", HERE))
     }
     points = {}
-    for name in MIXTURES:
+    for name in arguments.mixtures:
         found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
         for _ in range(arguments.repetitions + 1):
             for side, process in sides.items():

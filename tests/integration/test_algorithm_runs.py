@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.algorithm_cases import CASES, made
+from support.algorithm_cases import CASES
 from support.fake_core import FakeCore
-from support.fake_in_process import InProcessRun, run_jumping
+from support.fake_in_process import InProcessRun, made, run_jumping
 from support.fake_recipes import split_pools
 from support.slow_cases import mostly_slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.algorithm_cases import CASES, made
-from support.fake_in_process import InProcessRun
+from support.algorithm_cases import CASES
+from support.fake_in_process import InProcessRun, made
 
 from rolemesh.coordinator.dataflow.errors import RunError
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_in_process import InProcessRun, run_jumping
+from support.fake_in_process import InProcessRun, made, run_jumping
 from support.fake_models import expected_weight
 from support.fake_recipes import GRPO, PPO, PPO_ROLES, fake_recipe, split_pools
 from support.slow_cases import mostly_slow
@@ -50,19 +49,6 @@ def random_delays(seed: int) -> Delay:
     """Calls take between nothing and a hundred times as long as others, without any order."""
     draw = random.Random(seed)
     return lambda service, method: draw.choice((0.0, 0.01, 0.1, 1.0)) * draw.random()
-
-
-def made(recipe: Recipe, **fakes: Any) -> InProcessRun:
-    """The run, from beginning to end."""
-
-    async def work() -> InProcessRun:
-        with tempfile.TemporaryDirectory() as directory:
-            run = InProcessRun(recipe, Path(directory), **fakes)
-            await run.execute()
-        assert run.left_running() == []
-        return run
-
-    return run_jumping(work())
 
 
 @functools.cache

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from support.fake_in_process import InProcessRun, run_jumping
 from support.fake_recipes import TRAINED_REWARD, fake_recipe
 
 from rolemesh.coordinator.recipe.algorithm.policy_gradients import POLICY_GRADIENTS
@@ -219,16 +216,3 @@ CASES: dict[str, Case] = {
         reward=TRAINED_REWARD,
     ),
 }  # fmt: skip
-
-
-def made(recipe: Any, **fakes: Any) -> InProcessRun:
-    """A run that has made its steps, and has left nothing running."""
-
-    async def work() -> InProcessRun:
-        with tempfile.TemporaryDirectory() as directory:
-            run = InProcessRun(recipe, Path(directory), **fakes)
-            await run.execute()
-        assert run.left_running() == []
-        return run
-
-    return run_jumping(work())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -209,3 +210,16 @@ class InProcessRun:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         calls = [call.name for call in self.mesh.calls if call.state == "running"]
         return calls + [task.get_name() for task in tasks]
+
+
+def made(recipe: Recipe, **fakes: Any) -> InProcessRun:
+    """A run that has made its steps, and has left nothing running."""
+
+    async def work() -> InProcessRun:
+        with tempfile.TemporaryDirectory() as directory:
+            run = InProcessRun(recipe, Path(directory), **fakes)
+            await run.execute()
+        assert run.left_running() == []
+        return run
+
+    return run_jumping(work())

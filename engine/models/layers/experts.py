@@ -295,18 +295,17 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_MO, own = grads_of(wide), place.stop - place.start
                 if grad_x is not None:
                     torch.mm(grad_MO, weight_GOC[at], out=grad_x[wide])
-                if rows_of is not None:
-                    rows_MC = rows_of(wide)
-                    if wide == place:
-                        pass
-                    # Nothing comes of other experts' rows: they become 0 in what is a copy.
-                    elif ctx.sums is not None:
-                        grad_MO[own:] = 0
-                    elif ctx.reads is not None:
-                        rows_MC[own:] = 0
-                    else:
-                        grad_MO, rows_MC = grad_MO[:own], rows_MC[:own]
-                    torch.mm(grad_MO.t(), rows_MC, out=made_GOC[at])
+                if rows_of is None:
+                    continue
+                rows_MC = rows_of(wide)
+                # Nothing comes of other experts' rows: they become 0 in what is a copy.
+                if wide != place and ctx.sums is not None:
+                    grad_MO[own:] = 0
+                elif wide != place and ctx.reads is not None:
+                    rows_MC[own:] = 0
+                else:
+                    grad_MO, rows_MC = grad_MO[:own], rows_MC[:own]
+                torch.mm(grad_MO.t(), rows_MC, out=made_GOC[at])
             if grad_weight is not None and grad_weight.dtype != ctx.factors:
                 grad_weight[experts] = made_GOC
         if grad_weight is not None:
