@@ -25,8 +25,9 @@ from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SamplingSpec, VllmSpec
 from rolemesh.engine.train.trainer import Trainer
 
-VLLM_TOLERANCE = 5e-7
-"""Mean abs difference of a token: float32 through three narrow layers, in two programs."""
+VLLM_TOLERANCE = 1e-6
+"""Mean abs difference of a token: float32 through three narrow layers, in two programs. Measured:
+5.1e-7 at most (gemma3_text)."""
 SLICES_TOLERANCE = 1e-6
 """The same with sums over two slices. Measured: 1.7e-7 to 4.9e-7."""
 LEAST_MOVE = 1e-4

@@ -175,6 +175,12 @@ def test_equal_tokens_of_unequal_images_share_nothing_and_of_equal_ones_all(
     others = {0: pictures[1], 1: pictures[0], 2: pictures[1]}
     assert float(differences(model, processor, requests, others, found).mean()) > FAR
 
+    # Together, equal ones share the prompt but for its last token.
+    cached.clear()
+    together = list(backend.generate(requests, SAMPLING))
+    assert sorted(cached) == [0, 0, len(tokens) - 1]
+    assert float(differences(model, processor, requests, pictures, together).max()) < LOGPROB
+
 
 def test_a_tower_looks_at_each_image_once(backend: VllmBackend, processor: ImageProcessor) -> None:
     pixels = noise(seed=77)

@@ -1,11 +1,14 @@
-"""Tests of a vLLM engine that several back ends use in turn, each with an adapter of its own."""
+"""Tests of what is shared in vLLM: an engine by back ends, a prompt by its completions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.adapted_samplers import (
     ALL,
     LOGPROB,
@@ -15,16 +18,22 @@ from support.adapted_samplers import (
     differences,
     factors,
     made_sampler,
+    scores,
 )
-from support.rollout_checks import make_requests
+from support.in_flight_checks import at_steps
+from support.rollout_checks import make_requests, tokens_by_row, versions_of
 
 from rolemesh.engine.rollout.factory import make_backend
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm.sampler import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
 SAMPLING = SamplingSpec(max_new_tokens=12)
 REQUESTS = make_requests(4)
 CASES = [Case("merged", "float32", "qwen2", SOME), Case("slots", "float32", "llama", ALL)]
+
+LENGTHS = (1, 2, 31, 32, 33, 40, 64, 65)
+"""Of prompts, in tokens: around blocks of 32."""
 
 Drawn = dict[int, tuple[list[int], list[float]]]
 
@@ -90,3 +99,136 @@ def test_a_run_with_other_settings_cannot_join_the_engine(one: Sampler) -> None:
         make_backend(VllmSpec(), folder, shares_engine=True)
     # What was refused has not taken a share of it.
     assert one.backend._held.num_backends == 1
+
+
+def siblings(lengths: Sequence[int], num_rows: int) -> list[RolloutRequest]:
+    """Rows of prompts of these lengths, in turns."""
+    prompts = [[7 + (3 * at + length) % 500 for at in range(length)] for length in lengths]
+    return [
+        RolloutRequest(row=row, prompt_tokens=prompts[row % len(prompts)], seed=row)
+        for row in range(num_rows)
+    ]
+
+
+def sampled(
+    backend: VllmBackend, requests: Sequence[RolloutRequest]
+) -> tuple[list[RolloutTrajectory], dict[int, list[int]]]:
+    """Trajectories, and of each length of prompt how many tokens its rows did not compute."""
+    cached: dict[int, list[int]] = defaultdict(list)
+    step = backend._step
+
+    def watched() -> list[Any]:
+        outputs = step()
+        for output in outputs:
+            cached[len(output.prompt_token_ids)].append(output.num_cached_tokens)
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_step", watched)
+        found = list(backend.generate(requests, SAMPLING))
+    connector = backend.engine.engine_core.engine_core.scheduler.connector
+    assert not connector._requests
+    assert not connector._taken
+    return found, {length: sorted(numbers) for length, numbers in cached.items()}
+
+
+def test_completions_of_a_prompt_compute_it_once(one: Sampler) -> None:
+    model = one.trainer(4)
+    one.backend.update_weights(factors(model).items(), 6)
+    # As many as are decoded together, and more.
+    for num_rows in (2 * len(LENGTHS), 3 * len(LENGTHS)):
+        requests = siblings(LENGTHS, num_rows)
+        found, cached = sampled(one.backend, requests)
+        for length in LENGTHS:
+            first, *others = cached[length]
+            assert first == 0
+            # The last token is computed by each: its successor is drawn from it.
+            assert others[-1] == length - 1
+        assert differences(model, requests, found).max() < LOGPROB
+    # Rows that came later find a sibling that runs, unless all have ended.
+    assert sum(map(len, cached.values())) == len(requests)
+    alone = [list(one.backend.generate([request], SAMPLING)) for request in requests[:8]]
+    assert tokens_by_row(row for rows in alone for row in rows) == {
+        row: tokens for row, tokens in tokens_by_row(found).items() if row < 8
+    }
+
+
+def test_new_weights_in_the_middle_leave_no_keys_of_old_ones_to_siblings(one: Sampler) -> None:
+    models = {version: one.trainer(version) for version in (7, 8)}
+
+    def bring(version: int) -> None:
+        one.backend.update_weights(factors(models[version]).items(), version)
+
+    bring(7)
+    one.backend.between_steps = at_steps({4: lambda: bring(8)})
+    try:
+        requests = siblings((20, 40), 24)
+        found, _ = sampled(one.backend, requests)
+    finally:
+        one.backend.between_steps = None
+    assert versions_of(found) == {7, 8}
+    by_version = {version: scores(model, requests, found) for version, model in models.items()}
+    for index, row in enumerate(found):
+        for at, (version, logprob) in enumerate(
+            zip(row.policy_versions, row.logprobs, strict=True)
+        ):
+            assert abs(logprob - float(by_version[version][index][at])) < LOGPROB
+
+
+def test_callers_with_a_salt_of_their_own_share_with_nobody(
+    one: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one.backend.update_weights(factors(one.trainer(4)).items(), 9)
+    given = one.backend._prompts.given
+    monkeypatch.setattr(
+        one.backend._prompts,
+        "given",
+        lambda request: {**given(request), "cache_salt": "ab"[request.row % 2]},
+    )
+    _, cached = sampled(one.backend, siblings((40,), 4))
+    assert cached == {40: [0, 0, 39, 39]}
+
+
+def test_a_prompt_is_not_taken_over_from_one_that_takes_it_over_in_the_same_step() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.request import RequestStatus
+
+    from rolemesh.engine.rollout.vllm.engine.shared_prompts import SharedPrompts, transfer_config
+
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    group = SimpleNamespace(kv_cache_spec=spec)
+    connector = SharedPrompts(
+        SimpleNamespace(kv_transfer_config=transfer_config()),
+        None,
+        SimpleNamespace(kv_cache_groups=[group]),
+    )
+    blocks = {"a": [1, 2], "b": [1, 3], "c": [1, 4]}
+    connector._kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: (blocks[name],))
+    # "a" came first, and was put back to the queue: "b" has computed the prompt.
+    a, b, c = (
+        SimpleNamespace(
+            request_id=name,
+            prompt_token_ids=range(40),
+            num_prompt_tokens=40,
+            num_tokens=41,
+            num_computed_tokens=0,
+            status=RequestStatus.WAITING,
+            mm_features=[],
+            cache_salt=None,
+        )
+        for name in blocks
+    )
+    for request in (a, b, c):
+        connector.on_new_request(request)
+    b.status = RequestStatus.RUNNING
+    assert connector.get_num_new_matched_tokens(a, 32) == (None, False)
+    b.num_computed_tokens = 40
+    for request in (a, c):
+        assert connector.get_num_new_matched_tokens(request, 32) == (8, False)
+        mine = blocks[request.request_id]
+        connector.update_state_after_alloc(
+            request, SimpleNamespace(get_block_ids=lambda mine=mine: (mine,)), 8
+        )
+        request.status, request.num_computed_tokens = RequestStatus.RUNNING, 40
+    copied = connector.build_connector_meta(None)
+    assert (copied.sources, copied.targets) == ([3, 3], [2, 4])

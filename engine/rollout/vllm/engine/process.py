@@ -103,15 +103,20 @@ def leave_uncompiled() -> None:
 
 @cache
 def prepare_vllm() -> None:
-    """Settles what vLLM keeps once a process: weight engine, loader, log levels.
+    """Settles what vLLM keeps once a process: weight engine, loader, norms, log levels.
 
     Called after `leave_uncompiled` and before the first engine.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     from rolemesh.engine.rollout.vllm.engine.loader import register_rounding_loader
 
     register_rounding_loader()
+    if current_platform.is_cpu():
+        from rolemesh.engine.rollout.vllm.engine.norms_on_cpu import register_norms
+
+        register_norms()
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND,
         "rolemesh.engine.rollout.vllm.weights.weights",
@@ -121,6 +126,8 @@ def prepare_vllm() -> None:
     # It warns at each update that a tied head "failed to load". Completeness is checked by us,
     # and more strictly.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    # It warns at each start that the interface of `shared_prompts.py` may change; vLLM is pinned.
+    logging.getLogger("vllm.distributed.kv_transfer.kv_connector.v1.base").setLevel(logging.ERROR)
     # It warns for each parameter that float32 weights meet a bfloat16 sampler: that is the cast
     # we want.
     logging.getLogger("vllm.model_executor.models.utils").setLevel(logging.ERROR)

@@ -66,6 +66,14 @@ def make_engine(
         vllm_image_model.register_image_model()
         overrides |= vllm_image_model.config_overrides(folder.config)
         more_arguments = {**more_arguments, **vllm_image_model.ENGINE_ARGUMENTS}
+    if current_platform.is_cpu():
+        from rolemesh.engine.rollout.vllm.engine.norms_on_cpu import norm_priorities
+
+        more_arguments = {**more_arguments, "ir_op_priority": norm_priorities()}
+    if shares_on_cpu and not spec.replay_routes:
+        from rolemesh.engine.rollout.vllm.engine.shared_prompts import transfer_config
+
+        more_arguments = {**more_arguments, "kv_transfer_config": transfer_config()}
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.path),
