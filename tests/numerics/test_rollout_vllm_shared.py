@@ -196,9 +196,13 @@ def test_a_prompt_is_not_taken_over_from_one_that_takes_it_over_in_the_same_step
     from rolemesh.engine.rollout.vllm.engine.shared_prompts import SharedPrompts, transfer_config
 
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    group = SimpleNamespace(kv_cache_spec=spec)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
+    layer = SimpleNamespace(kv_cache=torch.arange(5)[:, None].clone())
     connector = SharedPrompts(
-        SimpleNamespace(kv_transfer_config=transfer_config()),
+        SimpleNamespace(
+            kv_transfer_config=transfer_config(),
+            compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+        ),
         None,
         SimpleNamespace(kv_cache_groups=[group]),
     )
@@ -230,5 +234,5 @@ def test_a_prompt_is_not_taken_over_from_one_that_takes_it_over_in_the_same_step
             request, SimpleNamespace(get_block_ids=lambda mine=mine: (mine,)), 8
         )
         request.status, request.num_computed_tokens = RequestStatus.RUNNING, 40
-    copied = connector.build_connector_meta(None)
-    assert (copied.sources, copied.targets) == ([3, 3], [2, 4])
+    connector.build_connector_meta(None)
+    assert layer.kv_cache.flatten().tolist() == [0, 1, 3, 3, 3]

@@ -383,7 +383,11 @@ def test_tokens_name_the_version_that_sampled_them_when_an_update_lands_inside(
         served.http.post(url, json={**ask, "stream": way == "token stream"}).read()
     calls = session.read()["calls"]
     assert len(calls) == (3 if way == "beside others" else 1)
-    for call in calls:
-        assert call["policy_versions"] == [FIRST_VERSION] * 5 + [5] * 4 + [6] * 3
+    # The first computes the prompt, and the others take it over a step later: at their begin, and
+    # when they are put back for new weights.
+    numbers = [(5, 4, 3), (4, 3, 5), (4, 3, 5)][: len(calls)]
+    assert sorted(call["policy_versions"] for call in calls) == sorted(
+        [FIRST_VERSION] * first + [5] * second + [6] * third for first, second, third in numbers
+    )
     sampler.update(FIRST_VERSION)
     assert errors_of_calls(sampler, session) < LOGPROB

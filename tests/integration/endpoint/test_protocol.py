@@ -64,7 +64,12 @@ def test_the_same_seed_gives_the_same_tokens_and_another_does_not(served: Served
 def test_calls_without_a_seed_are_drawn_each_for_itself(served: Served) -> None:
     """The engine's own random state is put back after each step: it must not draw for them."""
     answers = [
-        chat(served, seed=None, max_tokens=16, extra_body={"return_token_ids": True})
+        chat(
+            served,
+            seed=None,
+            max_tokens=16,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
         for _ in range(4)
     ]
     drawn = [tuple(answer.choices[0].model_extra["token_ids"]) for answer in answers]

@@ -10,7 +10,7 @@ block to block of the same cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,14 +42,6 @@ def transfer_config() -> KVTransferConfig:
     )
 
 
-@dataclass
-class CopiedBlocks(KVConnectorMetadata):  # type: ignore[misc]
-    """What a step copies before it computes: numbers of blocks, from and to, in pairs."""
-
-    sources: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class _Taken:
     """Tokens whose keys a request takes over: those from `start` to `end`."""
@@ -60,12 +52,16 @@ class _Taken:
 
 
 class SharedPrompts(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Both halves of the connector: vLLM makes one for its scheduler and one for its worker.
+    """The half of the connector in vLLM's scheduler, which does all of it.
 
     The first request with a prompt computes it. The others wait until the step after, and take it
     over. Nothing is kept: a prompt is shared while a request that has it runs. Models with more
     than full attention (windows, states) share nothing here, since their caches are of several
     kinds. Owned by the compute thread.
+
+    VLLM makes another one for its worker, one a process, and with a second engine in the process
+    that one belongs to the first, or to none. So it does nothing, and the scheduler's copies: it is
+    in the same process, and a step begins when all before it have ended.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -74,15 +70,17 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A subclass may be of another layout.
         self._shares = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
         self._block_size: int = groups[0].kv_cache_spec.block_size if groups else 0
-        self._caches: list[torch.Tensor] = []
-        """Of each layer, [blocks, ...]."""
+        self._layers: list[str] = list(groups[0].layer_names) if self._shares else []
         self._requests: dict[_Prompt, dict[str, Request]] = {}
         """Those in the engine, by prompt and id."""
         self._taken: dict[str, _Taken] = {}
         """What was answered to vLLM, which may have no blocks for it."""
         self._followers: set[str] = set()
         """Requests whose blocks are copied to in this step, and so not from."""
-        self._copied = CopiedBlocks()
+        self._sources: list[int] = []
+        """Blocks that are copied before this step."""
+        self._targets: list[int] = []
+        """To where."""
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -135,15 +133,24 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         first, last = taken.start // self._block_size, (taken.end - 1) // self._block_size
         (theirs,) = self._kv_cache_manager.get_block_ids(taken.source.request_id)
         (ours,) = blocks.get_block_ids()
-        self._copied.sources += theirs[first : last + 1]
-        self._copied.targets += ours[first : last + 1]
+        self._sources += theirs[first : last + 1]
+        self._targets += ours[first : last + 1]
         self._followers.add(request.request_id)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> CopiedBlocks:
-        """Hands the step's copies to the worker."""
-        copied, self._copied = self._copied, CopiedBlocks()
-        self._followers.clear()
-        return copied
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Copies blocks, whole ones: what is behind the prompt is written before it is read.
+
+        Sources were computed in earlier steps, and targets are new: none is both.
+        """
+        if self._targets:
+            sources, targets = torch.tensor(self._sources), torch.tensor(self._targets)
+            layers = self._vllm_config.compilation_config.static_forward_context
+            for name in self._layers:
+                cache = layers[name].kv_cache  # [blocks, ...]
+                cache.index_copy_(0, targets, cache.index_select(0, sources))
+            self._sources, self._targets = [], []
+            self._followers.clear()
+        return KVConnectorMetadata()
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -160,22 +167,8 @@ class SharedPrompts(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Worker
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Takes the cache of each layer."""
-        self._caches = list(kv_caches.values())
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Copies blocks, whole ones: what is behind the prompt is written before it is read.
-
-        Sources were computed in earlier steps, and targets are new: none is both.
-        """
-        copied = self._get_connector_metadata()
-        assert isinstance(copied, CopiedBlocks)
-        if not copied.targets:
-            return
-        sources, targets = torch.tensor(copied.sources), torch.tensor(copied.targets)
-        for cache in self._caches:
-            cache.index_copy_(0, targets, cache.index_select(0, sources))
+        """Nothing to load."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for."""
