@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -312,3 +313,51 @@ def test_slices_are_each_given_the_whole_factors_and_cut_them(tmp_path: Path) ->
     for ours, theirs in zip(first, second, strict=True):
         assert tokens_by_row(ours) == tokens_by_row(theirs)
         assert differences(model, requests, ours).max() < LOGPROB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_products_of_one_slot_are_vllms_and_gather_nothing(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    if sampler.case.way != "slots":
+        pytest.skip("a merged engine has no slots")
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    from rolemesh.engine.rollout.vllm.weights.one_slot import OneSlot
+
+    (wrappers,) = sampler.backend.engine.apply_model(
+        lambda model: list(model.lora_manager.punica_wrapper_mapping.values())
+    )
+    assert [type(one) for one in wrappers] == [OneSlot]
+    generator = torch.Generator().manual_seed(3)
+    x, sizes = torch.randn(5, 16, generator=generator).to(dtype), (8, 24)
+    a = tuple(torch.randn(1, 1, 4, 16, generator=generator).to(dtype) for _ in sizes)
+    b = tuple(torch.randn(1, 1, size, 4, generator=generator).to(dtype) for size in sizes)
+    before = torch.randn(5, sum(sizes), generator=generator).to(dtype)
+    products = [
+        x.double() @ one[0, 0].double().t() @ two[0, 0].double().t()
+        for one, two in zip(a, b, strict=True)
+    ]
+    added = 0.5 * torch.cat(products, dim=1)
+    gathered: list[str] = []
+    for name in ("bgmv_shrink", "sgmv_shrink"):
+        own = getattr(punica_cpu, name)
+
+        def watched(*args: Any, name: str = name, own: Any = own) -> None:
+            gathered.append(name)
+            own(*args)
+
+        monkeypatch.setattr(punica_cpu, name, watched)
+    for is_prefill in (False, True):
+        for ids in ((1,) * 5, (1, 0, 1, 1, 0)):
+            made = OneSlot(64, 8, "cpu")
+            made.update_metadata(LoRAMapping(ids, ids, is_prefill), [1], 1, 512)
+            y = before.clone()
+            made.add_lora_linear(y, x, a, b, 0.5, sizes)
+            # Steps in which some have none are vLLM's; here there is no such step.
+            has_it = torch.tensor(ids) == 1
+            tolerance = 1e-5 if dtype == torch.float32 else 0.1
+            expected = (before.double() + added)[has_it]
+            torch.testing.assert_close(y.double()[has_it], expected, atol=tolerance, rtol=0.02)
+    assert gathered == ["bgmv_shrink"] * 2 + ["sgmv_shrink"] * 2

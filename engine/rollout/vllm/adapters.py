@@ -77,7 +77,7 @@ class SlottedAdapter(ServedAdapter):
 
     The base stays as it was loaded, so that sleep has to keep a copy of it on the host; the slots
     and what vLLM notes of them lie in the same memory and come back with it. That is not verified
-    on a GPU. On a CPU vLLM's slots are slow: they gather a copy of the factors for each token.
+    on a GPU. On a CPU the products are ours (`weights/one_slot.py`).
     """
 
     first_weights = "rounded"

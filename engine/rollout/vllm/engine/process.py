@@ -103,7 +103,7 @@ def leave_uncompiled() -> None:
 
 @cache
 def prepare_vllm() -> None:
-    """Settles what vLLM keeps once a process: weight engine, loader, norms, log levels.
+    """Settles what vLLM keeps once a process: weight engine, loader, kernels, log levels.
 
     Called after `leave_uncompiled` and before the first engine.
     """
@@ -115,8 +115,10 @@ def prepare_vllm() -> None:
     register_rounding_loader()
     if current_platform.is_cpu():
         from rolemesh.engine.rollout.vllm.engine.norms_on_cpu import register_norms
+        from rolemesh.engine.rollout.vllm.weights.one_slot import serve_one_slot
 
         register_norms()
+        serve_one_slot()
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND,
         "rolemesh.engine.rollout.vllm.weights.weights",
