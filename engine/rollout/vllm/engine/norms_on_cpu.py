@@ -61,9 +61,10 @@ def _is_plain_sum(
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    normalized = torch.empty(x.shape)
     # Queries and keys of some families are cut out of a wider tensor.
-    torch.ops._C.rms_norm(normalized, x.contiguous(), weight, epsilon)
+    whole = x.contiguous()
+    normalized = torch.empty_like(whole)
+    torch.ops._C.rms_norm(normalized, whole, weight, epsilon)
     return normalized
 
 
